@@ -1,7 +1,7 @@
 """Pipeline-parallel training in JAX.
 
-    pipe = ppctl.pipeline(stack, mesh=ppctl.mesh(dp=2, pp=4), schedule="interleaved", num_chunks=2, num_microbatches=8,
-                          batch=batch, optimizer=optax.adamw(1e-3))
+    pipe = ppctl.pipeline(stack, mesh=ppctl.mesh(dp=2, pp=4), schedule="interleaved", num_chunks=2,
+                          num_microbatches=8, batch=batch, optimizer=optax.adamw(1e-3))
     state = pipe.init(seed=0)
     state, metrics = pipe.step(state, batch)
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from ppctl.model.lora import Lora
     from ppctl.model.network import Network, stage_boundary
     from ppctl.model.stack import Stack, VocabularyParts
-    from ppctl.reports.charts.draw import draw
+    from ppctl.reports.charts.draw_schedule import draw
     from ppctl.schedule.costs import Costs
     from ppctl.schedule.families.registry import build as build_schedule
     from ppctl.schedule.ir import Schedule, Task
-    from ppctl.schedule.simulate import Timeline, simulate
-    from ppctl.training.models import attention, mlp, transformer
-    from ppctl.training.pipeline import Pipeline, pipeline
-    from ppctl.training.saved_run import SavedRun, load_run
-    from ppctl.training.start import mesh
+    from ppctl.schedule.simulator import Timeline, simulate
+    from ppctl.training.pipeline.built_in_models import attention, mlp, transformer
+    from ppctl.training.pipeline.jax_start import mesh
+    from ppctl.training.pipeline.pipeline import Pipeline, pipeline
+    from ppctl.training.run.saved_run import SavedRun, load_run
 
 __all__ = [
     "Costs",
@@ -52,38 +52,31 @@ __all__ = [
     "transformer",
 ]
 
-_HOMES = {
-    "Costs": "schedule.costs",
-    "Lora": "model.lora",
-    "Network": "model.network",
-    "Pipeline": "training.pipeline",
-    "PpctlError": "errors",
-    "SavedRun": "training.saved_run",
-    "Schedule": "schedule.ir",
-    "Stack": "model.stack",
-    "Task": "schedule.ir",
-    "Timeline": "schedule.simulate",
-    "VocabularyParts": "model.stack",
-    "attention": "training.models",
-    "build_schedule": "schedule.families.registry:build",
-    "draw": "reports.charts.draw",
-    "load_run": "training.saved_run",
-    "mesh": "training.start",
-    "mlp": "training.models",
-    "parallel": "model.parallel:",  # a module
-    "pipeline": "training.pipeline",
-    "simulate": "schedule.simulate",
-    "stage_boundary": "model.network",
-    "transformer": "training.models",
+_HOMES = {  # public names by module
+    "errors": "PpctlError",
+    "model.lora": "Lora",
+    "model.network": "Network stage_boundary",
+    "model.stack": "Stack VocabularyParts",
+    "reports.charts.draw_schedule": "draw",
+    "schedule.costs": "Costs",
+    "schedule.ir": "Schedule Task",
+    "schedule.simulator": "Timeline simulate",
+    "training.pipeline.built_in_models": "attention mlp transformer",
+    "training.pipeline.jax_start": "mesh",
+    "training.pipeline.pipeline": "Pipeline pipeline",
+    "training.run.saved_run": "SavedRun load_run",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'ppctl' has no attribute {name!r}")
-    place, colon, attribute = _HOMES[name].partition(":")
-    module = import_module(f"ppctl.{place}")
-    return module if colon and not attribute else getattr(module, attribute or name)
+    if name == "parallel":
+        return import_module("ppctl.model.parallel")
+    if name == "build_schedule":
+        return import_module("ppctl.schedule.families.registry").build
+    for module, names in _HOMES.items():
+        if name in names.split():
+            return getattr(import_module(f"ppctl.{module}"), name)
+    raise AttributeError(f"module 'ppctl' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,6 @@
-"""The errors a user can meet. Each is one line: the values, the equation that fails, and the remedy."""
+"""The errors a user can meet. Each is one line: the values, the equation that fails, and the
+remedy.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,16 @@ from typing import Any
 # Kinds of what ends a command and is no error of these classes, as `--json` names them.
 INTERRUPTED, OUTPUT, BUG = "interrupted", "output", "bug"
 REMEDY = re.compile(  # a sentence that tells what to do, and what follows it
-    r"(?<=[.?:)] )(?:(?:Add|Choose|Copy|Delete|Did you mean|Drop|End|Free|Give|Go|Install|Leave|Let|Lower|Make|Move"
+    r"(?<=[.?:)] )(?:(?:Add|Choose|Copy|Delete|Did you "
+    r"mean|Drop|End|Free|Give|Go|Install|Leave|Let|Lower|Make|Move"
     r"|Name|Please|Raise|Restore|Round|Say|Set|Start|Try|Use|Write)\b|`ppctl ).*"
 )
 
 
 class PpctlError(Exception):
-    """A request that cannot be served. The command line prints it without a traceback and exits with `exit_code`."""
+    """A request that cannot be served. The command line prints it without a traceback and exits
+    with `exit_code`.
+    """
 
     exit_code = 2
     kind = "request"  # as `--json` names it; docs/command-line.md lists them
@@ -36,6 +41,13 @@ class DataError(PpctlError):
     """A data set that is missing, too small, or not what its config says."""
 
     kind = "data"
+
+
+def missing_package(what: str, package: str, extra: str) -> DataError:
+    """Return the error of a feature whose optional package is not installed."""
+    return DataError(
+        f"{what} needs {package}, which is not installed. Install it: pip install 'ppctl[{extra}]'."
+    )
 
 
 class CheckpointError(PpctlError):
@@ -88,10 +100,13 @@ class ElsewhereError(PpctlError):
 
 
 def error_document(kind: str, message: str) -> dict[str, dict[str, Any]]:
-    """Return what `--json` prints of an error: its kind, its whole message, and the part of that which is the remedy.
+    """Return what `--json` prints of an error: its kind, its whole message, and the part of that
+    which is the remedy.
 
     >>> error_document("config", "mesh.pp=0 must be at least 1. Use mesh.pp=1.")["error"]["remedy"]
     'Use mesh.pp=1.'
     """
     found = REMEDY.search(message)
-    return {"error": {"kind": kind, "message": message, "remedy": None if found is None else found[0]}}
+    return {
+        "error": {"kind": kind, "message": message, "remedy": None if found is None else found[0]}
+    }

@@ -20,16 +20,18 @@ FLAGS = [
 ]
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 12):  # which has MLIR's emitters alone
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-# Hydra sets up logging anew, which closes the streams of handlers but the process's own: pytest's would be one.
+# Hydra sets up logging anew, which closes the streams of handlers but the process's own: pytest's
+# would be one.
 absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # has the variables of the process that started it
 
 
 def set_environment() -> None:
-    """Simulate eight devices, compute in float64, and keep compiled programs for all tests and what they start.
+    """Simulate eight devices, compute in float64, and keep compiled programs for all tests and what
+    they start.
 
-    Many tests train the same tiny model. JAX writes entries of its cache in place: who reads half of one warns and
-    compiles; the warning is ignored here and in pyproject.toml.
+    Many tests train the same tiny model. JAX writes entries of its cache in place: who reads half
+    of one warns and compiles; the warning is ignored here and in pyproject.toml.
     """
     directory = tempfile.mkdtemp(prefix="ppctl-tests-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
@@ -50,11 +52,15 @@ if not IS_WORKER:
 
 
 def pytest_collection_finish():
-    """Look for garbage seldom, and only in what tests make: modules and collected tests are many objects that stay."""
+    """Look for garbage seldom, and only in what tests make: modules and collected tests are many
+    objects that stay.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
 
 
 collect_ignore = ["support/mpmd_worker.py"]  # a program; the search for doctests would import it
-collect_ignore_glob = ["*conftest.py"]  # the search for doctests would import each as the one module `conftest`
+collect_ignore_glob = [
+    "*conftest.py"
+]  # the search for doctests would import each as the one module `conftest`

@@ -1,11 +1,13 @@
 """Random requests through plan, verify and five train steps: `python tests/fuzz.py N SEED`.
 
-Each request is served by the three commands, as the command line serves them, and its losses are compared with those of
-executor=reference on one device. What the commands say of an impossible one must be the same line, with exit code 2 and
-nothing written. A traceback, a warning, a hang or a difference is a finding: it is printed with the command line that
-repeats it (typed in the root), and the exit code is 1.
+Each request is served by the three commands, as the command line serves them, and its losses are
+compared with those of executor=reference on one device. What the commands say of an impossible one
+must be the same line, with exit code 2 and nothing written. A traceback, a warning, a hang or a
+difference is a finding: it is printed with the command line that repeats it (typed in the root),
+and the exit code is 1.
 
-Requests run in processes that serve many each: JAX starts once, and programs are compiled by the quickest means.
+Requests run in processes that serve many each: JAX starts once, and programs are compiled by the
+quickest means.
 """
 
 from __future__ import annotations
@@ -36,7 +38,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ("plan", "verify", "train")
-TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 5e-2}  # relative, of losses, norms and rates of 5 steps
+TOLERANCE = {
+    "float64": 1e-9,
+    "float32": 1e-4,
+    "bfloat16": 5e-2,
+}  # relative, of losses, norms and rates of 5 steps
 MANY = 25  # requests that one process serves
 LIMIT_S = 900  # of a request, on a busy machine; a quiet one needs a few seconds
 REFUSED = 2
@@ -58,26 +64,31 @@ class Finding(NamedTuple):
     printed: str = ""
 
 
-# --- one request -----------------------------------------------------------------------------------------------------
+# --- one request --------------------------------------------------------------------------------
 
 
 def tried(made: Request, directory: Path) -> tuple[str, Finding | None]:
     """Return how a request went in a word, and what is wrong with that, if anything."""
     run_dir = directory / "run"
     lines = {command: [command, *made.words, f"run.dir={run_dir}"] for command in COMMANDS}
-    # what trains in bfloat16 is verified in float64: of models 4 wide some gradients are rounding, 7 % of themselves
+    # what trains in bfloat16 is verified in float64: of models 4 wide some gradients are rounding,
+    # 7 % of themselves
     lines["verify"] = [word for word in lines["verify"] if word != "run.dtype=bfloat16"]
     with _composed_once(), _x64_restored():
         found = {command: served([*lines[command], "--json"]) for command in COMMANDS}
         for command, each in found.items():
             if "Traceback" in each.error or each.code not in (0, REFUSED):
-                return "failed", Finding(f"{command} ends with {each.code}", lines[command], each.error or each.out)
+                return "failed", Finding(
+                    f"{command} ends with {each.code}", lines[command], each.error or each.out
+                )
         if any(each.code == REFUSED for each in found.values()):
             return "refused", _refusal(found, lines, run_dir)
         return "equal", _difference(made, found, lines, run_dir)
 
 
-def _refusal(found: dict[str, Served], lines: dict[str, list[str]], run_dir: Path) -> Finding | None:
+def _refusal(
+    found: dict[str, Served], lines: dict[str, list[str]], run_dir: Path
+) -> Finding | None:
     """Return what is wrong with a request that a command has refused."""
     first = found["train"].error if found["train"].code == REFUSED else found["plan"].error
     for command, each in found.items():
@@ -87,16 +98,22 @@ def _refusal(found: dict[str, Served], lines: dict[str, list[str]], run_dir: Pat
         if not each.error.startswith("ppctl: ") or each.error.count("\n") != 1:
             return Finding(f"{command} refuses in other than one line", lines[command], each.error)
         if each.error != first:
-            return Finding(f"{command} gives another reason than train", lines[command], each.error + first)
+            return Finding(
+                f"{command} gives another reason than train", lines[command], each.error + first
+            )
     if run_dir.exists():
         return Finding("a request that was refused left a run directory", lines["train"], first)
     return None
 
 
-def _difference(made: Request, found: dict[str, Served], lines: dict[str, list[str]], run_dir: Path) -> Finding | None:
+def _difference(
+    made: Request, found: dict[str, Served], lines: dict[str, list[str]], run_dir: Path
+) -> Finding | None:
     """Return where the numbers of a request differ from the reference's, or between commands."""
     planned = json.loads(found["plan"].out)["predicted_bubble_fraction"]
-    trained = _records(run_dir / "metrics.jsonl")[-1].get("predicted_bubble_fraction")  # of no pipeline there is none
+    trained = _records(run_dir / "metrics.jsonl")[-1].get(
+        "predicted_bubble_fraction"
+    )  # of no pipeline there is none
     if planned != trained:
         return Finding(f"plan says a bubble of {planned}, train of {trained}", lines["plan"])
     if made.processes > 1:
@@ -104,25 +121,37 @@ def _difference(made: Request, found: dict[str, Served], lines: dict[str, list[s
         lines["train"].append(f"launch.processes={made.processes}")
         launched = _in_processes(lines["train"])
         if launched.code:
-            return Finding(f"train ends with {launched.code}", lines["train"], launched.out + launched.error)
+            return Finding(
+                f"train ends with {launched.code}", lines["train"], launched.out + launched.error
+            )
     expected, dtype = reference(lines["train"][1:])
     for name, wanted in expected.items():
         records = _records(run_dir / name)
         if [each["step"] for each in records] != [each["step"] for each in wanted]:
-            return Finding(f"{name} has the steps {[each['step'] for each in records]}", lines["train"])
+            return Finding(
+                f"{name} has the steps {[each['step'] for each in records]}", lines["train"]
+            )
         for a, b in zip(records, wanted, strict=True):
-            for key in b.keys() - ({"grad_norm"} if dtype == "bfloat16" else set()):  # a norm of rounding there
-                if not math.isclose(a[key], b[key], rel_tol=TOLERANCE[dtype], abs_tol=1e-3 * TOLERANCE[dtype]):
-                    what = f"{key} of step {a['step']} is {a[key]}, the reference's {b[key]} ({dtype})"
+            for key in b.keys() - (
+                {"grad_norm"} if dtype == "bfloat16" else set()
+            ):  # a norm of rounding there
+                if not math.isclose(
+                    a[key], b[key], rel_tol=TOLERANCE[dtype], abs_tol=1e-3 * TOLERANCE[dtype]
+                ):
+                    what = (
+                        f"{key} of step {a['step']} is {a[key]}, the reference's {b[key]} ({dtype})"
+                    )
                     return Finding(what, lines["train"])
     return None
 
 
 def reference(words: Sequence[str]) -> tuple[dict[str, list[dict[str, float]]], str]:
-    """Return the metrics and evaluations of the un-pipelined model on one device, by a plain loop; and the dtype."""
+    """Return the metrics and evaluations of the un-pipelined model on one device, by a plain loop;
+    and the dtype.
+    """
     from ppctl.cli import compose
     from ppctl.config import Config, Launch, Schedule
-    from ppctl.training.job import assemble, without_pipeline
+    from ppctl.training.pipeline.job import assemble, without_pipeline
 
     config = compose.compose([*words], [], [])
     assert isinstance(config, Config)
@@ -132,16 +161,23 @@ def reference(words: Sequence[str]) -> tuple[dict[str, list[dict[str, float]]], 
     state, run = job.pipe.init(), config.run
     for step, batch in zip(range(1, run.num_steps + 1), job.data.batches(), strict=False):
         state, numbers = job.pipe.step(state, batch)
-        metrics.append({"step": step} | {key: float(numbers[key]) for key in ("loss", "grad_norm", "lr")})
+        metrics.append(
+            {"step": step} | {key: float(numbers[key]) for key in ("loss", "grad_norm", "lr")}
+        )
         if run.eval_every is not None and step % run.eval_every == 0:
-            losses = [float(job.pipe.loss(state, each)) for each in job.data.eval_batches(run.eval_batches)]
+            losses = [
+                float(job.pipe.loss(state, each))
+                for each in job.data.eval_batches(run.eval_batches)
+            ]
             evaluations.append({"step": step, "eval_loss": sum(losses) / len(losses)})
     return {"metrics.jsonl": metrics, "eval.jsonl": evaluations}, str(job.pipe.dtype)
 
 
 @contextlib.contextmanager
 def _composed_once() -> Iterator[None]:
-    """Let Hydra compose the same words once in the body: it takes half a second, and does the same each time."""
+    """Let Hydra compose the same words once in the body: it takes half a second, and does the same
+    each time.
+    """
     from ppctl.cli import compose
 
     made, usual = {}, compose.compose
@@ -176,16 +212,26 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def served(words: list[str]) -> Served:
-    """Return what a command of the command line does in this process, warnings being errors, as in the tests."""
+    """Return what a command of the command line does in this process, warnings being errors, as in
+    the tests.
+    """
     import jax
 
     from ppctl import cli
 
-    jax.config.update("jax_enable_x64", False)  # as it is when a process starts; a command may set it
+    jax.config.update(
+        "jax_enable_x64", False
+    )  # as it is when a process starts; a command may set it
     out, error = io.StringIO(), io.StringIO()
-    with warnings.catch_warnings(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(error),
+    ):
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry", UserWarning)
+        warnings.filterwarnings(
+            "ignore", "Error reading persistent compilation cache entry", UserWarning
+        )
         warnings.filterwarnings("ignore", "builtin type .* has no __module__", DeprecationWarning)
         code = cli.main(words)
     return Served(code, out.getvalue(), error.getvalue())
@@ -193,9 +239,17 @@ def served(words: list[str]) -> Served:
 
 def _in_processes(words: list[str]) -> Served:
     """Return what a command line does that starts processes of its own."""
-    env = {key: value for key, value in os.environ.items() if key not in ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS")}
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS")
+    }
     ended = subprocess.run(
-        [sys.executable, "-m", "ppctl.cli", *words], env=env, capture_output=True, text=True, timeout=LIMIT_S
+        [sys.executable, "-m", "ppctl.cli", *words],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
     return Served(ended.returncode, ended.stdout, ended.stderr)
 
@@ -204,7 +258,7 @@ def _typed(words: Sequence[str]) -> str:
     return f"ppctl {shlex.join(words)}"
 
 
-# --- many requests ---------------------------------------------------------------------------------------------------
+# --- many requests ------------------------------------------------------------------------------
 
 
 def work(seed: int, numbers: Sequence[int], directory: Path) -> None:
@@ -221,16 +275,26 @@ def work(seed: int, numbers: Sequence[int], directory: Path) -> None:
         result, finding = tried(made, place)
         if finding is None:
             shutil.rmtree(place, ignore_errors=True)
-        line = {"result": result, "finding": finding, "cpu_s": _cpu_s() - began, "mistake": made.mistake}
+        line = {
+            "result": result,
+            "finding": finding,
+            "cpu_s": _cpu_s() - began,
+            "mistake": made.mistake,
+        }
         print(json.dumps(line), flush=True)
 
 
 def _cpu_s() -> float:
-    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(
+        sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
 
 
-def fuzz(seed: int, first: int, count: int, directory: Path, many: int = MANY, limit_s: float = LIMIT_S) -> int:
-    """Serve `count` requests of a seed from `first` on; print each finding, and at the end how all went.
+def fuzz(
+    seed: int, first: int, count: int, directory: Path, many: int = MANY, limit_s: float = LIMIT_S
+) -> int:
+    """Serve `count` requests of a seed from `first` on; print each finding, and at the end how all
+    went.
 
     Return the number of findings.
     """
@@ -248,24 +312,49 @@ def fuzz(seed: int, first: int, count: int, directory: Path, many: int = MANY, l
                 _show(seed, line["number"], finding)
             else:
                 mistake = f" ({line['mistake']})" if line["mistake"] else ""
-                print(f"{seed} {line['number']}: {line['result']}{mistake}, {line['cpu_s']:.1f} CPU s", flush=True)
+                print(
+                    f"{seed} {line['number']}: {line['result']}{mistake}, {line['cpu_s']:.1f} "
+                    "CPU s",
+                    flush=True,
+                )
         left = left[done:]
     shown = ", ".join(f"{number} {result}" for result, number in sorted(counts.items()))
-    print(f"{count} requests of seed {seed} from {first} on: {shown}; {num_findings} findings, {cpu_s:.0f} CPU s")
+    print(
+        f"{count} requests of seed {seed} from {first} on: {shown}; {num_findings} findings, "
+        f"{cpu_s:.0f} CPU s"
+    )
     return num_findings
 
 
 def _show(seed: int, number: int, finding: Finding) -> None:
     printed = "\n".join(finding.printed.strip().splitlines()[-30:])
-    print(f"FINDING {seed} {number}: {finding.what}\n  {_typed(finding.words)}\n{printed}", flush=True)
+    print(
+        f"FINDING {seed} {number}: {finding.what}\n  {_typed(finding.words)}\n{printed}", flush=True
+    )
 
 
-def _lines_of(seed: int, numbers: Sequence[int], directory: Path, limit_s: float) -> Iterator[dict[str, Any]]:
-    """Yield a line for each request, until all are served, or one ended or held up its process: it is the last."""
-    command = [sys.executable, __file__, "--serve", *map(str, numbers), "--seed", str(seed), "--dir", str(directory)]
+def _lines_of(
+    seed: int, numbers: Sequence[int], directory: Path, limit_s: float
+) -> Iterator[dict[str, Any]]:
+    """Yield a line for each request, until all are served, or one ended or held up its process: it
+    is the last.
+    """
+    command = [
+        sys.executable,
+        __file__,
+        "--serve",
+        *map(str, numbers),
+        "--seed",
+        str(seed),
+        "--dir",
+        str(directory),
+    ]
     errors = directory / "stderr"
     line: dict[str, Any] = {}
-    with errors.open("wb") as stderr, subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr) as it:
+    with (
+        errors.open("wb") as stderr,
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr) as it,
+    ):
         assert it.stdout is not None
         try:
             while True:
@@ -287,15 +376,25 @@ def _lines_of(seed: int, numbers: Sequence[int], directory: Path, limit_s: float
             it.kill()
     words = ["train", *line.get("words", ["?"]), f"run.dir={line.get('place')}/run"]
     finding = Finding(why, words, errors.read_text(errors="replace"))
-    yield {"number": numbers[0], "cpu_s": 0.0, "mistake": None} | line | {"result": "failed", "finding": finding}
+    yield (
+        {"number": numbers[0], "cpu_s": 0.0, "mistake": None}
+        | line
+        | {"result": "failed", "finding": finding}
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Random requests through plan, verify and five train steps.")
+    parser = argparse.ArgumentParser(
+        description="Random requests through plan, verify and five train steps."
+    )
     parser.add_argument("count", type=int, nargs="?", default=30, help="requests")
     parser.add_argument("seed", type=int, nargs="?", default=0)
-    parser.add_argument("--first", type=int, default=0, help="number of the first request, to repeat one")
-    parser.add_argument("--dir", type=Path, default=ROOT / "runs/fuzz", help="where requests with findings are kept")
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first request, to repeat one"
+    )
+    parser.add_argument(
+        "--dir", type=Path, default=ROOT / "runs/fuzz", help="where requests with findings are kept"
+    )
     parser.add_argument("--serve", type=int, nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--seed", dest="of_seed", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,7 +1,6 @@
-"""The options and settings that there are, and messages on a name or value that is none of them.
+"""The options and settings of `conf/`, `recipes/` and `config/`, and messages on wrong ones.
 
-Read from `conf/`, `recipes/` and the dataclasses of `config/`, so that a new option or setting needs no line here.
-Standard library only: `ppctl --help` loads no Hydra.
+A new option or setting needs no line here. Standard library only: `ppctl --help` loads no Hydra.
 """
 
 from __future__ import annotations
@@ -17,25 +16,19 @@ from types import UnionType
 from typing import Any, NamedTuple
 
 from ppctl import config
-from ppctl.config import Config, Inspect, Launch, Mesh, Plan, Rehearse, Run, ScheduleConfig, Tune, Verify
-from ppctl.config.files import ROOT
+from ppctl.config import Config, Inspect, Launch, Mesh, Plan, Run, Tune, Verify
+from ppctl.config.changed_settings import shown
+from ppctl.config.config_dirs import ROOT
 from ppctl.schedule.families.registry import also_called
 
-# the parts of which there is one
-PLAIN: dict[str, type] = {
-    "run": Run,
-    "launch": Launch,
-    "verify": Verify,
-    "plan": Plan,
-    "rehearse": Rehearse,
-    "tune": Tune,
-    "inspect": Inspect,
-}
-PARTS = tuple(f.name for f in dataclasses.fields(Config) if f.name not in PLAIN)  # the parts that are chosen by name
+# the parts with one class each
+PLAIN = {cls.__name__.lower(): cls for cls in (Run, Launch, Verify, Plan, Tune, Inspect)}
+# the parts that are chosen by name
+PARTS = tuple(f.name for f in dataclasses.fields(Config) if f.name not in PLAIN)
 GROUPS = (*PARTS, "recipes")
 DRAWN = ("mesh", "schedule", "costs")  # the parts that `ppctl schedule` depends on
-DRAWN_COSTS = "unit"  # what it chooses of costs
-MESH_EXAMPLES = ("1x2", "1x4", "1x8", "2x2", "2x4", "2x4x2")  # any sizes will do; these are for listings
+DRAWN_COSTS = "unit"  # its option of costs
+MESH_EXAMPLES = ("1x2", "1x4", "1x8", "2x2", "2x4", "2x4x2")  # for listings, of any sizes
 KINDS = {
     int: "a whole number",
     float: "a number",
@@ -45,7 +38,8 @@ KINDS = {
     dict: "values by name",
     type(None): "null",
 }
-PLAIN_TEXT = re.compile(r"(?!(true|false|null|nan|inf)$)[A-Za-z_/][\w./-]*", re.IGNORECASE)  # needs no quotes in Hydra
+# text without quotes in Hydra
+PLAIN_TEXT = re.compile(r"(?!(true|false|null|nan|inf)$)[A-Za-z_/][\w./-]*", re.IGNORECASE)
 REQUIRED = "???"  # as Hydra writes that a setting has no default
 
 
@@ -72,15 +66,14 @@ def default_option(group: str) -> str:
     >>> default_option("mesh")
     '2x4'
     """
-    found = re.search(rf"^  - {group}: (\S+)", (ROOT / "conf/config.yaml").read_text(), re.MULTILINE)
-    assert found is not None, group
-    return found[1]
+    text = (ROOT / "conf/config.yaml").read_text()
+    return dict(re.findall(r"^  - (\w+): (\S+)", text, re.MULTILINE))[group]
 
 
 def schemas() -> dict[str, type]:
     """Return the dataclasses of config/ by the name that files in conf/ give them."""
-    classes = inspect.getmembers(config, lambda cls: inspect.isclass(cls) and dataclasses.is_dataclass(cls))
-    return {name.lower(): cls for name, cls in classes if cls not in (Config, ScheduleConfig)}
+    classes = (cls for _, cls in inspect.getmembers(config, inspect.isclass) if cls is not Config)
+    return {cls.__name__.lower(): cls for cls in classes if dataclasses.is_dataclass(cls)}
 
 
 def schema_of(group: str, option: str) -> type:
@@ -91,13 +84,12 @@ def schema_of(group: str, option: str) -> type:
     """
     if group == "mesh":
         return Mesh
-    found = re.search(r"/schema_(\w+)@_here_", (ROOT / f"conf/{group}/{option}.yaml").read_text())
-    assert found is not None, f"conf/{group}/{option}.yaml names no schema"
-    return schemas()[found[1]]
+    text = (ROOT / f"conf/{group}/{option}.yaml").read_text()
+    return schemas()[re.findall(r"/schema_(\w+)@_here_", text)[0]]
 
 
 def settings_of(prefix: str, cls: type) -> dict[str, Setting]:
-    """Return the settings of a part, nested parts included. `name` is left out: the choice of the part sets it.
+    """Return the settings of a part, nested ones included, except `name`, which its choice sets.
 
     >>> settings_of("mesh", Mesh)["mesh.pp"].default
     1
@@ -119,12 +111,22 @@ def settings_of(prefix: str, cls: type) -> dict[str, Setting]:
 
 @functools.cache  # getsource reads the whole file again for each class
 def _comments(cls: type) -> dict[str, str]:
-    source = "".join(inspect.getsource(c) for c in reversed(cls.__mro__) if dataclasses.is_dataclass(c))
-    return dict(re.findall(r"^    (\w+): .*?  # (.+)$", source, re.MULTILINE))
+    """Return the comment of each field: at the end of its line, or on the lines right above it."""
+    classes = (c for c in reversed(cls.__mro__) if dataclasses.is_dataclass(c))
+    found: dict[str, str] = {}
+    above: list[str] = []
+    for line in "".join(map(inspect.getsource, classes)).split("\n"):
+        if line.startswith("    # "):
+            above.append(line.removeprefix("    # "))
+            continue
+        if field := re.match(r"    (\w+): ", line):
+            found[field[1]] = line.partition("  # ")[2] or " ".join(above)
+        above = []
+    return found
 
 
 def all_settings() -> dict[str, Setting]:
-    """Return every setting of every shipped option; where options share a key, the default option's."""
+    """Return every setting of every shipped option; of a shared key the default option's."""
     found: dict[str, Setting] = {}
     for part, cls in PLAIN.items():
         found |= settings_of(part, cls)
@@ -134,7 +136,7 @@ def all_settings() -> dict[str, Setting]:
     return found
 
 
-# --- messages --------------------------------------------------------------------------------------------------------
+# --- messages -----------------------------------------------------------------------------------
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.5) -> list[str]:
@@ -147,7 +149,7 @@ def nearest(word: str, names: Iterable[str], cutoff: float = 0.5) -> list[str]:
 
 
 def did_you_mean(word: str, names: Iterable[str], before: str = "") -> str:
-    """Return ' Did you mean ...?' with those of `names` that are also called `word`, or the nearest, or nothing.
+    """Return ' Did you mean ...?' with the names also called `word`, or the nearest, or nothing.
 
     >>> did_you_mean("trian", ["train", "verify"])
     ' Did you mean train?'
@@ -165,8 +167,9 @@ def wrong_option(group: str, option: str, names: Iterable[str]) -> str:
     """
     if group == "mesh":
         return (
-            f"mesh={option} is not a mesh. Write DPxPP, DPxPPxFSDP or DPxPPxFSDPxTPxCP with sizes of at least 1, for "
-            "example mesh=2x4 or mesh=2x4x2, or set mesh.dp, mesh.pp, mesh.fsdp, mesh.tp and mesh.cp."
+            f"mesh={option} is not a mesh. Write DPxPP, DPxPPxFSDP or DPxPPxFSDPxTPxCP with "
+            "sizes of at least 1, for example mesh=2x4 or mesh=2x4x2, or set mesh.dp, mesh.pp, "
+            "mesh.fsdp, mesh.tp and mesh.cp."
         )
     near = nearest(option, names := list(names))
     ordered = near + [name for name in names if name not in near]
@@ -177,43 +180,51 @@ def wrong_option(group: str, option: str, names: Iterable[str]) -> str:
 
 
 def unknown_key(key: str, chosen: Mapping[str, tuple[str, type]]) -> str:
-    """Return the message on a key that no chosen part has; `chosen` maps a part to its option and dataclass.
+    """Return the message on a key that no chosen part has.
+
+    chosen: the option and dataclass of each part.
 
     >>> unknown_key("mesh.ppp", {"mesh": ("2x4", Mesh)})
-    'mesh.ppp is not a setting of mesh=2x4. Did you mean mesh.pp? (settings: dp, pp, fsdp, tp, cp, order)'
+    'mesh.ppp is not a setting of mesh=2x4. Did you mean mesh.pp? (settings: dp, pp, ..., order)'
     """
+    # 1. parts without settings
     part = key.split(".")[0]
     if part == "hydra":
         return f"{key} is not a setting of Hydra's. `--cfg hydra` shows those."
     if part == "recipes":
-        return "recipes has no settings: recipes=NAME chooses a file, and the file starts with `# @package _global_`."
+        return (
+            "recipes has no settings: recipes=NAME chooses a file, and the file starts with "
+            "`# @package _global_`."
+        )
     if part not in chosen:
         hint = did_you_mean(part, [*GROUPS, *PLAIN]) or _like_elsewhere(key)
         return f"{part} is not a part of the config.{hint} (parts: {', '.join([*GROUPS, *PLAIN])})"
+    # 2. keys below a setting
     option, cls = chosen[part]
-    own = settings_of(part, cls)
-    label = f"{part}={option}" if part in PARTS else part
-    for above in own:
+    known, label = settings_of(part, cls), f"{part}={option}" if part in PARTS else part
+    for above in known:
         if key.startswith(f"{above}."):
-            if typing.get_origin(own[above].kind) is dict:
-                return f"{key}: {above} has no {key.removeprefix(f'{above}.')} yet. Add it with a +: +{key}=..."
-            return f"{key}: {above} is one value, with nothing below it."
-    home = (
-        [f"{part}={name}" for name in options(part) if key in settings_of(part, schema_of(part, name))]
-        if option
-        else []
-    )
-    if home and not own:
-        return f"{key}: {label} has no settings of its own. Choose {_either(home)}, and set it there."
+            if typing.get_origin(known[above].kind) is not dict:
+                return f"{key}: {above} is one value, with nothing below it."
+            name = key.removeprefix(f"{above}.")
+            return f"{key}: {above} has no {name} yet. Add it with a +: +{key}=..."
+    # 3. settings of the part's other options
+    names = options(part) if option else []
+    home = [f"{part}={n}" for n in names if key in settings_of(part, schema_of(part, n))]
+    if home and not known:
+        return (
+            f"{key}: {label} has no settings of its own. Choose {_either(home)}, and set it there."
+        )
+    # 4. similar settings of the part, or of others
     bad, elsewhere = key.split(".")[-1], _like_elsewhere(key)
     if home:
         hint = f" It is a setting of {' and '.join(home)}."
-    elif nearest(bad, _last_words(own)) and not elsewhere.endswith(f".{bad}?"):
-        hint = did_you_mean(key, own)
+    elif nearest(bad, _last_words(known)) and not elsewhere.endswith(f".{bad}?"):
+        hint = did_you_mean(key, known)
     else:
         hint = elsewhere
-    names = ", ".join(name.removeprefix(f"{part}.") for name in own) or "none"
-    return f"{key} is not a setting of {label}.{hint} (settings: {names})"
+    settings = ", ".join(name.removeprefix(f"{part}.") for name in known) or "none"
+    return f"{key} is not a setting of {label}.{hint} (settings: {settings})"
 
 
 def _either(names: list[str]) -> str:
@@ -226,7 +237,7 @@ def _either(names: list[str]) -> str:
 
 
 def _like_elsewhere(key: str) -> str:
-    """Return ' Did you mean ...?' with the setting of any part whose last word is much like the key's, or nothing."""
+    """Return ' Did you mean ...?' with the setting of a very similar last word, or nothing."""
     words = _last_words(all_settings())
     found = nearest(key.split(".")[-1], words, cutoff=0.75)
     return f" Did you mean {words[found[0]]}?" if found else ""
@@ -238,8 +249,10 @@ def _last_words(keys: Iterable[str]) -> dict[str, str]:
     return {key.split(".")[-1]: key for key in by_relevance}
 
 
-def wrong_value(key: str, line: str | None = None, known: Mapping[str, Setting] | None = None) -> str:
-    """Return the message on a value that the type of `key` does not take; `line` is `key=value` if the user typed that.
+def wrong_value(
+    key: str, line: str | None = None, known: Mapping[str, Setting] | None = None
+) -> str:
+    """Return the message on a value of a wrong type; line: `key=value`, if the user typed that.
 
     >>> wrong_value("mesh.pp", "mesh.pp=null")
     'mesh.pp=null: mesh.pp takes a whole number (default 1).'
@@ -250,35 +263,28 @@ def wrong_value(key: str, line: str | None = None, known: Mapping[str, Setting] 
         below = [name.removeprefix(f"{key}.") for name in known if name.startswith(f"{key}.")]
         if not below:
             return f"{before}{key} does not take such a value."
-        return (
-            f"{before}{key} is a part. Set what is in it, for example {key}.{below[0]} (settings: {', '.join(below)})"
-        )
+        example = f"Set what is in it, for example {key}.{below[0]}"
+        return f"{before}{key} is a part. {example} (settings: {', '.join(below)})"
     setting = known[key]
-    members = typing.get_args(setting.kind) if typing.get_origin(setting.kind) is UnionType else (setting.kind,)
+    is_union = typing.get_origin(setting.kind) is UnionType
+    members = typing.get_args(setting.kind) if is_union else (setting.kind,)
     kinds = " or ".join(KINDS[typing.get_origin(kind) or kind] for kind in members)
     default = "no default" if setting.default == REQUIRED else f"default {shown(setting.default)}"
     return f"{before}{key} takes {kinds} ({default})."
 
 
-def shown(value: object) -> str:
-    """Return a value as one types it.
-
-    >>> shown(None), shown(True), shown(0.5)
-    ('null', 'true', '0.5')
-    """
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def value_text(value: object) -> str:
     """Return a value in Hydra's grammar.
 
-    >>> value_text(None), value_text("a b"), value_text([1, "x"]), value_text("3"), value_text(1e-05)
-    ('null', '"a b"', '[1,x]', '"3"', '1e-05')
+    >>> value_text(None), value_text("a b"), value_text([1, "x"]), value_text("3")
+    ('null', '"a b"', '[1,x]', '"3"')
     """
     if value is None or isinstance(value, bool):
         return shown(value)
     if isinstance(value, list):
         return f"[{','.join(map(value_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{value_text(each)}' for key, each in value.items())}}}"
     if not isinstance(value, str) or PLAIN_TEXT.fullmatch(value):
         return str(value)
     escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)  # only before a quote is a backslash special

@@ -6,12 +6,12 @@ import os
 from importlib import import_module
 
 from ppctl.cli.choices import DRAWN_COSTS
+from ppctl.cli.command_options import general_options
 from ppctl.cli.commands import COMMANDS, OTHERS
-from ppctl.cli.options import general_options
 from ppctl.errors import ConfigError
 
-# Each asks `ppctl -sc` with the line so far in COMP_LINE, as bash does. What ends in = or . goes on, all else is whole;
-# where there is no candidate, a file may follow.
+# Each asks `ppctl -sc` with the line so far in COMP_LINE, as bash does. What ends in = or . goes
+# on, all else is whole; where there is no candidate, a file may follow.
 ZSH = """\
 (( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
 _ppctl() {
@@ -41,9 +41,8 @@ HOW = {
 }
 
 
-def complete(words: list[str]) -> int:
-    """Print the candidates for the line in COMP_LINE; return 0. `words`: of the shell's script, which calls this."""
-    del words
+def complete() -> int:
+    """Print the candidates for the line in COMP_LINE; return 0."""
     line = os.environ.get("COMP_LINE", "")
     before, last = line.split()[1:], ""
     if before and not line.endswith(" "):
@@ -56,14 +55,15 @@ def complete(words: list[str]) -> int:
     if last.startswith("-"):
         print(" ".join(general_options() if module is None else module.option_names()))
         return 0
-    found = None if module is None else module.completions([word for word in rest if not word.startswith("-")])
+    plain = [word for word in rest if not word.startswith("-")]
+    found = None if module is None else module.completions(plain)
     if found is not None:
         print(" ".join(found))
         return 0
     from ppctl.cli.compose import print_candidates
 
     # Hydra knows neither the command nor ppctl's own options.
-    overrides = [word for word in rest if "=" in word and not word.startswith("-")]
+    overrides = [word for word in plain if "=" in word]
     drawn = [f"costs={DRAWN_COSTS}"] if command == "schedule" else []
     print_candidates(" ".join(["ppctl", *drawn, *overrides, last]))
     return 0

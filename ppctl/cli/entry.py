@@ -1,9 +1,10 @@
 """The command line: `ppctl COMMAND [GROUP=OPTION ...] [SETTING=VALUE ...]`.
 
 `ppctl train mesh=1x4` goes from `main` to `_serve_composed`, which lets Hydra compose a `Config`
-(`ppctl.cli.compose`), and by `_run` to `ppctl.cli.commands.train`; with launch.processes=2 to `ppctl.launch.local`,
-which starts such processes, and with --multirun to `ppctl.launch.sweep`, which starts such jobs. Nothing of JAX is
-imported before the request is known to be right, so that a wrong one is refused at once.
+(`ppctl.cli.compose`), and by `_run` to `ppctl.cli.commands.train`; with launch.processes=2 to
+`ppctl.launch.local_processes`, which starts such processes, and with --multirun to
+`ppctl.launch.sweep`, which starts such jobs. Nothing of JAX is imported before the request is known
+to be right, so that a wrong one is refused at once.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from ppctl.cli import completion
-from ppctl.cli.choices import did_you_mean, shown
+from ppctl.cli.choices import did_you_mean
+from ppctl.cli.command_options import hydra_flags, job_flags, parse
 from ppctl.cli.commands import COMMANDS, COMPOSED, OTHERS
-from ppctl.cli.help import APPLIES_TO, command_help, overview
-from ppctl.cli.options import hydra_flags, job_flags, parse
-from ppctl.cli.overrides import started_with
+from ppctl.cli.help_texts import APPLIES_TO, command_help, overview
+from ppctl.cli.resume_command import started_with
 from ppctl.cli.show_error import show_error
 from ppctl.config import Config
+from ppctl.config.changed_settings import shown
 from ppctl.errors import BUG, INTERRUPTED, OUTPUT, ConfigError, ElsewhereError, PpctlError
-from ppctl.launch.local import launch
-from ppctl.launch.supervise import end_with_starter
+from ppctl.launch.local_processes import launch
+from ppctl.launch.supervisor import end_with_starter
 
-OF_SEVERAL_PROCESSES = ("train", "doctor")  # the commands that may run as some; any other is one
+OF_SEVERAL_PROCESSES = ("train", "doctor")  # commands that may run in several processes
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,21 +62,24 @@ def main(argv: list[str] | None = None) -> int:
         show_error(INTERRUPTED, "interrupted.", argv)
         return 130
     except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None and _is_full():
-            show_error(OUTPUT, f"the output cannot be written: {error.strerror}.", argv)
-            return 1
-        traceback.print_exc()
-        show_error(
-            BUG,
-            f"this is a bug in ppctl, not in your request: {type(error).__name__}: {_one_line(str(error))}. "
-            f"Please report it with the lines above and: ppctl {' '.join(argv)}",
-            argv,
-        )
+        _show_unexpected(error, argv)
         return 1
 
 
-def _is_full() -> bool:
-    """Return whether what was printed cannot be written, as to a full disk; it is dropped then."""
+def _show_unexpected(error: Exception, argv: list[str]) -> None:
+    """Print a full disk of stdout as such, any other exception as a bug."""
+    is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
+    if is_full and _drop_unwritable():
+        show_error(OUTPUT, f"the output cannot be written: {os.strerror(errno.ENOSPC)}.", argv)
+        return
+    traceback.print_exc()
+    what = f"{type(error).__name__}: {_one_line(str(error))}"
+    report = f"Please report it with the lines above and: ppctl {' '.join(argv)}"
+    show_error(BUG, f"this is a bug in ppctl, not in your request: {what}. {report}", argv)
+
+
+def _drop_unwritable() -> bool:
+    """Return whether stdout cannot be written, as on a full disk; it is dropped then."""
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"\n")
@@ -85,23 +90,26 @@ def _is_full() -> bool:
 
 
 def _drop_output() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at the end
+    """Redirect stdout to nowhere: Python complains if its flush at the end fails."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def console_script() -> NoReturn:
     """Serve the command line of this process, and end it with the exit code."""
     code = 1
-    # Python 3.11 aborts where a thread of XLA's asks for the interpreter while that is torn down, once in thousands of
-    # runs: where JAX was, nothing is torn down. Registered before all others, this runs after them.
+    # Python 3.11 aborts where a thread of XLA's asks for the interpreter while that is torn down,
+    # once in thousands of runs: where JAX was, nothing is torn down. Registered before all others,
+    # this runs after them.
     atexit.register(lambda: _leave(code) if "jax" in sys.modules else None)
     end_with_starter()
     signal.signal(signal.SIGINT, _end_at_once)
     code = main()
-    has_threads = any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
+    others = {*threading.enumerate()} - {threading.main_thread()}
+    has_threads = not all(thread.daemon for thread in others)
     jax = sys.modules.get("jax")
     if has_threads or (jax is not None and jax.distributed.is_initialized()):
-        # Orbax's threads of a save that failed would hold up the exit for minutes, or for ever. So would JAX where this
-        # process leaves a run of several early: it would wait for the others.
+        # Orbax's threads of a save that failed would hold up the exit for minutes, or for ever. So
+        # would JAX where this process leaves a run of several early: it would wait for the others.
         _leave(code)
     sys.exit(code)
 
@@ -115,10 +123,10 @@ def _leave(code: int) -> NoReturn:
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> None:
-    """Answer Ctrl-C until a command sets a handler of its own, as training does.
+    """Answer Ctrl-C until a command sets its own handler, as training does.
 
-    JAX takes no KeyboardInterrupt: raised in its import it becomes an ImportError, in its garbage collector's callback
-    it is lost, while it compiles the process may crash when it exits.
+    JAX takes no KeyboardInterrupt: raised in its import it becomes an ImportError, in its garbage
+    collector's callback it is lost, while it compiles the process may crash when it exits.
     """
     if "jax" not in sys.modules:
         raise KeyboardInterrupt
@@ -142,26 +150,27 @@ def _serve(argv: list[str]) -> int:
     if command == "--completion":
         return completion.print_script(words)
     if command in ("-sc", "--shell-completion"):  # what Hydra's bash script calls
-        return completion.complete(words)
+        return completion.complete()
     if command in OTHERS:
         return import_module(f"ppctl.cli.commands.{command}").serve(words)
     if command not in COMPOSED:
         if "=" in command:
-            raise ConfigError(f"{command}: a command comes first, for example ppctl train {command}.")
-        shown = command if command.strip() else repr(command)
-        raise ConfigError(f"{shown} is not a command.{did_you_mean(command, COMMANDS)} ({', '.join(COMMANDS)})")
+            example = f"ppctl train {command}"
+            raise ConfigError(f"{command}: a command comes first, for example {example}.")
+        text, near = command if command.strip() else repr(command), did_you_mean(command, COMMANDS)
+        raise ConfigError(f"{text} is not a command.{near} ({', '.join(COMMANDS)})")
     return _serve_composed(command, parse(words))
 
 
 def _serve_composed(command: str, options: Namespace) -> int:
-    """Compose the config that a command needs, check it, and run the command here, in processes or in jobs."""
+    """Compose and check a command's config; run it in this process, in several or in jobs."""
+    # 1. requests that compose nothing
     if options.help:
         print(command_help(command, options.overrides))
         return 0
-    if options.published is not None:
-        return _serve_published(command, options)
     if options.config_dir is not None and not Path(options.config_dir).is_dir():
         raise ConfigError(f"--config-dir {options.config_dir}: there is no such directory.")
+    # 2. the config, or the sweep
     from ppctl.cli.compose import compose
 
     words = [command, *job_flags(options)]
@@ -170,45 +179,32 @@ def _serve_composed(command: str, options: Namespace) -> int:
         return 0
     if not isinstance(config, Config):
         from ppctl.cli.commands.report import write_report_of
-        from ppctl.cli.sweep_data import with_data_checked
-        from ppctl.launch.sweep.sweep import run_sweep
+        from ppctl.launch.sweep.run_sweep import run_sweep
 
         for job in config.jobs if config.study is None else config.study.samples():
             if job.config is not None:
                 refuse_inapplicable(command, job.config)
-        return run_sweep(config, write_report_of, with_data_checked)
+        return run_sweep(config, write_report_of)
+    # 3. the command, in this process or in several
     refuse_inapplicable(command, config)
     if config.launch.is_used:
         if command != "train" and config.launch.max_restarts:
-            raise ConfigError(
-                f"launch.max_restarts={config.launch.max_restarts}: only `ppctl train` is started again. Leave it out."
-            )
+            key = f"launch.max_restarts={config.launch.max_restarts}"
+            raise ConfigError(f"{key}: only `ppctl train` is started again. Leave it out.")
         stored = started_with(options.config_dir, options.overrides)
         return launch(config, [*words, *options.overrides], stored, as_json=options.json)
     return _run(command, config, options)
 
 
-def _serve_published(command: str, options: Namespace) -> int:
-    """Run `ppctl plan --published FILE`, which takes its requests from the file."""
-    option = f"--published {options.published}"
-    if command != "plan":
-        raise ConfigError(f"{option}: applies to `ppctl plan` only. Leave it out.")
-    others = [*options.overrides, *(f"--{name}" for name in ("cfg", "info", "multirun") if getattr(options, name))]
-    if others:
-        raise ConfigError(
-            f"{option}: the requests are those of the file, so that {others[0]} changes none. Leave it out."
-        )
-    published = import_module("ppctl.cli.commands.plan").published
-    return published(options.published, options.picture, as_json=options.json)
-
-
 def _run(command: str, config: Config, options: Namespace) -> int:
-    """Run a command on its config; return the exit code. Its module is imported here because it imports JAX."""
+    """Run a command on its config; return the exit code. Importing its module imports JAX."""
     if command not in OF_SEVERAL_PROCESSES and config.run.distributed != "off":
         raise ConfigError(
             f"ppctl {command} runs in one process, but run.distributed={config.run.distributed}. "
             "Use run.distributed=off; simulated devices stand in for those of other processes."
         )
+    if command == "train":
+        _refuse_impossible_schedule(config)
     function = getattr(import_module(f"ppctl.cli.commands.{command}"), command)
     if command == "train":
         stored = started_with(options.config_dir, options.overrides)
@@ -216,25 +212,39 @@ def _run(command: str, config: Config, options: Namespace) -> int:
     return function(config, as_json=options.json)
 
 
+def _refuse_impossible_schedule(config: Config) -> None:
+    """Raise ScheduleError before JAX is imported; schedule=auto and csv need the model."""
+    from ppctl.schedule.families.registry import build  # `ppctl runs` starts without it
+
+    request = config.schedule
+    if config.executor.name != "reference" and request.name not in ("auto", "csv"):
+        build(request.name, config.mesh.pp, request.num_microbatches, **request.knobs())
+
+
 def refuse_inapplicable(command: str, config: Config) -> None:
-    """Raise ConfigError for settings that apply to other commands, and that this one would ignore."""
+    """Raise ConfigError for settings of other commands, which this one would ignore."""
     default = Config()
-    for part, commands in APPLIES_TO.items():
+    for name, commands in APPLIES_TO.items():
+        part, _, key = name.partition(".")
         usual = getattr(default, part)
-        changed = _difference(part, getattr(config, part), usual)
+        changed = _difference(part, getattr(config, part), usual, key)
         if changed and command not in commands:
-            *others, last = (f"`ppctl {name}`" for name in commands)
+            *others, last = (f"`ppctl {each}`" for each in commands)
             names = f"{', '.join(others)} and {last}" if others else last
-            remedy = "Leave it out" + (f", or use {part}={usual.name}" if changed.startswith(f"{part}=") else "")
-            raise ConfigError(f"{changed}: applies to {names} only. {remedy}.")
+            or_use = f", or use {part}={usual.name}" if changed.startswith(f"{part}=") else ""
+            raise ConfigError(f"{changed}: applies to {names} only. Leave it out{or_use}.")
 
 
-def _difference(part: str, value: Any, default: Any) -> str:
-    """Return the choice or the settings of a part that are not the default, as one types them; empty where all are."""
+def _difference(part: str, value: Any, default: Any, only: str) -> str:
+    """Return the choice or the settings of a part that differ from the default, as typed.
+
+    only: the setting to compare, empty for all.
+    """
     values, usual = asdict(value), asdict(default)
     if values.get("name") != usual.get("name"):
         return f"{part}={value.name}"
-    return " ".join(f"{part}.{key}={shown(value)}" for key, value in values.items() if value != usual[key])
+    keys = [key for key in ([only] if only else values) if values[key] != usual[key]]
+    return " ".join(f"{part}.{key}={shown(values[key])}" for key in keys)
 
 
 def _one_line(text: str) -> str:

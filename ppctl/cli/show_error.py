@@ -1,4 +1,4 @@
-"""What ends a command, in one line on stderr and, with `--json`, as the one document on stdout."""
+"""Errors that end a command: a line on stderr and, with `--json`, the document on stdout."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from ppctl.errors import error_document
-from ppctl.launch.local import ERROR_FILE
+from ppctl.launch.local_processes import ERROR_FILE
 
 
 def show_error(kind: str, message: str, words: Sequence[str], *, in_handler: bool = False) -> None:
-    """Print an error; `words`: of the command line, which may ask for JSON.
+    """Print an error, as JSON too if `words`, the command line, request that.
 
-    A process that was started as one of several leaves the document to the process that started it.
-    in_handler: of a signal, which may have interrupted a write to Python's own streams.
+    One of several processes leaves the document to the process that started it. in_handler: of a
+    signal, which may have interrupted a write to Python's streams.
     """
     _print(2, f"ppctl: {message}\n", in_handler=in_handler)
     if "--json" not in words:

@@ -1,4 +1,4 @@
-"""Data sets: what is read, in which order, and how a batch is divided. BUILDERS holds one function for each choice."""
+"""Data sets: examples, their order, the rows of a batch. BUILDERS: a function for each choice."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from ppctl.data.dataset import Batch, DataSet
 from ppctl.data.mixture import mixture
 from ppctl.data.synthetic_tokens import synthetic
 from ppctl.data.teacher_rows import regression
-from ppctl.data.text_files import stdlib, text
-from ppctl.data.token_file import tokens
+from ppctl.data.text_dataset import stdlib, text
+from ppctl.data.token_file import tokens, tokens_by_size
 
 BUILDERS: dict[str, Callable[..., DataSet]] = {
     "stdlib": stdlib,
@@ -19,5 +19,7 @@ BUILDERS: dict[str, Callable[..., DataSet]] = {
     "synthetic": synthetic,
     "regression": regression,
 }
+BUILDERS_BY_SIZE = BUILDERS | {"tokens": tokens_by_size}  # as quickly as the sizes can be known
 
-__all__ = ["BUILDERS", "Batch", "DataSet", "mixture", "regression", "stdlib", "synthetic", "text", "tokens"]
+__all__ = ["BUILDERS", "BUILDERS_BY_SIZE", "Batch", "DataSet"]
+__all__ += ["mixture", "regression", "stdlib", "synthetic", "text"]

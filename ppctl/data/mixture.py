@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ppctl.data.dataset import Batch, DataSet, fingerprint, held_out_of
-from ppctl.data.documents import Fields
-from ppctl.data.text_files import of_files
+from ppctl.data.document_files import Fields
+from ppctl.data.text_dataset import of_files
 from ppctl.data.tokenizer import load_tokenizer
 
 
@@ -18,50 +18,39 @@ def mixture(
     parts: Sequence[Mapping[str, Any]],
     tokenizer: str,
     end_token: str | None,
-    on_error: str,
-    packing: bool,
-    cache_dir: str,
-    seq_len: int,
     batch_size: int,
     seed: int,
     eval_fraction: float,
+    **how: Any,
 ) -> DataSet:
-    """Return the data set of several: of any number of sequences in a row, each part has its weight's share.
+    """Return the data set of several parts: each has its weight's share of any run of sequences.
 
-    A part is shuffled by itself, and anew whenever all of it was met, so that a small one comes round more often. Each
-    holds out its own eval_fraction. Raises DataError for a part of which there is nothing to train on or to hold out.
+    A part is shuffled by itself, and anew whenever all of it was met, so that a small one comes
+    round more often. Each holds out its own eval_fraction. how: as of `text`. Raises DataError for
+    a part with too few examples to train on or to hold out.
     """
     by = load_tokenizer(tokenizer, end_token)
+    how |= {"batch_size": 1, "seed": seed, "eval_fraction": eval_fraction}
     sets: list[DataSet] = []
     for number, part in enumerate(parts):
-        fields = Fields(part["field"], part["prompt_field"], part["document"], part["records"])
-        found = of_files(
-            part["path"],
-            by,
-            fields,
-            source=f"data.parts[{number}].path={part['path']}",
-            on_error=on_error,
-            packing=packing,
-            cache_dir=cache_dir,
-            seq_len=seq_len,
-            batch_size=1,
-            seed=seed,
-            eval_fraction=eval_fraction,
-        )
-        sets.append(found)
+        fields = Fields(part["field"], part["prompt_field"], part["document"])
+        source = f"data.parts[{number}].path={part['path']}"
+        sets.append(of_files(part["path"], by, fields, source=source, **how))
     weights = [float(part["weight"]) for part in parts]
     return _mixed(sets, weights, batch_size=batch_size, seed=seed, is_evaluated=eval_fraction > 0)
 
 
 def _mixed(
-    sets: Sequence[DataSet], weights: Sequence[float], *, batch_size: int, seed: int, is_evaluated: bool
+    sets: Sequence[DataSet], weights: list[float], *, batch_size: int, seed: int, is_evaluated: bool
 ) -> DataSet:
-    """Return data sets as one: the examples to train on of all of them, then the held-out ones of all."""
-    trained, held_out = ([getattr(each, n) for each in sets] for n in ("num_examples", "num_eval_examples"))
+    """Return data sets as one: all examples to train on, then all held-out ones."""
+    # 1. examples: the training parts, then the held-out ones
+    trained = [each.num_examples for each in sets]
+    held_out = [each.num_eval_examples for each in sets]
     bounds = np.cumsum([0, *trained, *held_out])
 
     def read(numbers: np.ndarray) -> Batch:
-        piece = np.searchsorted(bounds, numbers, side="right") - 1  # of training, then of what is held out
+        piece = np.searchsorted(bounds, numbers, side="right") - 1
         part, is_held_out = piece % len(sets), piece >= len(sets)
         own = numbers - bounds[piece] + np.where(is_held_out, np.asarray(trained)[part], 0)
         batch: Batch = {}
@@ -69,29 +58,24 @@ def _mixed(
             rows = np.flatnonzero(part == i)
             if len(rows) or not batch:
                 for name, array in each.read(own[rows]).items():
-                    to = batch.setdefault(name, np.empty((len(numbers), *array.shape[1:]), array.dtype))
-                    to[rows] = array
+                    shape = len(numbers), *array.shape[1:]
+                    batch.setdefault(name, np.empty(shape, array.dtype))[rows] = array
         return batch
 
+    # 2. names and sizes
     shares = [weight / sum(weights) for weight in weights]
+    parts = [f"{share:.1%} {each.source}" for share, each in zip(shares, sets, strict=True)]
     mixture = tuple(zip(trained, held_out, weights, strict=True))
+    order = {"name": "mixture", "batch_size": batch_size, "seed": seed}
+    digests = [each.fingerprint for each in sets]
     return DataSet(
-        name="mixture",
-        source="data=mixture: " + "; ".join(f"{s:.1%} {each.source}" for s, each in zip(shares, sets, strict=True)),
-        fingerprint=fingerprint(
-            name="mixture",
-            parts=[each.fingerprint for each in sets],
-            weights=list(weights),
-            batch_size=batch_size,
-            seed=seed,
-        ),
-        batch_size=batch_size,
-        seed=seed,
+        **order,
+        source=f"data=mixture: {'; '.join(parts)}",
+        fingerprint=fingerprint(**order, parts=digests, weights=weights),
         num_examples=sum(trained),
         num_eval_examples=len(held_out_of(sum(trained), mixture)) if is_evaluated else 0,
         read=read,
         vocab_size=sets[0].vocab_size,
         is_packed=sets[0].is_packed,
-        most_documents=max((each.most_documents for each in sets if each.most_documents is not None), default=None),
         mixture=mixture,
     )

@@ -1,120 +1,104 @@
-"""Documents as token ids in one memory-mapped file, written once and kept.
+"""Documents as token ids, memory-mapped, written once and kept.
 
-A file holds the ids of all documents one behind the other, each with the tokenizer's end behind it; where the documents
-end; which tokens are learned, where not all are; and a record of these, as JSON. It is written beside and renamed, so
-that a reader meets a whole one or none, whenever a writer is killed; the next one goes on where it ended. Of several
-processes that want the same one, the first writes and the others wait for it.
+A directory holds ids.npy (the ids of all documents, each followed by the tokenizer's end), ends.npy
+(the end of each document), is_learned.npy (unless all ids are learned) and record.json (their
+digests). It is made under another name and renamed: a reader meets all of it or nothing. A writer
+keeps each finished block of documents in a file, so that the next one goes on after it when the
+first was killed. One process writes, the others wait for it.
 """
 
 from __future__ import annotations
 
-import array
 import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from ppctl.data.documents import Broken, Source, unreadable
-from ppctl.data.encoding import Block, blocks_of, encoded
+from ppctl.data.document_files import Broken, Source, unreadable
+from ppctl.data.token_encoding import Block, blocks_of, encoded
+from ppctl.data.token_file import UNREADABLE, open_npy
+from ppctl.data.token_windows import digest
 from ppctl.data.tokenizer import Tokenizer
-from ppctl.data.windows import digest
 from ppctl.errors import DataError
 
-VERSION = 1  # of the file; part of its name
-MARK = b"ppctl ids"  # ends a file
-ALIGNMENT = 8
+VERSION = 2  # of the files; part of the directory's name
+RECORD = "record.json"
 
 
 class Tokens(NamedTuple):
-    """Documents as ids: document i is ids[ends[i - 1] : ends[i]], of which the last ends it."""
+    """Documents as ids: document i is ids[ends[i - 1] : ends[i]], and its last id ends it."""
 
     ids: np.ndarray  # memory-mapped
     ends: np.ndarray  # int64
     is_learned: np.ndarray | None  # of each id; None: all are
-    content: str  # sha256 of the ids, and of what is learned
+    content: str  # digests of the arrays
     num_skipped: int
-    first_skipped: str  # where, and why
+    first_skipped: str  # place and reason
 
 
-def cached_tokens(name: str, source: Source, tokenizer: Tokenizer, salt: str, cache_dir: str) -> Tokens:
+def cached_tokens(
+    name: str, source: Source, tokenizer: Tokenizer, salt: str, cache_dir: str
+) -> Tokens:
     """Return the documents of files as ids, from the cache or written to it.
 
-    The file is named after the files' paths, sizes and modification times and all that decides the ids, so a stale one
-    is never met; one that is damaged is written again. DataError for what is broken in the files, unless it is skipped,
-    for a file that cannot be read, and a cache that cannot be written.
+    The directory is named after the files' paths, sizes and modification times and all that decides
+    the ids, so a stale one is never met; a damaged one is written again. DataError for a broken
+    document, unless it is skipped, an unreadable file, and a cache that cannot be written.
     """
     path = Path(cache_dir).expanduser() / f"{name}-{_key(source, tokenizer, salt)}.tokens"
-    found = _open(path)
-    while found is None:
-        with _writing(path) as out:
-            if out is not None:
-                _write(out, path, source, tokenizer)
-        found = _open(path)
-        if found is None and out is not None:
-            raise DataError(f"The token cache {path} does not read back as it was written. Use another data.cache_dir.")
-    return found
+    tokens = _read(path)
+    if tokens is None:
+        with _locked(path):
+            tokens = _read(path)  # another process may have written it meanwhile
+            if tokens is None:
+                _write(path, source, tokenizer)
+                tokens = _read(path)
+    if tokens is None:
+        raise DataError(
+            f"The token cache {path} does not read back as written. Use another data.cache_dir."
+        )
+    return tokens
 
 
 def _key(source: Source, tokenizer: Tokenizer, salt: str) -> str:
-    decides = [VERSION, tokenizer.fingerprint, tokenizer.template and asdict(tokenizer.template), salt]
-    decides += [asdict(source.fields), source.skips_broken]
+    template = tokenizer.template and asdict(tokenizer.template)
+    reading = asdict(source.fields), source.skips_broken
+    decides = [VERSION, tokenizer.fingerprint, template, salt, *reading]
     sha = hashlib.sha256(json.dumps(decides).encode())
     for file in source.files:
         try:
             stat = file.stat()
         except OSError as error:
             raise unreadable(file, error) from error
-        sha.update(b"%s\0%d\0%d\0%d\0" % (os.fsencode(file), stat.st_size, stat.st_mtime_ns, file in source.unnamed))
+        facts = os.fsencode(file), stat.st_size, stat.st_mtime_ns, file in source.unnamed
+        sha.update(b"%s\0%d\0%d\0%d\0" % facts)
     return sha.hexdigest()[:16]
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
-def _open(path: Path) -> Tokens | None:
-    """Return what a file holds, None where there is none or it is not all that was written."""
+def _read(path: Path) -> Tokens | None:
+    """Return the tokens in a directory; None where it does not exist or is damaged."""
     try:
-        if not path.stat().st_size:
-            return None
-        everything = np.asarray(np.memmap(path, np.uint8, "r"))
+        record = json.loads((path / RECORD).read_text())
+        arrays = {name: open_npy(path / f"{name}.npy") for name in record["digests"]}
     except FileNotFoundError:
         return None
     except OSError as error:
         raise _unusable(path, "read", error) from error
-    record = _record(everything)
-    if record is None:
+    except UNREADABLE:
         return None
-    arrays, start = {}, 0
-    for name, dtype, length in record["arrays"]:
-        size = np.dtype(dtype).itemsize * length
-        arrays[name] = everything[start : start + size].view(dtype)
-        if digest(arrays[name]) != record["digests"][name]:
-            return None
-        start += size + -size % ALIGNMENT
-    return Tokens(
-        arrays["ids"], arrays["ends"], arrays.get("is_learned"), record["content"], record["skipped"], record["first"]
-    )
-
-
-def _record(everything: np.ndarray) -> Mapping[str, Any] | None:
-    """Return the record at the end of a file, None where it is not all there."""
-    tail = everything[-(len(MARK) + 8) :].tobytes()
-    size = int.from_bytes(tail[:8], "little")
-    if tail[8:] != MARK or size + len(tail) > len(everything):
+    if any(digest(array) != record["digests"][name] for name, array in arrays.items()):
         return None
-    try:
-        record = json.loads(everything[-(len(tail) + size) : -len(tail)].tobytes())
-    except ValueError:
-        return None
-    held = sum(-(-np.dtype(dtype).itemsize * length // ALIGNMENT) * ALIGNMENT for _, dtype, length in record["arrays"])
-    return record if held + size + len(tail) == len(everything) else None
+    content, learned = " ".join(record["digests"].values()), arrays.get("is_learned")
+    skipped = record["skipped"], record["first"]
+    return Tokens(arrays["ids"], arrays["ends"], learned, content, *skipped)
 
 
 def _unusable(path: Path, done: str, error: OSError) -> DataError:
@@ -124,181 +108,160 @@ def _unusable(path: Path, done: str, error: OSError) -> DataError:
     )
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
+# --- writing ------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[IO[bytes] | None]:
-    """Yield a file to write, which is `path` when the body is done; None where another process has just written it.
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a directory. OSErrors become a DataError; an exception removes its files.
 
-    The file beside it is locked while it is written: who finds it unlocked finds what a killed writer left. It stays
-    where the body is interrupted, and is removed where it fails. Not by tempfile, whose files only their owner may
-    read: a cache directory may be shared.
+    An interrupted or killed writer leaves the finished blocks.
     """
-    beside = path.with_suffix(".tmp")
+    lock = path.with_suffix(".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        out = beside.open("ab")
+        while True:
+            with lock.open("ab") as file:
+                with suppress(OSError):  # no locks in this file system: each process writes
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                if not _is_still(file.fileno(), lock):
+                    continue  # removed by its last owner
+                try:
+                    yield
+                except Exception:
+                    _remove(path.with_suffix(".parts"), path.with_suffix(".tmp"))
+                    raise
+                finally:
+                    lock.unlink(missing_ok=True)
+                return
     except OSError as error:
         raise _unusable(path, "written", error) from error
-    with out:
-        with suppress(OSError):  # a file system without locks: each writes, and the same
-            fcntl.flock(out, fcntl.LOCK_EX)
-        if not _is_still(out, beside):
-            yield None
-            return
-        try:
-            if _open(path) is not None:  # written between a look at it and the lock
-                yield None
-                return
-            yield out
-            out.flush()
-            os.fsync(out.fileno())
-            _remove(_parts(path))
-            beside.replace(path)
-        except Exception as error:
-            if _is_still(out, beside):
-                _remove((beside, *_parts(path)))
-            if isinstance(error, OSError):
-                raise _unusable(path, "written", error) from error
-            raise
 
 
-def _remove(files: Sequence[Path]) -> None:
-    for file in files:
-        with suppress(OSError):
-            file.unlink()
+def _is_still(opened: int, path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(opened), path.stat())
+    return False
 
 
-def _is_still(out: IO[bytes], path: Path) -> bool:
-    """Return whether a path is still the file that was opened by it."""
+def _remove(*directories: Path) -> None:
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+class Part(NamedTuple):
+    """A finished block: as Tokens, ends counted from its first id, and where the next begins."""
+
+    ids: np.ndarray
+    ends: np.ndarray
+    is_learned: np.ndarray  # empty: all are
+    num_documents: int  # broken ones included
+    ends_document: bool
+    num_skipped: int
+    first_skipped: str
+
+
+def _write(path: Path, source: Source, tokenizer: Tokenizer) -> None:
+    """Write the documents of files, after the finished blocks of an earlier writer."""
+    parts = path.with_suffix(".parts")
+    parts.mkdir(exist_ok=True)
+    # 1. the finished blocks
+    number, num_done, is_new = 0, 0, True
+    while (part := _read_part(parts / f"{number}.block")) is not None:
+        number, num_done, is_new = number + 1, num_done + part.num_documents, part.ends_document
+    # 2. the others
+    for block in blocks_of(source, num_done, is_new=is_new):
+        part = _encoded_part(block, source, tokenizer)
+        _write_part(parts / f"{number}.block", part)
+        number += 1
+    # 3. all of them as one
+    made = path.with_suffix(".tmp")
+    _remove(made, path)
+    made.mkdir()
+    _join([parts / f"{index}.block" for index in range(number)], made, tokenizer.dtype)
+    made.replace(path)
+    _remove(parts)
+
+
+def _write_part(path: Path, part: Part) -> None:
+    """Write a block: a line with the sha256 of the rest, a line of JSON, then the arrays."""
+    arrays = part.ids, part.ends, part.is_learned
+    kinds = {"dtypes": [a.dtype.name for a in arrays], "lengths": [len(a) for a in arrays]}
+    header = json.dumps(kinds | {"rest": part[3:]}).encode()
+    text = b"\n".join([header, b"".join(array.tobytes() for array in arrays)])
+    beside = path.with_suffix(".tmp")
+    beside.write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+    beside.replace(path)
+
+
+def _read_part(path: Path) -> Part | None:
+    """Return a finished block; None where it does not exist or is damaged."""
     try:
-        return os.path.samestat(os.fstat(out.fileno()), path.stat())
+        checksum, _, text = path.read_bytes().partition(b"\n")
     except FileNotFoundError:
-        return False
+        return None
+    if hashlib.sha256(text).hexdigest().encode() != checksum:
+        return None
+    line, _, content = text.partition(b"\n")
+    header = json.loads(line)
+    arrays, start = [], 0
+    for dtype, length in zip(header["dtypes"], header["lengths"], strict=True):
+        arrays.append(np.frombuffer(content, dtype, length, start))
+        start += arrays[-1].nbytes
+    return Part(*arrays, *header["rest"])
 
 
-class Progress(NamedTuple):
-    """How much of the files is written: whole blocks, behind which a writer goes on after one that was killed."""
-
-    num_documents: int = 0  # read, broken ones too
-    is_new: bool = True  # whether what comes behind begins a document
-    num_ids: int = 0
-    num_ends: int = 0
-    has_prompts: bool = False
-    skipped: int = 0
-    first: str = ""
-    digests: tuple[str, ...] = ()  # sha256 of the ids, of where documents end, and of what is learned
-
-
-def _write(out: IO[bytes], path: Path, source: Source, tokenizer: Tokenizer) -> None:
-    """Write the documents of files, going on where a writer that was killed has ended.
-
-    Ids go out as they come. Where documents end, and what is learned, waits in files beside; a line of a third one
-    says after each block how much of all is whole.
-    """
-    with ExitStack() as stack:
-        ends, learned, lines = (stack.enter_context(part.open("a+b")) for part in _parts(path))
-        done = _resumed(out, ends, learned, lines, tokenizer)
-        hashes = [_hashed(file) for file in (out, ends, learned)]
-        for block in blocks_of(source, done.num_documents, is_new=done.is_new):
-            done = _write_block(block, done, hashes, (out, ends, learned), source, tokenizer)
-            lines.write(json.dumps(done).encode() + b"\n")
-            lines.flush()
-        arrays = [("ids", tokenizer.dtype.name, done.num_ids), ("ends", "int64", done.num_ends)]
-        _copy(ends, out)
-        if done.has_prompts:
-            arrays.append(("is_learned", "bool", done.num_ids))
-            _copy(learned, out)
-    _pad(out)
-    out.flush()
-    content = hashes[0].hexdigest() + (f" {hashes[2].hexdigest()}" if done.has_prompts else "")
-    record = {"arrays": arrays, "content": content, "skipped": done.skipped, "first": done.first}
-    text = json.dumps(record | {"digests": _digests(Path(out.name), arrays)}).encode()
-    out.write(text + len(text).to_bytes(8, "little") + MARK)
-
-
-def _parts(path: Path) -> tuple[Path, ...]:
-    """Return the files beside one that is written: where documents end, what is learned, and how far it is."""
-    return tuple(path.with_suffix(f".{name}") for name in ("ends", "learned", "progress"))
-
-
-def _write_block(
-    block: Block, done: Progress, hashes: Sequence[Any], files: Sequence[IO[bytes]], source: Source, by: Tokenizer
-) -> Progress:
-    """Write a block, and return how much is written then. files: of ids, of where documents end, of what is learned."""
-    of_ends, num_ids, has_prompts, skipped, first = array.array("q"), done.num_ids, *done[4:7]
-    for piece in encoded(block, source, by):
+def _encoded_part(block: Block, source: Source, tokenizer: Tokenizer) -> Part:
+    ids: list[np.ndarray] = [np.empty(0, tokenizer.dtype)]
+    learned: list[np.ndarray] = [np.empty(0, bool)]
+    ends: list[int] = []
+    skipped: list[str] = []
+    num_ids, has_prompts = 0, False
+    for piece in encoded(block, source, tokenizer):
         if isinstance(piece, Broken):
-            skipped, first = skipped + 1, first or f"{piece.place} {piece.reason}"
+            skipped.append(f"{piece.place} {piece.reason}")
             continue
-        ids = piece.ids.astype(by.dtype)
-        are_learned = np.ones(len(ids), bool) if piece.is_learned is None else piece.is_learned
-        has_prompts = has_prompts or piece.is_learned is not None
-        for i, values in ((0, ids), (2, are_learned)):
-            files[i].write(values.data)
-            hashes[i].update(values.data)
-        num_ids += len(ids)
-        if piece.is_end:
-            of_ends.append(num_ids)
-    files[1].write(of_ends.tobytes())
-    hashes[1].update(of_ends.tobytes())
-    for file in files:
-        file.flush()
-    number, digests = done.num_documents + len(block.documents), tuple(sha.hexdigest() for sha in hashes)
-    num_ends = done.num_ends + len(of_ends)
-    return Progress(number, block.ends_document, num_ids, num_ends, has_prompts, skipped, first, digests)
+        ids.append(piece.ids.astype(tokenizer.dtype))
+        some = piece.is_learned
+        learned.append(np.ones(len(piece.ids), bool) if some is None else some)
+        has_prompts = has_prompts or some is not None
+        num_ids += len(piece.ids)
+        ends += [num_ids] if piece.is_end else []
+    is_learned = np.concatenate(learned) if has_prompts else np.empty(0, bool)
+    counts = len(block.documents), block.ends_document, len(skipped), skipped[0] if skipped else ""
+    return Part(np.concatenate(ids), np.asarray(ends, np.int64), is_learned, *counts)
 
 
-def _resumed(out: IO[bytes], ends: IO[bytes], learned: IO[bytes], lines: IO[bytes], tokenizer: Tokenizer) -> Progress:
-    """Return how much of the files is whole, and cut off what is behind it; of damaged files nothing is."""
-    done, end = Progress(), 0
-    lines.seek(0)
-    for line in iter(lines.readline, b""):
-        with suppress(ValueError, TypeError):  # half of a line
-            done, end = Progress(*json.loads(line)), lines.tell()
-    lines.truncate(end)
-    done = done._replace(digests=tuple(done.digests))
-    sizes = done.num_ids * tokenizer.dtype.itemsize, 8 * done.num_ends, done.num_ids
-    files = out, ends, learned
-    if all(os.fstat(file.fileno()).st_size >= size for file, size in zip(files, sizes, strict=True)):
-        for file, size in zip(files, sizes, strict=True):
-            file.truncate(size)
-    if tuple(_hashed(file).hexdigest() for file in files) != done.digests:
-        done = Progress()
-        for file in (*files, lines):
-            file.truncate(0)
-    for file in (*files, lines):
-        file.seek(0, os.SEEK_END)
-    return done
+def _join(files: Sequence[Path], made: Path, dtype: np.dtype) -> None:
+    """Write the arrays of all blocks one after the other, and their record."""
 
+    def parts() -> Iterator[Part]:
+        for file in files:
+            part = _read_part(file)
+            assert part is not None, f"{file} was whole"
+            yield part
 
-def _hashed(file: IO[bytes]) -> Any:
-    """Return the sha256 of all that a file holds."""
-    sha = hashlib.sha256()
-    with Path(file.name).open("rb") as whole:
-        while chunk := whole.read(1 << 20):
-            sha.update(chunk)
-    return sha
-
-
-def _copy(part: IO[bytes], out: IO[bytes]) -> None:
-    """Write all of a part behind what is there."""
-    _pad(out)
-    part.seek(0)
-    while chunk := part.read(1 << 20):
-        out.write(chunk)
-
-
-def _pad(out: IO[bytes]) -> None:
-    out.write(bytes(-out.tell() % ALIGNMENT))
-
-
-def _digests(path: Path, arrays: Sequence[tuple[str, str, int]]) -> dict[str, str]:
-    found, start = {}, 0
-    for name, dtype, length in arrays:
-        whole = np.memmap(path, dtype, "r", start, (length,)) if length else np.empty(0, dtype)
-        found[name] = digest(np.asarray(whole))
-        size = np.dtype(dtype).itemsize * length
-        start += size + -size % ALIGNMENT
-    return found
+    # 1. sizes
+    num_ids, num_ends, skipped, first, has_prompts = 0, 0, 0, "", False
+    for part in parts():
+        num_ids, num_ends = num_ids + len(part.ids), num_ends + len(part.ends)
+        skipped, first = skipped + part.num_skipped, first or part.first_skipped
+        has_prompts = has_prompts or bool(len(part.is_learned))
+    sizes = {"ids": (dtype, num_ids), "ends": (np.dtype(np.int64), num_ends)}
+    sizes |= {"is_learned": (np.dtype(bool), num_ids)} if has_prompts else {}
+    # 2. arrays
+    arrays = {
+        name: np.lib.format.open_memmap(made / f"{name}.npy", "w+", kind, (size,))
+        for name, (kind, size) in sizes.items()
+    }
+    at_id, at_end = 0, 0
+    for part in parts():
+        here = slice(at_id, at_id + len(part.ids))
+        arrays["ids"][here] = part.ids
+        arrays["ends"][at_end : at_end + len(part.ends)] = part.ends + at_id
+        if has_prompts:
+            arrays["is_learned"][here] = part.is_learned if len(part.is_learned) else True
+        at_id, at_end = here.stop, at_end + len(part.ends)
+    # 3. record
+    digests = {name: digest(np.asarray(array)) for name, array in arrays.items()}
+    (made / RECORD).write_text(json.dumps({"digests": digests, "skipped": skipped, "first": first}))

@@ -1,4 +1,4 @@
-"""Text to token ids: bytes, which need nothing, or a `tokenizer.json`, which the `tokenizers` library reads."""
+"""Text to token ids: bytes, or a `tokenizer.json` that the `tokenizers` library reads."""
 
 from __future__ import annotations
 
@@ -6,49 +6,48 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from ppctl.data.chat import ChatTemplate, chat_template, render, special_token
-from ppctl.errors import DataError
+from ppctl.data.chat_templates import ChatTemplate, chat_template, render, special_token
+from ppctl.errors import DataError, missing_package
 
 BYTES = "bytes"  # data.tokenizer of one token a byte
 NUM_BYTES = 256
-BYTE_END = 0  # the id behind each document of bytes; a file that holds such a byte is not text
+BYTE_END = 0  # the id after each document of bytes; no text holds this byte
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 Spans = Sequence[tuple[int, int]]  # characters from, to
+Encoded = tuple[np.ndarray, np.ndarray]  # ids, and whether each is learned
 
 
 @dataclass(frozen=True)
 class Tokenizer:
     """A tokenizer as a function of texts.
 
-    A text is encoded as it stands: what looks like a special token in it is text. `encode_chat` takes special tokens
-    for what they are, as a chat template writes them, and says which tokens begin in given spans of characters.
+    `encode` takes special tokens in a text for text. `encode_chat` encodes them as such, as a chat
+    template writes them, and returns also which tokens begin in given spans of characters.
     """
 
     name: str  # as in data.tokenizer=
     vocab_size: int
-    end: int  # the id behind each document
+    end: int  # the id after each document
     start: tuple[int, ...]  # ids before each document
     fingerprint: str  # sha256 of all that decides the ids
     encode: Callable[[Sequence[str]], list[np.ndarray]] = field(repr=False, compare=False)
-    encode_chat: Callable[[str, Spans], tuple[np.ndarray, np.ndarray]] = field(repr=False, compare=False)
+    encode_chat: Callable[[str, Spans], Encoded] = field(repr=False, compare=False)
     decode: Callable[[Sequence[int]], str] = field(repr=False, compare=False)
     template: ChatTemplate | None = None
     special: frozenset[int] = frozenset()  # ids of tokens that no text becomes
 
     @property
     def dtype(self) -> np.dtype:
-        """The smallest type that holds every id."""
-        return next(
-            np.dtype(t) for t in ("uint8", "uint16", "uint32") if self.vocab_size <= 2 ** (8 * np.dtype(t).itemsize)
-        )
+        """The smallest unsigned type that holds every id."""
+        return np.min_scalar_type(self.vocab_size - 1)
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -62,7 +61,7 @@ def byte_tokenizer() -> Tokenizer:
     def encode(texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
-    def encode_chat(text: str, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+    def encode_chat(text: str, spans: Spans) -> Encoded:
         ids = encode([text])[0]
         is_learned = np.zeros(len(ids), bool)
         for first, last in spans:
@@ -77,15 +76,15 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def load_tokenizer(name: str, end_token: str | None) -> Tokenizer:
-    """Return the tokenizer of data.tokenizer and data.end_token (None: the eos_token of its tokenizer_config.json).
+    """Return the tokenizer of data.tokenizer; end_token None: the eos_token of its settings.
 
-    name: bytes, a tokenizer.json, or a directory with one. Raises DataError for what is none.
+    name: bytes, a tokenizer.json, or a directory with one. Raises DataError for anything else.
     """
     if name == BYTES:
         if end_token is not None:
             raise DataError(
-                f"data.end_token={end_token}: data.tokenizer=bytes has no special tokens, and ends documents with the "
-                "byte 0. Leave it out."
+                f"data.end_token={end_token}: data.tokenizer=bytes has no special tokens, and "
+                "ends documents with the byte 0. Leave it out."
             )
         return byte_tokenizer()
     path = Path(name).expanduser()
@@ -95,85 +94,107 @@ def load_tokenizer(name: str, end_token: str | None) -> Tokenizer:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise DataError(
-            f"data.tokenizer={name}: {file} cannot be read ({why}). Use bytes, a tokenizer.json, or a directory with "
-            "one, as `ppctl tokenize` writes."
+            f"data.tokenizer={name}: {file} cannot be read ({why}). Use bytes, a tokenizer.json, "
+            "or a directory with one, as `ppctl tokenize` writes."
         ) from error
     settings = tokenizer_settings(file.parent)
-    return _loaded(name, text, end_token, json.dumps(settings, sort_keys=True), chat_template(file.parent, settings))
+    end_token = end_token or special_token(settings, "eos_token")
+    return _loaded(name, text, end_token, chat_template(file.parent, settings))
 
 
 def tokenizer_settings(directory: Path) -> dict[str, Any]:
-    """Return what stands in the tokenizer_config.json of a directory, {} where there is none."""
+    """Return the settings in the tokenizer_config.json of a directory, {} without such a file."""
     file = directory / SETTINGS
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        settings = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise DataError(f"{file} cannot be read ({error}). Restore it, or remove it.") from error
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise DataError(f"{file} holds no settings by name. Restore it, or remove it.")
-    return cast("dict[str, Any]", found)
+    return cast("dict[str, Any]", settings)
 
 
 @lru_cache(8)  # parts of a mixture have the same
-def _loaded(name: str, text: str, end_token: str | None, settings: str, template: ChatTemplate | None) -> Tokenizer:
-    library = tokenizers_library()
-
-    def made() -> Any:
-        try:
-            loaded = library.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises Exception itself
-            raise DataError(f"data.tokenizer={name}: is no tokenizer of the tokenizers library ({error}).") from error
-        loaded.no_truncation()
-        loaded.no_padding()
-        return loaded
-
-    of_text, of_chat = made(), made()
+def _loaded(
+    name: str, text: str, end_token: str | None, template: ChatTemplate | None
+) -> Tokenizer:
+    # 1. the library's tokenizer, for texts and for chats
+    of_text, of_chat = _from_json(name, text), _from_json(name, text)
     of_text.encode_special_tokens = True
     vocabulary: dict[str, int] = of_text.get_vocab(with_added_tokens=True)
+    added: dict[int, Any] = of_text.get_added_tokens_decoder()
     if not vocabulary:
         raise DataError(f"data.tokenizer={name}: holds no tokens. Use one that was trained.")
-    ending = end_token or special_token(json.loads(settings), "eos_token")
-    if ending not in vocabulary:
-        known = ", ".join(str(each.content) for each in of_text.get_added_tokens_decoder().values()) or "none"
-        what = f"{ending} is none of its tokens" if ending else f"no eos_token in a {SETTINGS} says what ends documents"
-        raise DataError(f"data.tokenizer={name}: {what}. Use data.end_token=TOKEN (its special tokens: {known}).")
-    end = vocabulary[ending]
-    start: list[int] = of_text.encode("", add_special_tokens=True).ids  # what its post-processor adds
+    # 2. the tokens around a document
+    if end_token not in vocabulary:
+        special = ", ".join(str(each.content) for each in added.values()) or "none"
+        what = f"{end_token} is none of its tokens"
+        if not end_token:
+            what = f"no eos_token in a {SETTINGS} says what ends documents"
+        raise DataError(
+            f"data.tokenizer={name}: {what}. "
+            f"Use data.end_token=TOKEN (its special tokens: {special})."
+        )
+    end = vocabulary[end_token]
+    start: list[int] = of_text.encode("", add_special_tokens=True).ids  # from its post-processor
     if start and start[-1] == end:
         start = start[:-1]
+    # 3. its functions
+    fingerprint = hashlib.sha256(f"{text}\0{end_token}".encode()).hexdigest()
+    return Tokenizer(
+        name,
+        max(vocabulary.values()) + 1,
+        end,
+        tuple(start),
+        fingerprint,
+        partial(_encode_texts, of_text),
+        partial(_encode_chat, of_chat),
+        lambda ids: of_text.decode([int(each) for each in ids], skip_special_tokens=False),
+        template,
+        frozenset(i for i, token in added.items() if token.special),
+    )
 
-    def encode(texts: Sequence[str]) -> list[np.ndarray]:
-        found = of_text.encode_batch_fast(list(texts), add_special_tokens=False)  # on all cores
-        return [np.asarray(each.ids, np.uint32) for each in found]
 
-    def encode_chat(chat: str, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
-        found = of_chat.encode(chat, add_special_tokens=False)
-        firsts = np.asarray([first for first, _ in found.offsets], np.int64)
-        bounds = np.asarray([[first, last] for first, last in spans], np.int64).reshape(-1)
-        assert all(a <= b for a, b in pairwise(bounds.tolist())), "spans in order"
-        is_learned = np.searchsorted(bounds, firsts, side="right") % 2 == 1
-        return np.asarray(found.ids, np.uint32), is_learned
+def _from_json(name: str, text: str) -> Any:
+    try:
+        library = tokenizers_library().Tokenizer.from_str(text)
+    except DataError:
+        raise
+    except Exception as error:  # the library raises Exception itself
+        raise DataError(
+            f"data.tokenizer={name}: is no tokenizer of the tokenizers library ({error})."
+        ) from error
+    library.no_truncation()
+    library.no_padding()
+    return library
 
-    def decode(ids: Sequence[int]) -> str:
-        return of_text.decode([int(each) for each in ids], skip_special_tokens=False)
 
-    fingerprint = hashlib.sha256(f"{text}\0{ending}".encode()).hexdigest()
-    vocab_size = max(vocabulary.values()) + 1
-    special = frozenset(i for i, token in of_text.get_added_tokens_decoder().items() if token.special)
-    return Tokenizer(name, vocab_size, end, tuple(start), fingerprint, encode, encode_chat, decode, template, special)
+def _encode_texts(library: Any, texts: Sequence[str]) -> list[np.ndarray]:
+    batch = library.encode_batch_fast(list(texts), add_special_tokens=False)  # on all cores
+    return [np.asarray(each.ids, np.uint32) for each in batch]
+
+
+def _encode_chat(library: Any, chat: str, spans: Spans) -> Encoded:
+    encoding = library.encode(chat, add_special_tokens=False)
+    firsts = np.asarray([first for first, _ in encoding.offsets], np.int64)
+    bounds = np.asarray([[first, last] for first, last in spans], np.int64).reshape(-1)
+    assert all(a <= b for a, b in pairwise(bounds.tolist())), "spans in order"
+    is_learned = np.searchsorted(bounds, firsts, side="right") % 2 == 1
+    return np.asarray(encoding.ids, np.uint32), is_learned
 
 
 def turn_end(tokenizer: Tokenizer) -> int | None:
-    """Return the special token that its chat template writes behind an answer; None for none, or no template."""
+    """Return the special token that the chat template writes after an answer; None without one."""
     if tokenizer.template is None:
         return None
     answer = "answer"
-    chat = render(tokenizer.template, [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}])
-    behind = chat.text.rfind(answer) + len(answer)
-    ids, is_behind = tokenizer.encode_chat(chat.text, [(behind, len(chat.text))])
-    return next((i for i in ids[is_behind].tolist() if i in tokenizer.special), None)
+    messages = {"role": "user", "content": "?"}, {"role": "assistant", "content": answer}
+    text = render(tokenizer.template, messages).text
+    end = text.rfind(answer) + len(answer)
+    ids, is_after = tokenizer.encode_chat(text, [(end, len(text))])
+    return next((i for i in ids[is_after].tolist() if i in tokenizer.special), None)
 
 
 def tokenizers_library() -> Any:
@@ -185,8 +206,6 @@ def tokenizers_library() -> Any:
         import tokenizers.pre_tokenizers
         import tokenizers.trainers
     except ImportError as error:
-        raise DataError(
-            "A tokenizer other than bytes needs tokenizers, which is not installed. Install it: "
-            "pip install 'ppctl[text]'."
-        ) from error
+        what = "A tokenizer other than bytes"
+        raise missing_package(what, "tokenizers", "text") from error
     return tokenizers

@@ -1,4 +1,4 @@
-"""Options of XLA's compiler that suit the devices: given to each program that is compiled, not to the process."""
+"""Compiler options of XLA that suit the devices, for each compiled program, not the process."""
 
 from __future__ import annotations
 
@@ -15,29 +15,28 @@ from ppctl.errors import ConfigError
 Value = bool | str  # XLA takes numbers as text too
 Flags = tuple[tuple[str, Value], ...]
 
-# Of NVIDIA GPUs: what others ship for pipelines. Without Triton's products a step took 0.393 s instead of 0.411 on one
-# H100 (docs/benchmarks.md, "One H100"); the others have been compiled with, not timed.
+# Options that others ship for pipelines on NVIDIA GPUs. Without Triton's products a step took 0.393
+# s instead of 0.411 on one H100 (docs/benchmarks.md, "One H100"); the others were not timed.
 LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 GPU_FLAGS: Flags = (
     (LATENCY_HIDING, True),  # collectives start early and end late
-    ("xla_gpu_enable_pipelined_p2p", True),  # what ranks hand on travels while the next tick computes
-    ("xla_gpu_collective_permute_decomposer_threshold", "1024"),  # bytes from which a permute is a send and a receive
+    ("xla_gpu_enable_pipelined_p2p", True),  # hops travel while the next tick computes
+    # bytes from which a permute becomes a send and a receive
+    ("xla_gpu_collective_permute_decomposer_threshold", "1024"),
     ("xla_gpu_enable_pipelined_all_gather", True),
     ("xla_gpu_enable_pipelined_reduce_scatter", True),
-    ("xla_gpu_copy_insertion_use_region_analysis", True),  # sums and slots are carried from tick to tick without copies
-    ("xla_gpu_dot_merger_threshold_mb", "8"),  # large products stay apart: of merged ones slices are copied
+    ("xla_gpu_copy_insertion_use_region_analysis", True),  # no copies of sums and slots in ticks
+    ("xla_gpu_dot_merger_threshold_mb", "8"),  # large products unmerged: slices would be copied
     ("xla_gpu_enable_triton_gemm", False),  # matrix products by cuBLAS
 )
 
 
 def flags_for(request: str | Sequence[str], device: Any) -> Flags:
-    """Return the compiler options of executor.xla_flags for a device, which may be a described one.
+    """Return the compiler options of executor.xla_flags for an attached or described device.
 
-    request: "auto", those of `GPU_FLAGS` that this XLA knows and XLA_FLAGS does not set, on NVIDIA GPUs, and none
-    elsewhere; "none"; or texts NAME=VALUE in place of auto's.
-
-    Raises:
-        ConfigError: Of an option that XLA does not know, or not with this value.
+    request: "auto", those of `GPU_FLAGS` that this XLA knows and XLA_FLAGS does not set, on NVIDIA
+    GPUs, and () elsewhere; "none"; or texts NAME=VALUE in place of auto's.
+    ConfigError for an option or value that XLA refuses.
     """
     if request == "none":
         return ()
@@ -45,16 +44,15 @@ def flags_for(request: str | Sequence[str], device: Any) -> Flags:
         if device.platform not in ("gpu", "cuda") or "NVIDIA" not in device.device_kind:
             return ()
         of_user = os.environ.get("XLA_FLAGS", "")
-        return tuple(
-            (name, value) for name, value in GPU_FLAGS if name not in of_user and _refusal(name, value) is None
-        )
+        missing = ((name, value) for name, value in GPU_FLAGS if name not in of_user)
+        return tuple((name, value) for name, value in missing if _refusal(name, value) is None)
     flags = tuple(parsed(text) for text in request)
     for name, value in flags:
         reason = _refusal(name, value)
         if reason is not None:
             raise ConfigError(
-                f"executor.xla_flags: {name}={value} is refused by XLA of jaxlib {version('jaxlib')}: "
-                f"{reason}. Leave it out, or use executor.xla_flags=auto."
+                f"executor.xla_flags: {name}={value} is refused by XLA of jaxlib "
+                f"{version('jaxlib')}: {reason}. Leave it out, or use executor.xla_flags=auto."
             )
     return flags
 
@@ -71,12 +69,13 @@ def parsed(text: str) -> tuple[str, Value]:
 
 def text_of(flags: Flags) -> str:
     """Return options as XLA_FLAGS has them, without dashes."""
-    return " ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in flags)
+    text = lambda value: str(value).lower() if isinstance(value, bool) else value  # noqa: E731
+    return " ".join(f"{name}={text(value)}" for name, value in flags)
 
 
 @cache
 def _refusal(name: str, value: Value) -> str | None:
-    """Return why XLA does not take an option, None if it does. All backends know the options of each other."""
+    """Return the reason why XLA refuses an option, else None. Each backend knows all options."""
     try:
         jax.jit(lambda: 0).lower().compile({name: value})
     except jax.errors.JaxRuntimeError as error:

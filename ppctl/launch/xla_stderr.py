@@ -1,8 +1,8 @@
-"""Filter what XLA's C++ code prints in a run of several processes: its chatter dropped, its last words in one line.
+"""Filter the output of XLA's C++ code in a run of several processes: chatter out, errors short.
 
-That code writes to the terminal past Python, and where another process is lost it ends this one with a dozen lines and
-a stack trace. So its output goes through a child process, which outlives this one for a moment and runs this file as a
-program. Standard library only.
+That code writes to the terminal past Python, and where another process is lost it ends this one
+with a dozen lines and a stack trace. So its output goes through a child process, which outlives
+this one for a moment and runs this file as a program. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,31 +13,30 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 
-LOST = "ppctl-lost: "  # opens a line by which this process tells its child what it was doing when contact was lost
+LOST = "ppctl-lost: "  # opens a line to the child: the work at which contact was lost
 LOG_LINE = re.compile(r"([IWEF])\d{4} [\d:.]+ +\d+ ([\w.]+):\d+\] ?(.*)")
-SERVICE = re.compile(
-    r"coordination_service|preemption|^client\.|distributed_runtime|rpc"
-)  # files of XLA's that chatter
-GLOO = re.compile(r"\[Gloo\]|connected peer ranks is")  # its threads print piecemeal, into each other's lines
-REST = re.compile(
-    r"\s*$|\d+$|RPC:|Additional GRPC|:[A-Z_]+:|The tasks|/job:|=== Source Location|external/|\. This is only expected"
+SERVICE = re.compile(r"coordination_service|preemption|^client\.|distributed_runtime|rpc")  # files
+GLOO = re.compile(r"\[Gloo\]|connected peer ranks is")  # pieces of lines, by several threads
+REST = re.compile(  # the rest of a message of the service
+    r"\s*$|\d+$|RPC:|Additional GRPC|:[A-Z_]+:|The tasks|/job:|=== Source Location|external/|\. "
+    r"This is only expected"
 )
 GONE = re.compile(r"tasks are unhealthy[^:]*:\s*([\s\S]*?)\s*The tasks have crashed")
 
 
 def divert(process: int | str) -> None:
-    """Let what is written past Python to standard output or error go through `readable` from now on."""
+    """Let all that is written past Python to standard output or error go through `readable`."""
     if os.environ.get("PPCTL_DEBUG", "0") not in ("", "0"):
         return
     sys.stdout.flush()
     sys.stderr.flush()
     read, write = os.pipe()
-    command = [sys.executable, "-S", "-E", __file__, str(process)]
-    subprocess.Popen(command, stdin=read, stdout=2, start_new_session=True)  # ends when this process has
+    command = [sys.executable, "-S", "-E", __file__, str(process)]  # ends when this process has
+    subprocess.Popen(command, stdin=read, stdout=2, start_new_session=True)
     os.close(read)
     for name, number in (("stdout", 1), ("stderr", 2)):
-        stream = os.fdopen(os.dup(number), "w", encoding="utf-8", errors="backslashreplace", buffering=1)
-        setattr(sys, name, stream)
+        how = {"encoding": "utf-8", "errors": "backslashreplace", "buffering": 1}
+        setattr(sys, name, os.fdopen(os.dup(number), "w", **how))
         os.dup2(write, number)
     os.close(write)
 
@@ -48,10 +47,10 @@ def tell_lost(what: str) -> None:
 
 
 def readable(lines: Iterable[str], process: str) -> Iterator[str]:
-    """Yield the lines that are for people.
+    r"""Yield the lines that are for people.
 
-    >>> list(readable(["[Gloo] Rank [Gloo] Rank 1\\n", "0 ... connected peer ranks is : 1\\n", "hello\\n"], "1"))
-    ['hello\\n']
+    >>> list(readable(["[Gloo] Rank 1\n", "0 ... connected peer ranks is : 1\n", "hello\n"], "1"))
+    ['hello\n']
     """
     lost, last_words, is_dropped = "", "", False
     for line in lines:
@@ -63,27 +62,24 @@ def readable(lines: Iterable[str], process: str) -> Iterator[str]:
         elif entry and entry[1] == "F" and SERVICE.search(entry[2]):
             last_words = line
         elif entry or GLOO.search(line):
-            is_dropped = entry is None or SERVICE.search(entry[2]) is not None or (process != "0" and entry[1] in "IW")
+            is_dropped = entry is None or SERVICE.search(entry[2]) is not None
+            is_dropped = is_dropped or (process != "0" and entry is not None and entry[1] in "IW")
             if not is_dropped:
                 yield line
-        elif not (is_dropped and _is_rest(line)):
+        elif not (is_dropped and REST.match(line)):
             is_dropped = False
             yield line
     if last_words:
         yield f"ppctl: process {process}: {lost or 'lost contact'}; {_cause(last_words)}.\n"
 
 
-def _is_rest(line: str) -> bool:
-    """Return whether a line may be the rest of a message of the service."""
-    return REST.match(line) is not None
-
-
 def _cause(last_words: str) -> str:
-    """Return what the service's last words say of the reason."""
+    """Return the reason in the service's last words."""
     gone = GONE.search(last_words)
     if gone is not None:
-        listed = sorted({int(number) for number in re.findall(r"(?:^|task:)(\d+)\b", gone[1], re.MULTILINE)})
-        return f"process{'es' if len(listed) > 1 else ''} {', '.join(map(str, listed))} gave no sign of life any more"
+        tasks = {*map(int, re.findall(r"(?:^|task:)(\d+)\b", gone[1], re.MULTILINE))}
+        numbers = ", ".join(map(str, sorted(tasks)))
+        return f"process{'es' if len(tasks) > 1 else ''} {numbers} gave no sign of life any more"
     if re.search("Socket closed|onnection (refused|reset)", last_words):
         return "process 0, which all others need, has ended"
     return " ".join(last_words.split("*** Check failure")[0].split("absl::Status:")[-1].split())

@@ -6,37 +6,42 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 
 from ppctl.errors import ConfigError
+from ppctl.model.attention.rotary_positions import Rope
+from ppctl.model.attention_scores import Scoring
 from ppctl.model.lora import Lora
 from ppctl.model.parallel import StageAxes
-from ppctl.model.rotary import Rope
-from ppctl.model.scoring import Scoring
-from ppctl.schedule.partition.division import check_widths
+from ppctl.schedule.partition.divisibility import check_widths
 
-ACTIVATIONS = {
-    "gelu": jax.nn.gelu,  # by tanh
+ACTIVATIONS = {  # those of the MLP model's layers too
+    "relu": jax.nn.relu,
+    "tanh": jnp.tanh,
+    "gelu": jax.nn.gelu,  # approximated by tanh
     "gelu_exact": partial(jax.nn.gelu, approximate=False),
     "silu": jax.nn.silu,
 }
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_exact": "gelu_exact"}  # Shazeer 2020
 
+PLAIN_ROPE = Rope()
+
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder-only transformer: the arguments of `transformer.transformer`, which explains them."""
+    """A decoder-only transformer: the arguments of `transformer.transformer`, explained there."""
 
     num_layers: int
     d_model: int
     num_heads: int
     num_kv_heads: int | None
-    mlp_ratio: float
+    mlp_width: int
     activation: str
     vocab_size: int
     tied: bool
-    rope_theta: float
+    rope: Rope = PLAIN_ROPE
+    local_theta: float | None = None  # unscaled Rope's theta in windowed layers; None: `rope`
     head_dim: int | None = None
-    mlp_width: int | None = None
     scale_embedding: bool = False
     norm_eps: float = 1e-6
     norm_plus_one: bool = False
@@ -48,16 +53,6 @@ class Architecture:
     logit_softcap: float | None = None
     window: int | None = None
     window_pattern: str = "W"
-    rope_local_theta: float | None = None
-    rope_fraction: float = 1.0
-    rope_scaling: str = "none"
-    rope_factor: float = 1.0
-    rope_original_len: int | None = None
-    rope_low_freq_factor: float = 1.0
-    rope_high_freq_factor: float = 4.0
-    rope_beta_fast: float = 32.0
-    rope_beta_slow: float = 1.0
-    rope_attention_factor: float | None = None
     lora: Lora | None = None
 
     @property
@@ -69,33 +64,26 @@ class Architecture:
         return self.head_dim or self.d_model // self.num_heads
 
     @property
-    def hidden_width(self) -> int:
-        return round(self.mlp_ratio * self.d_model) if self.mlp_width is None else self.mlp_width
-
-    @property
     def have_windows(self) -> tuple[bool, ...]:
         """Whether each layer has the window."""
-        pattern = self.window_pattern
-        return tuple(self.window is not None and pattern[l % len(pattern)] == "W" for l in range(self.num_layers))
+        pattern, has_window = self.window_pattern, self.window is not None
+        places = (l % len(pattern) for l in range(self.num_layers))
+        return tuple(has_window and pattern[place] == "W" for place in places)
 
     def scoring(self, has_window: bool) -> Scoring:
-        """Return how layers with the window, or without, score queries and keys."""
+        """Return the scoring of layers with or without the window."""
         scale = None if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar**-0.5
         return Scoring(scale, self.attention_softcap, self.window if has_window else None)
 
-    def rope(self, has_window: bool) -> Rope:
-        """Return the rotary positions of layers with the window, or without."""
-        if has_window and self.rope_local_theta is not None:
-            return Rope(self.rope_local_theta, self.rope_fraction)
-        names = "theta", "fraction", "scaling", "factor", "original_len", "low_freq_factor", "high_freq_factor"
-        names += "beta_fast", "beta_slow", "attention_factor"
-        return Rope(**{name: getattr(self, f"rope_{name}") for name in names})
+    def rope_of(self, has_window: bool) -> Rope:
+        """Return the rotary positions of layers with or without the window."""
+        return Rope(self.local_theta) if has_window and self.local_theta is not None else self.rope
 
     def check_divides(self, axes: StageAxes) -> None:
-        """Raise ConfigError for what tp and cp do not divide."""
-        check_widths(axes.tp, self.num_heads, self.kv_heads, self.hidden_width)
+        """Raise ConfigError for sizes that tp and cp do not divide."""
+        check_widths(axes.tp, self.num_heads, self.kv_heads, self.mlp_width)
         if axes.cp > 1 and any(self.have_windows):
             raise ConfigError(
-                f"model.window={self.window} and mesh.cp={axes.cp}: parts of a sequence on other devices are attended "
-                "to whole. Use mesh.cp=1, and mesh.tp for long sequences."
+                f"model.window={self.window} and mesh.cp={axes.cp}: parts of a sequence on other "
+                "devices are attended to whole. Use mesh.cp=1, and mesh.tp for long sequences."
             )

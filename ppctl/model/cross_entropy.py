@@ -1,8 +1,13 @@
 """Cross-entropy of a language model's head without the logits of all tokens at once.
 
-Where they are many, tokens are taken chunk by chunk, and each chunk's gradient is made beside its loss: logits in
-float32 exist for one chunk at a time, their gradient never, and nothing is computed twice. Shape suffixes: M tokens, K
-chunks, C tokens of a chunk, D d_model, V vocabulary.
+Many tokens are taken chunk by chunk, and each chunk's gradient is computed with its loss: logits in
+float32 exist only for one chunk at a time, their gradient never, and nothing is computed twice.
+
+With a vocabulary divided over the ranks of a pipeline, a rank knows each token's sum over its ids;
+loss and gradient need the sum over all. Few logits are kept until then, many computed again.
+
+Shape suffixes: M tokens, K chunks, C tokens of a chunk, D d_model, V vocabulary, or this device's
+ids.
 """
 
 from __future__ import annotations
@@ -15,15 +20,15 @@ import jax.numpy as jnp
 
 from ppctl.model.parallel import shard_of
 
-FEW_LOGITS = 2**25  # up to here all at once, as JAX differentiates it: 128 MiB in float32
-MOST_LOGITS = 2**27  # of a chunk: 512 MiB. Each chunk reads the whole matrix and adds to its whole gradient
-LEAST_TOKENS = 1024  # of a chunk all the same
-NO_TOKEN = -1  # a target that is none
-NEVER = -1e30  # logit of an id that is padding
+FEW_LOGITS = 2**25  # logits up to which all are computed at once: 128 MiB in float32
+MOST_LOGITS = 2**27  # logits of a chunk, 512 MiB: each chunk reads all of w and its gradient
+LEAST_TOKENS = 1024  # tokens of a chunk, with more logits if need be
+NO_TOKEN = -1  # target without loss
+NEVER = -1e30  # logit of a padding id
 
 
 class Vocabulary(NamedTuple):
-    """A vocabulary that is divided: into as many parts as there are ranks, and each of them over tp."""
+    """A divided vocabulary: a part for each rank, and each part over tp."""
 
     size: int
     tp: int
@@ -31,80 +36,100 @@ class Vocabulary(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """Return over how many devices it is divided."""
+        """The number of devices with a part of it."""
         return self.tp * self.num_ranks
 
 
 def first_id(num_ids: int, tp: int, part: jax.Array | int) -> jax.Array:
-    """Return the first of this device's ids, of which it has so many, in a rank's part that is divided over tp."""
+    """Return the first of this device's num_ids ids, in a rank's part that tp divides."""
     return part * (tp * num_ids) + shard_of(num_ids, "tp", tp)
 
 
-def cross_entropy(
+class HeadForm(NamedTuple):
+    """The form of a head: whether w is the embedding's [V, D], its vocabulary, its logits' cap."""
+
+    is_tied: bool
+    vocabulary: Vocabulary | None = None  # None: undivided
+    cap: float | None = None
+
+    def num_ids(self, w: jax.Array) -> int:
+        return w.shape[0 if self.is_tied else 1]
+
+
+def cross_entropy(x_MD: jax.Array, w: jax.Array, targets_M: jax.Array, **form: Any) -> jax.Array:
+    """Return the sum over tokens of -log softmax(logits)[target] in nats, in at least float32.
+
+    form: the fields of `HeadForm`. w: the head's matrix [D, V], or the embedding's [V, D] if tied.
+    logits are x @ w in at least float32, or cap*tanh(x @ w/cap). Targets NO_TOKEN add nothing.
+    vocabulary: if devices along tp have parts of it, w is this device's, and the result its
+    summand.
+    """
+    head = HeadForm(**form)
+    if x_MD.shape[0] * head.num_ids(w) > FEW_LOGITS:
+        return _loss(x_MD, w, targets_M, None, None, 0, head)
+    return jnp.where(targets_M == NO_TOKEN, 0, _losses(x_MD, w, targets_M, head)).sum()
+
+
+def _losses(x_MD: jax.Array, w: jax.Array, targets_M: jax.Array, head: HeadForm) -> jax.Array:
+    logits_MV, first = own_logits(x_MD, w, head)
+    if head.vocabulary is None:
+        picked_M = jnp.take_along_axis(logits_MV, targets_M[:, None], axis=-1)[:, 0]
+        return jax.nn.logsumexp(logits_MV, axis=-1) - picked_M
+    picked_M = jnp.where(_are_targets(logits_MV, targets_M - first), logits_MV, 0).sum(-1)
+    return log_sums(logits_MV, head.vocabulary) / head.vocabulary.num_parts - picked_M
+
+
+def part_log_sums(
+    x_MD: jax.Array, w: jax.Array, part: jax.Array, **form: Any
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return (log sums [M] of the exponentials of a part's logits, the logits or None)."""
+    head, num_tokens = HeadForm(**form), x_MD.shape[0]
+    num_ids, logits_of = head.num_ids(w), lambda x: own_logits(x, w, head, part)[0]
+    if num_tokens * num_ids <= MOST_LOGITS:
+        logits_MV = logits_of(x_MD)
+        return log_sums(logits_MV, head.vocabulary), logits_MV
+    x_KCD, _ = in_chunks(x_MD, jnp.zeros(num_tokens, jnp.int32), num_ids)
+    sums_KC = jax.lax.map(lambda x_CD: log_sums(logits_of(x_CD), head.vocabulary), x_KCD)
+    return sums_KC.reshape(-1)[:num_tokens], None
+
+
+def part_cross_entropy(
     x_MD: jax.Array,
     w: jax.Array,
     targets_M: jax.Array,
-    *,
-    is_tied: bool,
-    vocabulary: Vocabulary | None = None,
-    cap: float | None = None,
+    log_sums_M: jax.Array,
+    logits_MV: jax.Array | None,
+    part: jax.Array,
+    **form: Any,
 ) -> jax.Array:
-    """Return the sum over tokens of -log softmax(logits)[target] in nats, in at least float32.
+    """Return this device's part of `cross_entropy`; log_sums: [M], over all ids.
 
-    w: the head's matrix [D, V], or the embedding's [V, D] where it is tied. logits are x @ w in at least float32,
-    or cap*tanh(x @ w/cap). Targets may be NO_TOKEN, which adds nothing.
-    vocabulary: where devices along tp have parts of it, w is this device's, and the result its part of the sum, which
-    is the sum over devices. None: no device has but a part.
+    logits: those of `part_log_sums`. The gradient is that of the whole loss, in x this device's
+    summand.
     """
-    num_tokens, vocab_size = x_MD.shape[0], w.shape[0 if is_tied else 1]
-    if num_tokens * vocab_size <= FEW_LOGITS:
-        losses_M = _losses(x_MD, w, targets_M, is_tied, vocabulary, cap)
-        return jnp.where(targets_M == NO_TOKEN, 0, losses_M).sum()
-    x_KCD, targets_KC = in_chunks(x_MD, targets_M, vocab_size)
-    return _chunked(x_KCD, w, targets_KC, is_tied, vocabulary, cap)
+    return _loss(x_MD, w, targets_M, log_sums_M, logits_MV, part, HeadForm(**form))
 
 
 def in_chunks(x_MD: jax.Array, targets_M: jax.Array, num_ids: int) -> tuple[jax.Array, jax.Array]:
-    """Return tokens and targets by chunks, each with logits of so many ids a token; padded with NO_TOKEN."""
+    """Return tokens and targets by chunks for num_ids logits a token; padded with NO_TOKEN."""
     num_tokens = x_MD.shape[0]
     size = max(LEAST_TOKENS, MOST_LOGITS // num_ids)
     num_chunks = -(-num_tokens // size)
     size = -(-num_tokens // num_chunks)
     padding = num_chunks * size - num_tokens
     x_KCD = jnp.pad(x_MD, ((0, padding), (0, 0))).reshape(num_chunks, size, -1)
-    targets_KC = jnp.pad(targets_M, (0, padding), constant_values=NO_TOKEN).reshape(num_chunks, size)
-    return x_KCD, targets_KC
-
-
-def _losses(
-    x_MD: jax.Array,
-    w: jax.Array,
-    targets_M: jax.Array,
-    is_tied: bool,
-    vocabulary: Vocabulary | None,
-    cap: float | None,
-) -> jax.Array:
-    logits_MV, first = own_logits(x_MD, w, is_tied, vocabulary, cap)
-    if vocabulary is None:
-        picked_M = jnp.take_along_axis(logits_MV, targets_M[:, None], axis=-1)[:, 0]
-        return jax.nn.logsumexp(logits_MV, axis=-1) - picked_M
-    picked_M = jnp.where(_are_targets(logits_MV, targets_M - first), logits_MV, 0).sum(-1)
-    return log_sums(logits_MV, vocabulary) / vocabulary.num_parts - picked_M
+    targets_M = jnp.pad(targets_M, (0, padding), constant_values=NO_TOKEN)
+    return x_KCD, targets_M.reshape(num_chunks, size)
 
 
 def own_logits(
-    x_MD: jax.Array,
-    w: jax.Array,
-    is_tied: bool,
-    vocabulary: Vocabulary | None,
-    cap: float | None,
-    part: jax.Array | int = 0,
+    x_MD: jax.Array, w: jax.Array, head: HeadForm, part: jax.Array | int = 0
 ) -> tuple[jax.Array, jax.Array | int]:
-    """Return (logits of this device's ids, the first of them), in a rank's part. Padding is never likely."""
-    logits_MV = logits(x_MD, w, is_tied=is_tied, cap=cap)
+    """Return (logits of this device's ids, the first id). Padding ids get logit NEVER."""
+    logits_MV = logits(x_MD, w, is_tied=head.is_tied, cap=head.cap)
+    held, vocabulary = logits_MV.shape[1], head.vocabulary
     if vocabulary is None:
         return logits_MV, 0
-    held = logits_MV.shape[1]
     first = first_id(held, vocabulary.tp, part)
     if held * vocabulary.num_parts == vocabulary.size:
         return logits_MV, first
@@ -113,7 +138,7 @@ def own_logits(
 
 
 def log_sums(logits_MV: jax.Array, vocabulary: Vocabulary | None) -> jax.Array:
-    """Return logarithms of the sums of exponentials over all ids, or over those of a rank's part."""
+    """Return the logarithms of sums of exponentials over all ids, or those of a rank's part."""
     if vocabulary is None or vocabulary.tp == 1:
         return jax.nn.logsumexp(logits_MV, axis=-1)
     largest_M = jax.lax.pmax(jax.lax.stop_gradient(logits_MV.max(-1)), "tp")
@@ -121,63 +146,16 @@ def log_sums(logits_MV: jax.Array, vocabulary: Vocabulary | None) -> jax.Array:
 
 
 def _are_targets(logits_MV: jax.Array, targets_M: jax.Array) -> jax.Array:
-    """Return [M, V] where a column is a token's target; targets count from this device's first id."""
+    """Return whether a column is a token's target [M, V], counted from this device's first id."""
     return targets_M[:, None] == jax.lax.broadcasted_iota(targets_M.dtype, logits_MV.shape, 1)
 
 
 def logits(x_MD: jax.Array, w: jax.Array, *, is_tied: bool, cap: float | None = None) -> jax.Array:
     """Return the logits of `cross_entropy`."""
     dtype = jnp.promote_types(x_MD.dtype, jnp.float32)
-    products = jax.lax.dot_general(x_MD, w, (((1,), (1 if is_tied else 0,)), ((), ())), preferred_element_type=dtype)
+    dims = (((1,), (1 if is_tied else 0,)), ((), ()))
+    products = jax.lax.dot_general(x_MD, w, dims, preferred_element_type=dtype)
     return products if cap is None else cap * jnp.tanh(products / cap)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _chunked(
-    x_KCD: jax.Array,
-    w: jax.Array,
-    targets_KC: jax.Array,
-    is_tied: bool,
-    vocabulary: Vocabulary | None,
-    cap: float | None,
-) -> jax.Array:
-    def add(loss: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        x_CD, targets_C = chunk
-        losses_C = _losses(x_CD, w, targets_C, is_tied, vocabulary, cap)
-        return loss + jnp.where(targets_C == NO_TOKEN, 0, losses_C).sum(), None
-
-    zero = jnp.zeros((), jnp.promote_types(x_KCD.dtype, jnp.float32))
-    return jax.lax.scan(add, zero, (x_KCD, targets_KC))[0]
-
-
-def _there(
-    x: Any,
-    matrix: Any,
-    targets: Any,
-    is_tied: bool,
-    vocabulary: Vocabulary | None,
-    cap: float | None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
-    """Return the loss, and its gradients in x and w: they need nothing that is not known by now.
-
-    Arguments are values and whether anyone asks for their gradients; that of a frozen w is None.
-    """
-    x_KCD, w, targets_KC, has_grad = x.value, matrix.value, targets.value, matrix.perturbed
-    dtype = jnp.promote_types(x_KCD.dtype, jnp.float32)
-
-    def add(
-        sums: tuple[jax.Array, jax.Array | None], chunk: tuple[jax.Array, jax.Array]
-    ) -> tuple[tuple[jax.Array, jax.Array | None], jax.Array]:
-        x_CD, targets_C = chunk
-        logits_CV, first = own_logits(x_CD, w, is_tied, vocabulary, cap)
-        of_all_C = log_sums(logits_CV, vocabulary)
-        own, g_CV = loss_and_slopes(logits_CV, targets_C, of_all_C, first, vocabulary, cap)
-        gx_CD, own_gw = products(g_CV.astype(x_CD.dtype), x_CD, w, is_tied, has_grad)
-        return jax.tree.map(jnp.add, sums, (own, own_gw)), gx_CD
-
-    zeros = jnp.zeros((), dtype), jnp.zeros(w.shape, dtype) if has_grad else None
-    (loss, gw), gx_KCD = jax.lax.scan(add, zeros, (x_KCD, targets_KC))
-    return loss, (gx_KCD, None if gw is None else gw.astype(w.dtype))
 
 
 def loss_and_slopes(
@@ -185,44 +163,108 @@ def loss_and_slopes(
     targets_C: jax.Array,
     log_sums_C: jax.Array,
     first: jax.Array | int,
-    vocabulary: Vocabulary | None,
-    cap: float | None,
+    head: HeadForm,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (this device's part of the loss, the slopes [C, V] of the whole loss in its products x @ w).
+    """Return (this device's part of the loss, slopes [C, V] of the whole loss in products x @ w).
 
     log_sums: over all ids; first: of this device's ids.
     """
     is_token_C = targets_C != NO_TOKEN
     are_targets_CV = _are_targets(logits_CV, targets_C - first)
-    parts = 1 if vocabulary is None else vocabulary.num_parts
+    parts = 1 if head.vocabulary is None else head.vocabulary.num_parts
     losses_C = log_sums_C / parts - jnp.where(are_targets_CV, logits_CV, 0).sum(-1)
-    g_CV = jnp.where(is_token_C[:, None], jnp.exp(logits_CV - log_sums_C[:, None]) - are_targets_CV, 0)
-    if cap is not None:
-        g_CV = g_CV * (1 - jnp.square(jnp.clip(logits_CV / cap, -1, 1)))  # padding has no slope
+    slopes_CV = jnp.exp(logits_CV - log_sums_C[:, None]) - are_targets_CV
+    g_CV = jnp.where(is_token_C[:, None], slopes_CV, 0)
+    if head.cap is not None:  # padding has no slope
+        g_CV = g_CV * (1 - jnp.square(jnp.clip(logits_CV / head.cap, -1, 1)))
     return jnp.where(is_token_C, losses_C, 0).sum(), g_CV
 
 
 def products(
     g_CV: jax.Array, x_CD: jax.Array, w: jax.Array, is_tied: bool, has_grad: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the gradients of x, and of w in at least float32 (None where nobody asks), from slopes in x @ w."""
+    """Return the gradients of x, and of w in at least float32 or None, from slopes in x @ w."""
     gx_CD = jax.lax.dot_general(g_CV, w, (((1,), (0 if is_tied else 1,)), ((), ())))
     if not has_grad:
         return gx_CD, None
     left, right = (g_CV, x_CD) if is_tied else (x_CD, g_CV)
     dtype = jnp.promote_types(x_CD.dtype, jnp.float32)
-    return gx_CD, jax.lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
+    dims = (((0,), (0,)), ((), ()))
+    return gx_CD, jax.lax.dot_general(left, right, dims, preferred_element_type=dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _loss(*args: Any) -> jax.Array:
+    return _computed(*args)[0]  # pyright: ignore
+
+
+def _computed(
+    x_MD: jax.Array,
+    w: jax.Array,
+    targets_M: jax.Array,
+    log_sums_M: jax.Array | None,
+    logits_MV: jax.Array | None,
+    part: jax.Array | int,
+    head: HeadForm,
+    gradients: str = "",
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Return (loss, gradient of x, gradient of w); gradients: those to compute, "", "x" or "xw".
+
+    log_sums, logits: None: computed here.
+    """
+    num_tokens, num_ids = x_MD.shape[0], head.num_ids(w)
+
+    # 1. some tokens at once
+    def of_chunk(
+        x_CD: jax.Array, targets_C: jax.Array, sums_C: Any, logits_CV: jax.Array | None
+    ) -> tuple:
+        if logits_CV is None:
+            logits_CV, first = own_logits(x_CD, w, head, part)
+        else:
+            assert head.vocabulary is not None, "only a part's logits are kept"
+            first = first_id(num_ids, head.vocabulary.tp, part)
+        sums_C = log_sums(logits_CV, head.vocabulary) if sums_C is None else sums_C
+        loss, g_CV = loss_and_slopes(logits_CV, targets_C, sums_C, first, head)
+        if not gradients:
+            return loss, None, None
+        return loss, *products(g_CV.astype(x_CD.dtype), x_CD, w, head.is_tied, "w" in gradients)
+
+    if logits_MV is not None:
+        return of_chunk(x_MD, targets_M, log_sums_M, logits_MV)
+    # 2. all tokens, chunk by chunk
+    x_KCD, targets_KC = in_chunks(x_MD, targets_M, num_ids)
+    pad = lambda a: jnp.pad(a, (0, targets_KC.size - num_tokens)).reshape(targets_KC.shape)  # noqa: E731
+
+    def add(sums: tuple, chunk: tuple) -> tuple[tuple, jax.Array | None]:
+        x_CD, targets_C, sums_C = chunk
+        loss, gx_CD, gw = of_chunk(x_CD, targets_C, sums_C, None)
+        return jax.tree.map(jnp.add, sums, (loss, gw)), gx_CD
+
+    dtype = jnp.promote_types(x_MD.dtype, jnp.float32)
+    zeros = jnp.zeros((), dtype), jnp.zeros(w.shape, dtype) if "w" in gradients else None
+    chunks = x_KCD, targets_KC, None if log_sums_M is None else pad(log_sums_M)
+    (loss, gw), gx_KCD = jax.lax.scan(add, zeros, chunks)
+    return loss, None if gx_KCD is None else gx_KCD.reshape(-1, x_MD.shape[1])[:num_tokens], gw
+
+
+def _there(*args: Any) -> tuple[jax.Array, tuple[jax.Array | None, jax.Array | None]]:
+    """Return the loss, and its gradients in x and w (None: frozen w), all known in the forward.
+
+    Arguments are values and whether their gradients are requested.
+    """
+    value = lambda a: a.value  # noqa: E731
+    is_leaf = lambda a: hasattr(a, "perturbed")  # noqa: E731
+    values = [jax.tree.map(value, each, is_leaf=is_leaf) for each in args[:6]]
+    loss, gx, gw = _computed(*values, *args[6:], gradients="xw" if args[1].perturbed else "x")  # pyright: ignore
+    return loss, (gx, None if gw is None else gw.astype(values[1].dtype))
 
 
 def _back(
-    is_tied: bool,
-    vocabulary: Vocabulary | None,
-    cap: float | None,
-    grads: tuple[jax.Array, jax.Array | None],
-    g: jax.Array,
-) -> tuple[jax.Array, jax.Array | None, None]:
-    gx_KCD, gw = grads  # of the sum over devices, each of which is handed the same g
-    return (g * gx_KCD).astype(gx_KCD.dtype), None if gw is None else (g * gw).astype(gw.dtype), None
+    _: HeadForm, grads: tuple[jax.Array, jax.Array | None], g: jax.Array
+) -> tuple[jax.Array | None, ...]:
+    gx_MD, gw = grads  # of the sum over devices, which all receive the same g
+    gw = None if gw is None else (g * gw).astype(gw.dtype)
+    return (g * gx_MD).astype(gx_MD.dtype), gw, *[None] * 4
 
 
-_chunked.defvjp(_there, _back, symbolic_zeros=True)
+_loss.defvjp(_there, _back, symbolic_zeros=True)

@@ -1,7 +1,7 @@
-"""Low-rank adapters beside the linear maps of a block: x W + alpha/rank * (x A) B, of which A and B alone are trained.
+"""Low-rank adapters next to the linear maps of a block: x W + alpha/rank * (x A) B.
 
-A begins as PEFT's does, uniform in +-1/sqrt(inputs), and B at zero, so that a model begins as it is without adapters.
-Embedding and head have none. Source: LoRA (Hu et al. 2021).
+Only A and B are trained. A begins as PEFT's, uniform in +-1/sqrt(inputs), B at zero, so that a
+model begins as it is without adapters. Embedding and head have none. Source: LoRA (Hu et al. 2021).
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ PROJECTIONS = {  # target: modules of a block
     "up": ("mlp", "up"),
     "down": ("mlp", "down"),
 }
-ADAPTERS_KEY = 0x10A  # apart from the keys of all else, so that this is drawn as without adapters
+ADAPTERS_KEY = 0x10A  # keeps other draws as without adapters
 
 
 @dataclass(frozen=True)
 class Lora:
     """Adapters of a transformer's blocks.
 
-    rank: numbers between A and B. alpha: the adapters' part is multiplied by alpha/rank. targets: the linear maps that
-    have one, of q, k, v, o, gate, up, down; None: all that the blocks have. ConfigError for another name.
+    rank: numbers between A and B. alpha: the adapters' part is multiplied by alpha/rank. targets:
+    the adapted linear maps, of q, k, v, o, gate, up, down; None: all of the blocks. ConfigError for
+    another name.
     """
 
     rank: int = 16
@@ -47,7 +48,8 @@ class Lora:
         unknown = [name for name in self.targets or () if name not in PROJECTIONS]
         if unknown:
             raise ConfigError(
-                f"{unknown[0]} in lora_targets is no linear map of a block. They are {', '.join(PROJECTIONS)}."
+                f"{unknown[0]} in lora_targets is no linear map of a block. They are "
+                f"{', '.join(PROJECTIONS)}."
             )
 
     @property
@@ -55,13 +57,13 @@ class Lora:
         return self.alpha / self.rank
 
     def check_present(self, layer: Tree) -> None:
-        """Raise ConfigError where a target is none of this layer's parameters."""
+        """Raise ConfigError if this layer lacks a target."""
         for name in self.targets or ():
             first, second = PROJECTIONS[name]
             if second not in layer[first]:
                 raise ConfigError(
-                    f"{name} in lora_targets: the model's MLP has no {second} matrix, as its activation is not gated. "
-                    "Leave it out."
+                    f"{name} in lora_targets: the model's MLP has no {second} matrix, as its "
+                    "activation is not gated. Leave it out."
                 )
 
     def adapts(self, module: str) -> bool:
@@ -70,9 +72,18 @@ class Lora:
 
 
 class Adapted(nnx.Linear):
-    """A linear map with an adapter beside it."""
+    """A linear map with an adapter."""
 
-    def __init__(self, num_in: int, num_out: int, lora: Lora, dtype: jnp.dtype, rngs: nnx.Rngs, *, use_bias: bool):
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        lora: Lora,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        *,
+        use_bias: bool,
+    ):
         super().__init__(num_in, num_out, use_bias=use_bias, param_dtype=dtype, rngs=rngs)
         self.scale = lora.scale
         self.lora_a = nnx.Param(jnp.zeros((num_in, lora.rank), dtype))
@@ -81,11 +92,13 @@ class Adapted(nnx.Linear):
     def __call__(self, inputs: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride] no options
         return super().__call__(inputs) + self.beside(inputs)
 
-    def beside(self, inputs: jax.Array, of_columns: Callable[[jax.Array], jax.Array] = lambda b: b) -> jax.Array:
-        """Return the adapter's part; of_columns: from B to the columns of it that are wanted.
+    def beside(
+        self, inputs: jax.Array, of_columns: Callable[[jax.Array], jax.Array] = lambda b: b
+    ) -> jax.Array:
+        """Return the adapter's part; of_columns: from B to its requested columns.
 
-        Forwards keep the results of products but for those with a batch dim (remat=none). This one is as large as the
-        linear map's and cheap to make again of inputs @ A, so it is one of a batch.
+        Forwards keep results of products without a batch dim (remat=none). This result is as large
+        as the linear map's and cheap to remake from inputs @ A, so it gets a batch dim.
         """
         low, b = inputs @ self.lora_a[...] * self.scale, of_columns(self.lora_b[...])
         return jax.lax.dot_general(low[None], b[None], (((2,), (1,)), ((0,), (0,))))[0]
@@ -98,11 +111,12 @@ def with_adapters(layer: Tree, lora: Lora, key: jax.Array) -> Tree:
     for number, (first, second) in enumerate(PROJECTIONS.values()):
         if second not in layer[first] or not lora.adapts(second):
             continue
-        linear = layer[first][second]
+        linear, key_of = layer[first][second], jax.random.fold_in(key, number)
         num_in, num_out = linear["kernel"].shape
         dtype, bound = linear["kernel"].dtype, 1 / math.sqrt(num_in)
-        a = jax.random.uniform(jax.random.fold_in(key, number), (num_in, lora.rank), dtype, -bound, bound)
-        layer[first] = layer[first] | {second: linear | {A: a, B: jnp.zeros((lora.rank, num_out), dtype)}}
+        a = jax.random.uniform(key_of, (num_in, lora.rank), dtype, -bound, bound)
+        linear = linear | {A: a, B: jnp.zeros((lora.rank, num_out), dtype)}
+        layer[first] = layer[first] | {second: linear}
     return layer
 
 
@@ -111,10 +125,12 @@ def are_adapters(layer: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in (A, B), layer)
 
 
-# parameters of a model, by their names alone
+# parameters of a model, by their names
 
 
-def adapted_modules(params: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def adapted_modules(
+    params: Mapping[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield (path, parameters) of each linear map with an adapter."""
     if A in params:
         yield path, params
@@ -131,14 +147,15 @@ def without_adapters(params: Tree) -> Tree:
 
 
 def with_base(params: Tree, base: Tree) -> Tree:
-    """Return a model's parameters with those of the same model without adapters in their places."""
+    """Return a model's parameters with those of `base`, the same model without adapters."""
     if not isinstance(params, Mapping):
         return base
-    return {name: with_base(part, base[name]) if name in base else part for name, part in params.items()}
+    pick = lambda name, part: with_base(part, base[name]) if name in base else part  # noqa: E731
+    return {name: pick(name, part) for name, part in params.items()}
 
 
 def merged(params: Tree, scale: float) -> Tree:
-    """Return the parameters of the same model without adapters: each W + scale * A B, the sum rounded once."""
+    """Return the parameters without adapters: each W + scale * A B, rounded once."""
     if not isinstance(params, Mapping):
         return params
     found = {name: merged(part, scale) for name, part in params.items() if name not in (A, B)}

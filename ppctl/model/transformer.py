@@ -1,13 +1,14 @@
-"""Decoder-only transformer on the stack protocol: Llama 2 and 3, Qwen 2, 2.5 and 3, Mistral, SmolLM 2, Gemma 2 and 3.
+"""Decoder-only transformer on the stack protocol.
 
-Shape suffixes: B batch, T tokens, M = B*T, D d_model, V vocabulary.
+Models: Llama 2 and 3, Qwen 2, 2.5 and 3, Mistral, SmolLM 2, Gemma 2 and 3. Shape suffixes: B batch,
+T tokens, M = B*T, D d_model, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -17,22 +18,29 @@ from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError
 from ppctl.model.architecture import Architecture
-from ppctl.model.attention import Kernel, attention
-from ppctl.model.blocks import Block, BlockSettings, norm
-from ppctl.model.cross_entropy import NO_TOKEN, Vocabulary, cross_entropy, first_id, logits
+from ppctl.model.attention.attention_kernels import Kernel, attention
+from ppctl.model.attention.rotary_positions import Rotate, rotation
+from ppctl.model.attention_scores import Scoring
+from ppctl.model.cross_entropy import (
+    NO_TOKEN,
+    Vocabulary,
+    cross_entropy,
+    first_id,
+    logits,
+    part_cross_entropy,
+    part_log_sums,
+)
 from ppctl.model.lora import A, B, are_adapters, with_adapters
-from ppctl.model.packing import documents_of, num_rows, split_starts, with_starts
+from ppctl.model.packed_documents import documents_of, num_rows, split_starts, with_starts
 from ppctl.model.parallel import WHOLE, StageAxes, gather, on_first, own_tokens, scatter
-from ppctl.model.rotary import Rotate, rotation
-from ppctl.model.scoring import Scoring
 from ppctl.model.stack import Stack, Tree, VocabularyParts, init, over_ranks
-from ppctl.model.vocabulary_part import part_cross_entropy, part_log_sums
+from ppctl.model.transformer_blocks import Block, BlockSettings, norm
 
 EMBED_STD = 0.02
 Mix = Callable[[StageAxes, Scoring], Kernel]  # attention on a stage's axes
 
 
-class Ends(nnx.Module):
+class EmbedHead(nnx.Module):
     """Token embedding, final norm, and the head's matrix unless it is tied to the embedding."""
 
     def __init__(self, sizes: Architecture, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -40,7 +48,8 @@ class Ends(nnx.Module):
         d_model, vocab_size = sizes.d_model, sizes.vocab_size
         self.embedding = nnx.Param(init(rngs.params(), (vocab_size, d_model), dtype))
         self.norm = norm(d_model, sizes, dtype, rngs)
-        self.head = None if sizes.tied else nnx.Param(init(rngs.params(), (d_model, vocab_size), dtype))
+        head = None if sizes.tied else init(rngs.params(), (d_model, vocab_size), dtype)
+        self.head = None if head is None else nnx.Param(head)
 
 
 def transformer(
@@ -52,142 +61,195 @@ def transformer(
     axes: StageAxes = WHOLE,
     **sizes: Any,
 ) -> Stack:
-    """Return the stack of a decoder-only language model: num_layers pre-norm blocks between embedding and head.
+    """Return the stack of a language model: num_layers pre-norm blocks between embedding and head.
 
-    sizes: the fields of `Architecture`, each of which `config.Transformer` explains in a line; those without a default
-    are needed. dtype: of the parameters. With `lora` blocks have adapters, and these alone are trained.
-    inputs and targets: int32 [B, T], tokens below vocab_size; x: [B, T, d_model]. T is any number of tokens. A target
-    that is NO_TOKEN counts neither in the sum of losses nor in their number.
-    packed: inputs may hold several documents, see `ppctl.model.packing`; x has rows that say where they start.
-    Layers are one function where all have the window or none has, else one of two.
-    mix: attention on a stage's axes, rotate: rotary positions; None: as the device that is here has them.
-    axes: how a stage is divided; the functions of a divided one are those of one device (`Stack.divided`).
-    The loss is cross-entropy in nats, one a token, in at least float32. Sizes that do not fit fail in tracing, with the
-    error of the operation; those that tp does not divide raise ConfigError.
+    sizes: the fields of `Architecture`, each explained in `config.Transformer`; fields without a
+    default are needed. dtype: of the parameters. With `lora` blocks have adapters, and only these
+    are trained.
+    inputs and targets: int32 [B, T], tokens below vocab_size; x: [B, T, d_model]; any T. Targets
+    NO_TOKEN count neither in the sum of losses nor in their number.
+    packed: inputs may hold several documents, see `ppctl.model.packed_documents`; x has rows with
+    their starts. Layers are one function, or one of two if only some have the window.
+    mix: attention on a stage's axes; rotate: rotary positions; None: those of the attached device.
+    axes: how a stage is divided; a divided stack has the functions of one device (`Stack.divided`).
+    The loss is cross-entropy in nats, one a token, in at least float32. Sizes that do not fit fail
+    in tracing, with the error of the operation; sizes that tp does not divide raise ConfigError.
     """
-    return _stack(Architecture(**sizes), dtype, mix or _mix_here, rotate or rotation(), packed, axes)
+    sizes_of = Architecture(**sizes)
+    return _stack(sizes_of, dtype, mix or _mix_here, rotate or rotation(), packed, axes)
 
 
 def _mix_here(axes: StageAxes, scoring: Scoring) -> Kernel:
     return attention("auto", axes=axes, scoring=scoring)
 
 
-def _stack(sizes: Architecture, dtype: jnp.dtype, mix: Mix, rotate: Rotate, packed: bool, axes: StageAxes) -> Stack:
+def _stack(
+    sizes: Architecture, dtype: jnp.dtype, mix: Mix, rotate: Rotate, packed: bool, axes: StageAxes
+) -> Stack:
     if packed and axes.cp > 1:
         raise ConfigError(
-            f"mesh.cp={axes.cp} divides a sequence over devices, but with data.packing=true attention stays within "
-            "documents, which no kernel does across devices. Use mesh.cp=1, or data.packing=false."
+            f"mesh.cp={axes.cp} divides a sequence over devices, but with data.packing=true "
+            "attention stays within documents, which no kernel does across devices. Use "
+            "mesh.cp=1, or data.packing=false."
         )
     sizes.check_divides(axes)
-    tied, cap, lora = sizes.tied, sizes.logit_softcap, sizes.lora
-
-    def settings(has_window: bool) -> BlockSettings:
-        turn = partial(rotate, rope=sizes.rope(has_window), axes=axes)
-        return BlockSettings(sizes, mix(axes, sizes.scoring(has_window)), turn, axes)
-
-    ends_graph = nnx.graphdef(nnx.eval_shape(lambda: Ends(sizes, dtype, nnx.Rngs(0))))
-
-    def init_layer(key: jax.Array, _: jax.Array) -> Tree:
-        plain = replace(settings(False), sizes=replace(sizes, lora=None))
-        layer = nnx.to_pure_dict(nnx.state(Block(plain, dtype, nnx.Rngs(key)), nnx.Param))
-        return layer if lora is None else with_adapters(layer, lora, key)
-
-    def init_ends(key: jax.Array) -> Tree:
-        return nnx.to_pure_dict(nnx.state(Ends(sizes, dtype, nnx.Rngs(key)), nnx.Param))
-
-    def embed(ends: Tree, inputs_BT: jax.Array, part: jax.Array | int = 0) -> jax.Array:
-        if not packed:
-            return embed_ids(ends, own_tokens(inputs_BT, axes), part)
-        ids_BT, is_first_BT = split_starts(inputs_BT)
-        marks_BT = own_tokens(is_first_BT, axes)
-        if axes.vocab_ranks > 1:  # what ranks return is added up, and these count once
-            marks_BT = marks_BT & (part == 0)
-        return with_starts(embed_ids(ends, own_tokens(ids_BT, axes), part), marks_BT)
-
-    def embed_ids(ends: Tree, ids_BT: jax.Array, part: jax.Array | int) -> jax.Array:
-        x_BTD = _looked_up(ends["embedding"], ids_BT, axes, part)
-        return x_BTD * jnp.asarray(sizes.d_model**0.5, x_BTD.dtype) if sizes.scale_embedding else x_BTD
-
-    def layer_function(has_window: bool) -> Callable[[Tree, jax.Array], jax.Array]:
-        graph = nnx.graphdef(nnx.eval_shape(lambda: Block(settings(has_window), dtype, nnx.Rngs(0))))
-
-        def layer(params: Tree, x_BTD: jax.Array) -> jax.Array:
-            block = nnx.merge(graph, params)
-            if not packed:
-                return block(x_BTD)
-            rows = num_rows(x_BTD.shape, axes.row_parts)
-            x_BTD, marks = x_BTD[:, :rows], x_BTD[:, rows:]
-            return jnp.concatenate([block(x_BTD, documents_of(marks, rows * axes.row_parts)), marks], axis=1)
-
-        return layer
-
-    def normed(ends: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        model = nnx.merge(ends_graph, ends)
-        x_BTD = x_BTD[:, : num_rows(x_BTD.shape, axes.row_parts)] if packed else x_BTD
-        return model.norm(x_BTD.reshape(-1, sizes.d_model)), (model.embedding if tied else model.head)[...]
-
-    def outputs(ends: Tree, x_BTD: jax.Array) -> jax.Array:
-        return logits(*normed(ends, x_BTD), is_tied=tied, cap=cap).reshape(x_BTD.shape[0], -1, sizes.vocab_size)
-
-    vocabulary = Vocabulary(sizes.vocab_size, axes.tp, axes.vocab_ranks)
-    of_ends = {"is_tied": tied, "cap": cap}
-
-    def head(ends: Tree, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x_MD, w = normed(ends, x_BTD)
-        if axes.num_devices == 1:
-            loss = cross_entropy(x_MD, w, targets_BT.reshape(-1), **of_ends)
-            return loss, (targets_BT != NO_TOKEN).sum().astype(loss.dtype)
-        targets_M = own_targets(targets_BT)
-        loss = cross_entropy(gather(x_MD, axes), w, targets_M, vocabulary=vocabulary, **of_ends)
-        return loss, on_first((targets_M != NO_TOKEN).sum().astype(loss.dtype), axes)
-
-    def own_targets(targets_BT: jax.Array) -> jax.Array:
-        return own_tokens(targets_BT, axes, fill=NO_TOKEN).reshape(-1)
-
-    def part_sums(ends: Tree, x_BTD: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        x_MD, w = normed(ends, x_BTD)
-        return part_log_sums(gather(x_MD, axes), w, part, vocabulary=vocabulary, **of_ends)
-
-    def part_head(
-        ends: Tree,
-        x_BTD: jax.Array,
-        targets_BT: jax.Array,
-        log_sums_M: jax.Array,
-        logits_MV: jax.Array | None,
-        part: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        (x_MD, w), targets_M = normed(ends, x_BTD), own_targets(targets_BT)
-        known = log_sums_M, logits_MV, part
-        loss = part_cross_entropy(gather(x_MD, axes), w, targets_M, *known, vocabulary=vocabulary, **of_ends)
-        number = on_first((targets_M != NO_TOKEN).sum().astype(loss.dtype), axes)
-        return loss, jnp.where(part == 0, number, 0)  # it counts once
-
-    parts = VocabularyParts(embed, part_sums, part_head) if axes.vocab_ranks > 1 else None
-    function_of = {has_window: layer_function(has_window) for has_window in sorted(set(sizes.have_windows))}
-    layers = tuple(function_of[has_window] for has_window in sizes.have_windows)
+    # 1. the functions of one device
+    model = _Transformer(sizes, dtype, mix, rotate, packed, axes)
+    kinds = sizes.have_windows
+    function_of = {has_window: model.layer(has_window) for has_window in sorted(set(kinds))}
+    layers = tuple(function_of[has_window] for has_window in kinds)
+    parts, embed, head = None, model.embed, model.head
+    if axes.vocab_ranks > 1:
+        parts = VocabularyParts(model.embed, model.part_sums, model.part_head)
+        embed, head = over_ranks(parts)
     stack = Stack(
-        sizes.num_layers,
-        init_ends,
-        init_layer,
-        embed if parts is None else over_ranks(parts)[0],
-        layers[0] if len(function_of) == 1 else layers,
-        head if parts is None else over_ranks(parts)[1],
+        *(sizes.num_layers, model.init_embed_head, model.init_layer, embed),
+        *(layers[0] if len(function_of) == 1 else layers, head),
         mixes_examples=False,
-        outputs=outputs,
+        outputs=model.outputs,
         divided=lambda axes: _stack(sizes, dtype, mix, rotate, packed, axes),
         has_vocabulary=True,
         parts=parts,
     )
-    if axes.vocabulary_parts == 1 and lora is None:
+    # 2. facts about parameters: trained ones, division over tp
+    if axes.vocabulary_parts == 1 and sizes.lora is None:
         return stack
     params = jax.eval_shape(lambda: init(stack, 0))
-    if lora is not None:
-        stack = replace(stack, trainable={"ends": False, "layers": are_adapters(params["layers"])})
-    return stack if axes.vocabulary_parts == 1 else replace(stack, sharding=_sharding(params, axes, sizes.kv_heads))
+    if sizes.lora is not None:
+        trainable = {"embed_head": False, "layers": are_adapters(params["layers"])}
+        stack = replace(stack, trainable=trainable)
+    if axes.vocabulary_parts == 1:
+        return stack
+    return replace(stack, sharding=_sharding(params, axes, sizes.kv_heads))
 
 
-def _looked_up(table_VD: jax.Array, ids_BT: jax.Array, axes: StageAxes, part: jax.Array | int) -> jax.Array:
-    """Return the embeddings of tokens; over tp and ranks a device has part of the table. Ranks return summands."""
+@dataclass(frozen=True, eq=False)
+class _Transformer:
+    """The functions of a `Stack`, as one device computes them."""
+
+    sizes: Architecture
+    dtype: jnp.dtype
+    mix: Mix
+    rotate: Rotate
+    packed: bool
+    axes: StageAxes
+
+    def _block(self, has_window: bool) -> BlockSettings:
+        turn = partial(self.rotate, rope=self.sizes.rope_of(has_window), axes=self.axes)
+        mix = self.mix(self.axes, self.sizes.scoring(has_window))
+        return BlockSettings(self.sizes, mix, turn, self.axes)
+
+    def init_layer(self, key: jax.Array, _: jax.Array) -> Tree:
+        plain = replace(self._block(False), sizes=replace(self.sizes, lora=None))
+        layer = nnx.to_pure_dict(nnx.state(Block(plain, self.dtype, nnx.Rngs(key)), nnx.Param))
+        return layer if self.sizes.lora is None else with_adapters(layer, self.sizes.lora, key)
+
+    def init_embed_head(self, key: jax.Array) -> Tree:
+        module = EmbedHead(self.sizes, self.dtype, nnx.Rngs(key))
+        return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+    # embedding
+
+    def embed(self, embed_head: Tree, inputs_BT: jax.Array, part: jax.Array | int = 0) -> jax.Array:
+        axes = self.axes
+        if not self.packed:
+            return self._embed_ids(embed_head, own_tokens(inputs_BT, axes), part)
+        ids_BT, is_first_BT = split_starts(inputs_BT)
+        marks_BT = own_tokens(is_first_BT, axes)
+        if axes.vocab_ranks > 1:  # summands of ranks: marks count once
+            marks_BT = marks_BT & (part == 0)
+        return with_starts(self._embed_ids(embed_head, own_tokens(ids_BT, axes), part), marks_BT)
+
+    def _embed_ids(self, embed_head: Tree, ids_BT: jax.Array, part: jax.Array | int) -> jax.Array:
+        x_BTD = _looked_up(embed_head["embedding"], ids_BT, self.axes, part)
+        if not self.sizes.scale_embedding:
+            return x_BTD
+        return x_BTD * jnp.asarray(self.sizes.d_model**0.5, x_BTD.dtype)
+
+    # layers
+
+    def layer(self, has_window: bool) -> Callable[[Tree, jax.Array], jax.Array]:
+        """Return the function of a layer."""
+        row_parts = self.axes.row_parts
+        new_block = lambda: Block(self._block(has_window), self.dtype, nnx.Rngs(0))  # noqa: E731
+        graph = nnx.graphdef(nnx.eval_shape(new_block))
+
+        def layer(params: Tree, x_BTD: jax.Array) -> jax.Array:
+            block = nnx.merge(graph, params)
+            if not self.packed:
+                return block(x_BTD)
+            rows = num_rows(x_BTD.shape, row_parts)
+            x_BTD, marks = x_BTD[:, :rows], x_BTD[:, rows:]
+            x_BTD = block(x_BTD, documents_of(marks, rows * row_parts))
+            return jnp.concatenate([x_BTD, marks], axis=1)
+
+        return layer
+
+    # head
+
+    @cached_property
+    def _graph(self) -> Any:
+        return nnx.graphdef(nnx.eval_shape(lambda: EmbedHead(self.sizes, self.dtype, nnx.Rngs(0))))
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """The settings of the head's products."""
+        return {"is_tied": self.sizes.tied, "cap": self.sizes.logit_softcap}
+
+    @property
+    def _of_parts(self) -> dict[str, Any]:
+        sizes = self.sizes.vocab_size, self.axes.tp, self.axes.vocab_ranks
+        return self._settings | {"vocabulary": Vocabulary(*sizes)}
+
+    def _normed(self, embed_head: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return (normed rows [M, D], the head's matrix)."""
+        model = nnx.merge(self._graph, embed_head)
+        x_BTD = x_BTD[:, : num_rows(x_BTD.shape, self.axes.row_parts)] if self.packed else x_BTD
+        matrix = model.embedding if self.sizes.tied else model.head
+        return model.norm(x_BTD.reshape(-1, self.sizes.d_model)), matrix[...]
+
+    def outputs(self, embed_head: Tree, x_BTD: jax.Array) -> jax.Array:
+        logits_MV = logits(*self._normed(embed_head, x_BTD), **self._settings)
+        return logits_MV.reshape(x_BTD.shape[0], -1, self.sizes.vocab_size)
+
+    def head(
+        self, embed_head: Tree, x_BTD: jax.Array, targets_BT: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        x_MD, w = self._normed(embed_head, x_BTD)
+        if self.axes.num_devices == 1:
+            loss = cross_entropy(x_MD, w, targets_BT.reshape(-1), **self._settings)
+            return loss, (targets_BT != NO_TOKEN).sum().astype(loss.dtype)
+        targets_M = self._own_targets(targets_BT)
+        loss = cross_entropy(gather(x_MD, self.axes), w, targets_M, **self._of_parts)
+        return loss, self._number(targets_M, loss)
+
+    def _own_targets(self, targets_BT: jax.Array) -> jax.Array:
+        return own_tokens(targets_BT, self.axes, fill=NO_TOKEN).reshape(-1)
+
+    def _number(self, targets_M: jax.Array, loss: jax.Array) -> jax.Array:
+        return on_first((targets_M != NO_TOKEN).sum().astype(loss.dtype), self.axes)
+
+    # a part of the vocabulary, see `VocabularyParts`
+
+    def part_sums(
+        self, embed_head: Tree, x_BTD: jax.Array, part: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        x_MD, w = self._normed(embed_head, x_BTD)
+        return part_log_sums(gather(x_MD, self.axes), w, part, **self._of_parts)
+
+    def part_head(
+        self, embed_head: Tree, x_BTD: jax.Array, targets_BT: jax.Array, *known: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """known: log sums [M], logits [M, V] or None, the number of the part."""
+        (x_MD, w), targets_M = self._normed(embed_head, x_BTD), self._own_targets(targets_BT)
+        loss = part_cross_entropy(gather(x_MD, self.axes), w, targets_M, *known, **self._of_parts)
+        return loss, jnp.where(known[2] == 0, self._number(targets_M, loss), 0)  # it counts once
+
+
+def _looked_up(
+    table_VD: jax.Array, ids_BT: jax.Array, axes: StageAxes, part: jax.Array | int
+) -> jax.Array:
+    """Return the embeddings of tokens, or a rank's summands; a device has a part of the table."""
     if axes.vocabulary_parts == 1:
         return table_VD[ids_BT]
     num_ids, d_model = table_VD.shape
@@ -198,17 +260,18 @@ def _looked_up(table_VD: jax.Array, ids_BT: jax.Array, axes: StageAxes, part: ja
 
 
 def _sharding(params: Tree, axes: StageAxes, num_kv_heads: int) -> Tree:
-    """Return the PartitionSpecs over tp: columns and their biases, then rows; embedding and head by the vocabulary."""
+    """Return the PartitionSpecs over tp: columns, then rows; embedding and head by vocabulary."""
     columns, rows = P(None, "tp"), P("tp")
     kv = columns if num_kv_heads >= axes.tp else P()
-    of_module = {"query": columns, "key": kv, "value": kv, "out": rows, "up": columns, "gate": columns, "down": rows}
+    of_module = {"query": columns, "key": kv, "value": kv, "out": rows}
+    of_module |= {"up": columns, "gate": columns, "down": rows}
 
     def spec(path: tuple, _: Any) -> P:
         names = [key.key for key in path]
-        if names[0] == "ends":
+        if names[0] == "embed_head":
             return {"embedding": rows, "head": columns}.get(names[1], P())
         found = of_module.get(names[-2], P())
-        if names[-1] in (A, B):  # of columns B is divided, of rows A
+        if names[-1] in (A, B):  # B of columns is divided, A of rows
             return found if found == (columns if names[-1] == B else rows) else P()
         return P(*found[1:]) if names[-1] == "bias" else found
 

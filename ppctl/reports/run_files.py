@@ -1,51 +1,36 @@
-"""The files that runs leave, read without JAX: where they are, how far they got and how they ended.
+"""The files of runs, read without JAX: their places, their progress and their ends.
 
-Only the ends of files are read, so that a thousand long runs are listed in a second; `run_history` reads one run whole.
+Only the ends of files are read, so that a thousand long runs are listed in a second;
+`run_page.read_run` reads a whole run.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ppctl.config.changes import Change
+from ppctl.config.changed_settings import Change
+from ppctl.reports import foreign_files as foreign
 from ppctl.reports import run_status
-from ppctl.reports.foreign import (
-    MOST_SETTINGS_BYTES,
-    check_inside,
-    cleaned,
-    from_json,
-    lines_of,
-    open_file,
-    read_file,
-    read_settings,
-)
 
 RUNNING, BROKEN_OFF, NO_END, NOT_STARTED = "running", "broken off", "no end recorded", "not started"
-INSIDE = ("checkpoints", "tensorboard", "profile", "timeline", "processes")  # directories of a run that hold no run
-OF_TRACKERS = ("wandb", "mlflow", "mlflow.db")  # written by the trackers' own packages, which put links there
+INSIDE = ("checkpoints", "tensorboard", "profile", "timeline", "processes")  # hold no runs
+OF_TRACKERS = ("wandb", "mlflow", "mlflow.db")  # written by the trackers' packages; hold links
 REMOVED = ".removed-"  # begins the name of a run directory that is being removed
-TRACKERS_FILE = "trackers.json"  # what the run is called at its trackers, by their names
-MEMORY_FILE = "memory.json"  # of each rank bytes of a device by part, as compiled at the last start
-SCHEDULE_FILE = "schedule.csv"  # that schedule=auto found
-FAILED_FILE = "failed.json"  # in processes/, of the first process that failed
-WRITTEN = (
-    "config.yaml",
-    run_status.FILE,
-    "metrics.jsonl",
-    "eval.jsonl",
-    MEMORY_FILE,
-    TRACKERS_FILE,
-    *INSIDE,
-)  # by a run
-TAILS = (4096, 65536)  # bytes read of a file's end: a line has 400, or so
-STEP = re.compile("0|[1-9][0-9]{0,17}")  # the name of a checkpoint, as ppctl writes it
-NUM_STEPS = re.compile(rb"^run:\n(?:  .*\n)*?  num_steps: (\d{1,18})$", re.MULTILINE)  # a parser of YAML takes 20 ms
+TRACKERS_FILE = "trackers.json"  # names of the run at its trackers
+MEMORY_FILE = "memory.json"  # bytes of a device by rank and part, as compiled at the last start
+SCHEDULE_FILE = "schedule.csv"  # found by schedule=auto
+FAILED_FILE = "failed.json"  # in processes/: the first process that failed
+RECORDS = ("metrics.jsonl", "eval.jsonl", run_status.FILE)
+WRITTEN = ("config.yaml", *RECORDS, MEMORY_FILE, TRACKERS_FILE, *INSIDE)  # by a run
+TAILS = (4096, 65536)  # bytes read of a file's end: a line has about 400
+STEP = re.compile("0|[1-9][0-9]{0,17}")  # the name of a checkpoint
+# a pattern, because a YAML parser takes 20 ms a file
+NUM_STEPS = re.compile(rb"^run:\n(?:  .*\n)*?  num_steps: \d{1,18}$", re.MULTILINE)
 
 
 class RunSummary(NamedTuple):
@@ -53,47 +38,43 @@ class RunSummary(NamedTuple):
 
     name: str
     path: Path
-    status: str  # running | finished | interrupted | failed | broken off | no end recorded | not started
+    status: str  # finished | interrupted | failed | RUNNING | BROKEN_OFF | NO_END | NOT_STARTED
     reason: str | None  # of a run that failed or was interrupted
     step: int  # finished steps, as recorded
-    num_steps: int | None  # None: its config does not say
-    loss: float | None  # of the newest step; None: there is none, or it is not finite
-    is_finite: bool  # the newest loss, if there is one
+    num_steps: int | None  # None: not in its config
+    loss: float | None  # of the newest step; None: not recorded or not finite
+    is_finite: bool  # the newest loss, if recorded
     eval_loss: float | None  # of the newest evaluation
-    started_s: float | None  # when it first began, seconds since 1970; None: it has not, or an older ppctl began it
-    recorded_s: float  # when its newest record was written
-    config: Mapping[str, Any]  # the settings of its newest start; empty: they cannot be read
-    checkpoints: tuple[int, ...]  # steps of those that are finished
-    problems: tuple[str, ...]  # what is wrong with its files
+    started_s: float | None  # first start, seconds since 1970; None: not recorded
+    recorded_s: float  # newest record, seconds since 1970
+    config: Mapping[str, Any]  # the settings of its newest start; empty: unreadable
+    checkpoints: tuple[int, ...]  # steps of the finished ones
+    problems: tuple[str, ...]  # with its files
 
-
-class RunHistory(NamedTuple):
-    """A run over all its records."""
-
-    losses: dict[str, tuple[int, float]]  # first, last, least: (step, loss); empty: no step has a loss
-    eval_losses: dict[str, tuple[int, float]]  # likewise
-    step_time_s: float | None  # median
-    unit: str | None  # of speed: tokens_per_s or rows_per_s
-    speed: float | None  # median
-    changed: tuple[tuple[int, str], ...]  # (step, setting before -> after) of every start that changed one
-    problems: tuple[str, ...]
+    @property
+    def document(self) -> dict[str, Any]:
+        """Return name, directory and state as JSON has them."""
+        state = ("status", "reason", "step", "num_steps", "loss", "eval_loss")
+        place = {"name": self.name, "run_dir": str(self.path)}
+        return place | {name: getattr(self, name) for name in state}
 
 
 class _Tail(NamedTuple):
-    record: dict[str, Any] | None  # of the last line that is one
-    written_s: float | None  # None: there is no file
-    problem: str | None
+    record: dict[str, Any] | None = None  # the last one
+    written_s: float | None = None  # None: no file
+    problem: str | None = None
 
 
 def find_runs(top: Path) -> list[tuple[str, Path]]:
-    """Return (name, directory) of each run at or below `top`, also of sweeps; a name is the path below `top`.
+    """Return (path below `top`, directory) of each run at or below `top`, also of sweeps.
 
     Directories that cannot be read are left out. A link is followed, to each directory once.
     """
-    found: list[tuple[str, Path]] = []
+    runs: list[tuple[str, Path]] = []
     seen: set[tuple[int, int]] = set()
 
     def walk(path: str, name: str) -> None:
+        # 1. each directory once
         try:
             info = os.stat(path)
             entries = sorted(os.scandir(path), key=lambda entry: entry.name)
@@ -102,24 +83,25 @@ def find_runs(top: Path) -> list[tuple[str, Path]]:
         if (info.st_dev, info.st_ino) in seen:
             return
         seen.add((info.st_dev, info.st_ino))
-        names = {entry.name for entry in entries}
-        if _is_run(path, names):
-            found.append((name or Path(path).absolute().name, Path(path)))
+        # 2. a run, and the runs below
+        if _is_run(path, {entry.name for entry in entries}):
+            runs.append((name or Path(path).absolute().name, Path(path)))
         for entry in entries:
-            if entry.name not in (*INSIDE, *OF_TRACKERS) and not entry.name.startswith(REMOVED) and entry.is_dir():
+            is_inner = entry.name in (*INSIDE, *OF_TRACKERS) or entry.name.startswith(REMOVED)
+            if not is_inner and entry.is_dir():
                 walk(entry.path, f"{name}/{entry.name}" if name else entry.name)
 
     walk(str(top), "")
-    return found
+    return runs
 
 
 def check_run_dir(run_dir: Path) -> None:
-    """Raise ConfigError where a run would write through a link out of its directory, or into a pipe."""
-    check_inside(run_dir, WRITTEN, "run.dir")
+    """Raise ConfigError where a run would write through a link out of its directory, or a pipe."""
+    foreign.check_inside(run_dir, WRITTEN, "run.dir")
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a directory is that of a run; False where it cannot be read, or is none."""
+    """Return whether a directory is that of a run; False where it cannot be read."""
     try:
         return _is_run(str(path), set(os.listdir(path)))
     except OSError:
@@ -129,24 +111,30 @@ def is_run(path: Path) -> bool:
 def _is_run(path: str, names: set[str]) -> bool:
     if "metrics.jsonl" in names or run_status.FILE in names:
         return True
-    return "config.yaml" in names and _has_num_steps(path)  # other programs have files of that name
+    if "config.yaml" not in names:
+        return False
+    with suppress(OSError):  # other programs have files of that name
+        content = foreign.read_file(os.path.join(path, "config.yaml"), foreign.MOST_SETTINGS_BYTES)
+        return NUM_STEPS.search(content) is not None
+    return False
 
 
 def read_config(path: Path) -> dict[str, Any] | str:
-    """Return the composed config of a run, or what is wrong with its file."""
+    """Return the composed config of a run, or the problem with its file."""
     try:
-        found = cleaned(read_settings(path / "config.yaml"))
+        config = foreign.cleaned(foreign.read_settings(path / "config.yaml"))
     except FileNotFoundError:
         return "config.yaml is missing"
     except OSError as error:
         return f"config.yaml cannot be read: {error.strerror}"
     except ValueError as error:
         return f"config.yaml cannot be read: {error}"
-    return found if isinstance(found, dict) else "config.yaml holds no settings"
+    return config if isinstance(config, dict) else "config.yaml holds no settings"
 
 
 def run_summary(name: str, path: Path) -> RunSummary:
-    """Return the state of a run, from the ends of its files; what is wrong with them is no exception."""
+    """Return the state of a run, from the ends of its files; their problems are no exceptions."""
+    # 1. settings and checkpoints
     problems: list[str] = []
     config = read_config(path)
     if isinstance(config, str):
@@ -156,14 +144,15 @@ def run_summary(name: str, path: Path) -> RunSummary:
     num_steps = whole_number(of_run, "num_steps") if isinstance(of_run, dict) else None
     if config and num_steps is None:
         problems.append("config.yaml has no run.num_steps")
-    ends = [_tail(str(path / file)) for file in ("metrics.jsonl", "eval.jsonl", run_status.FILE)]
-    train, evaluation, status = ends
-    step = whole_number(train.record, "step")
     steps: tuple[int, ...] = ()
     try:
         steps = checkpoint_steps(path / "checkpoints")
     except OSError as error:
         problems.append(f"checkpoints cannot be read: {error.strerror}")
+    # 2. records
+    ends = [_tail(str(path / file)) for file in RECORDS]
+    train, evaluation, status = ends
+    step = whole_number(train.record, "step")
     state, reason = _state(path, status.record, steps, num_steps, has_begun=bool(step or steps))
     if state != RUNNING:  # which may be about to write
         problems += [end.problem for end in ends if end.problem is not None]
@@ -191,107 +180,100 @@ def run_summary(name: str, path: Path) -> RunSummary:
 
 
 def _state(
-    path: Path, last: Mapping[str, Any] | None, steps: Sequence[int], num_steps: int | None, *, has_begun: bool
+    path: Path,
+    last: Mapping[str, Any] | None,
+    steps: Sequence[int],
+    num_steps: int | None,
+    *,
+    has_begun: bool,
 ) -> tuple[str, str | None]:
     """Return (status, reason), by the newest line of status.jsonl and the checkpoints.
 
-    A run that a living process has locked is running, also before that records its start. One whose last step has a
-    checkpoint is finished, as `ppctl train` says of it too.
+    A run that a living process has locked is running, also before that records its start. One whose
+    last step has a checkpoint is finished, as `ppctl train` says of it too.
     """
+    # 1. a living process, or a recorded end
     with suppress(OSError):
         if run_status.is_held(path / run_status.FILE):
             return RUNNING, None
-    status = None if last is None else last.get("status")
-    if last is not None and status in (run_status.FINISHED, run_status.INTERRUPTED, run_status.FAILED):
-        reason = last.get("reason")
+    line = last or {}
+    status, reason = line.get("status"), line.get("reason")
+    if status in (run_status.FINISHED, run_status.INTERRUPTED, run_status.FAILED):
         return status, reason if isinstance(reason, str) else None
-    is_locked = False
-    if last is not None and status == run_status.STARTED:
-        is_locked = last.get("is_locked") is True and last.get("host") == run_status.here()["host"]
+    # 2. other traces of an end
     if num_steps is not None and num_steps in steps:
         return run_status.FINISHED, None
     message = _failure_of_another(path, last)
     if message is not None:
         return run_status.FAILED, message
-    if is_locked:  # by a process of this machine, which is gone
-        return BROKEN_OFF, None
+    is_here = line.get("host") == run_status.here()["host"]
+    if status == run_status.STARTED and line.get("is_locked") is True and is_here:
+        return BROKEN_OFF, None  # the process that locked it is gone
     return (NO_END if has_begun or last is not None else NOT_STARTED), None
 
 
 def _failure_of_another(path: Path, last: Mapping[str, Any] | None) -> str | None:
-    """Return why another process has failed since the last start; the one that leads then leaves without a record."""
+    """Return the failure of another process since the last start: the lead then records no end."""
     file = path / "processes" / FAILED_FILE
     with suppress(OSError, ValueError, KeyError, TypeError):
         if last is not None and file.stat().st_mtime >= last["at"]:
-            failed = from_json(read_file(file))
+            failed = foreign.from_json(foreign.read_file(file))
             return f"process {failed['process']}: {failed['message']}"
     return None
 
 
 def checkpoint_steps(directory: Path) -> tuple[int, ...]:
-    """Return the steps of the finished checkpoints in a directory, ascending: Orbax renames one when it is finished.
+    """Return the steps of the finished checkpoints in a directory, ascending.
 
-    Raises OSError where there is one that cannot be read.
+    Orbax renames a checkpoint when it is finished. Raises OSError for an unreadable directory.
     """
     try:
         with os.scandir(directory) as entries:
-            return tuple(sorted(int(entry.name) for entry in entries if STEP.fullmatch(entry.name) and entry.is_dir()))
+            names = [entry.name for entry in entries if entry.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return ()
+    return tuple(sorted(int(name) for name in names if STEP.fullmatch(name)))
 
 
 def last_record(run_dir: Path, *, since_s: float) -> dict[str, Any] | None:
-    """Return the last record in metrics.jsonl, if that was written to since then and the record has a step."""
+    """Return the last record in metrics.jsonl, if it has a step and was written since then."""
     record, written_s, _ = _tail(str(run_dir / "metrics.jsonl"))
-    return (
-        record if written_s is not None and written_s >= since_s and whole_number(record, "step") is not None else None
-    )
-
-
-def run_history(path: Path) -> RunHistory:
-    """Return the run in a directory over all its records."""
-    problems: list[str] = []
-    steps = list(read_lines(path / "metrics.jsonl", problems))
-    evaluations = list(read_lines(path / "eval.jsonl", problems))
-    unit = next((unit for unit in ("tokens_per_s", "rows_per_s") if any(unit in each for each in steps)), None)
-    return RunHistory(
-        _extremes(steps, "loss"),
-        _extremes(evaluations, "eval_loss"),
-        _median(steps, "step_time_s"),
-        unit,
-        None if unit is None else _median(steps, unit),
-        tuple(setting_changes(list(read_lines(path / run_status.FILE, problems)))),
-        tuple(problems),
-    )
+    is_new = written_s is not None and written_s >= since_s
+    return record if is_new and whole_number(record, "step") is not None else None
 
 
 def setting_changes(lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
-    """Return (step, setting before -> after) of every setting that a start, a line of status.jsonl, has changed."""
-    found = []
+    """Return (step, setting before -> after) of the changes by starts, lines of status.jsonl."""
+    changes = []
     for line in lines:
         step, changed = whole_number(line, "step"), line.get(run_status.CHANGED)
-        if line.get("status") == run_status.STARTED and step is not None and isinstance(changed, list):
+        is_start = line.get("status") == run_status.STARTED
+        if is_start and step is not None and isinstance(changed, list):
             for each in changed:
-                with suppress(TypeError):  # not what ppctl writes
-                    found.append((step, Change(**each).arrow))
-    return found
+                with suppress(TypeError):  # not written by ppctl
+                    changes.append((step, Change(**each).arrow))
+    return changes
 
 
 def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield every line that is a record; add to `problems` how many are not, if they are not the end of the file."""
+    """Yield all records of a file; add the number of other lines to `problems`.
+
+    `run_summary` reports an unreadable file and a torn last line.
+    """
     bad = 0
     try:
-        with open_file(path) as file:
-            for line in lines_of(file):
+        with foreign.open_file(path) as file:
+            for line in foreign.lines_of(file):
                 record = _record(line)
                 if record is not None:
                     yield record
-                elif line.endswith(b"\n"):  # else the torn last one, which `run_summary` reports
+                elif line.endswith(b"\n"):
                     bad += 1
     except OSError:
-        return  # `run_summary` reports
+        return
     if bad:
-        problems.append(f"{bad} line{'s' if bad > 1 else ''} of {path.name} {'are' if bad > 1 else 'is'} no record")
+        lines = "1 line" if bad == 1 else f"{bad} lines"
+        problems.append(f"{lines} of {path.name} {'is' if bad == 1 else 'are'} no record")
 
 
 def whole_number(record: Mapping[str, Any] | None, key: str) -> int | None:
@@ -301,13 +283,14 @@ def whole_number(record: Mapping[str, Any] | None, key: str) -> int | None:
 
 
 def record_number(record: Mapping[str, Any] | None, key: str) -> float | None:
-    """Return an entry of a record, if it is a number; it may be one that is not finite."""
-    value = None if record is None else record.get(key)
-    return float(value) if type(value) is float or (type(value) is int and abs(value) < 10**300) else None
+    """Return an entry of a record, if it is a number, maybe not a finite one."""
+    value: Any = None if record is None else record.get(key)
+    is_number = type(value) is float or (type(value) is int and abs(value) < 10**300)
+    return float(value) if is_number else None
 
 
 def disk_bytes(path: Path) -> int:
-    """Return the disk space of all files below a directory; a file that vanishes meanwhile has none."""
+    """Return the disk space of all files below a directory, except those that vanish meanwhile."""
     total = 0
     for folder, _, files in os.walk(path):
         for file in files:
@@ -316,29 +299,9 @@ def disk_bytes(path: Path) -> int:
     return total
 
 
-def _extremes(records: Sequence[Mapping[str, Any]], key: str) -> dict[str, tuple[int, float]]:
-    found = [(whole_number(each, "step"), record_number(each, key)) for each in records]
-    pairs = [(step, loss) for step, loss in found if step is not None and loss is not None]
-    if not pairs:
-        return {}
-    return {"first": pairs[0], "last": pairs[-1], "least": min(pairs, key=lambda pair: pair[1])}
-
-
-def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    values = [value for each in records if (value := record_number(each, key)) is not None]
-    return statistics.median(values) if values else None
-
-
-def _has_num_steps(path: str) -> bool:
-    try:
-        return NUM_STEPS.search(read_file(os.path.join(path, "config.yaml"), MOST_SETTINGS_BYTES)) is not None
-    except OSError:
-        return False
-
-
 def _started_s(path: Path) -> float | None:
-    """Return when the first start in a status.jsonl began, by the beginning of the file."""
-    with suppress(OSError), open_file(path) as file:
+    """Return the time of the first start in a status.jsonl, from the beginning of the file."""
+    with suppress(OSError), foreign.open_file(path) as file:
         for line in file.read(TAILS[-1]).split(b"\n"):
             record = _record(line)
             if record is not None and record.get("status") == run_status.STARTED:
@@ -347,10 +310,11 @@ def _started_s(path: Path) -> float | None:
 
 
 def _tail(path: str) -> _Tail:
-    """Return the last record of a file of records, and what is wrong with its end."""
+    """Return the last record of a file of records, and the problem with its end."""
     name = os.path.basename(path)
+    # 1. the end of the file: at least one whole line
     try:
-        with open_file(path) as file:
+        with foreign.open_file(path) as file:
             info = os.fstat(file.fileno())
             content = b""
             for size in TAILS:
@@ -358,12 +322,13 @@ def _tail(path: str) -> _Tail:
                 if content.count(b"\n") > 1 or size >= info.st_size:
                     break
     except FileNotFoundError:
-        return _Tail(None, None, None)
+        return _Tail()
     except OSError as error:
-        return _Tail(None, None, f"{name} cannot be read: {error.strerror}")
-    *whole, rest = content.split(b"\n")
+        return _Tail(problem=f"{name} cannot be read: {error.strerror}")
+    # 2. the last record
+    *lines, rest = content.split(b"\n")
     problem = f"the last line of {name} is torn" if rest else None
-    for line in reversed(whole):
+    for line in reversed(lines):
         record = _record(line)
         if record is not None:
             return _Tail(record, info.st_mtime, problem)
@@ -372,11 +337,10 @@ def _tail(path: str) -> _Tail:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    try:
-        found = from_json(line)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+    with suppress(ValueError, RecursionError):
+        record = foreign.from_json(line)
+        return record if isinstance(record, dict) else None
+    return None
 
 
 def _written_s(path: Path) -> float:

@@ -1,7 +1,7 @@
-"""The status of a run, in `<run.dir>/status.jsonl`: a line at its start, and one at its end, by an error or in order.
+"""The status of a run, in `<run.dir>/status.jsonl`: a line at each start, and one at its end.
 
-A run that is killed leaves no last line. The file is locked as long as the process lives, and the kernel drops the lock
-however it dies, so that such a run is told from one that goes on. Loads no JAX.
+A killed run leaves no last line. The file is locked as long as the process lives, and the kernel
+drops the lock however it dies: that tells such a run from one that goes on. Loads no JAX.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from ppctl.reports.foreign import open_file, read_file
+from ppctl.reports.foreign_files import open_file, read_file
 
 FILE = "status.jsonl"
 STARTED, FINISHED, INTERRUPTED, FAILED = "started", "finished", "interrupted", "failed"
 DIRECTORY = "directory"  # key of a start: the directory in which it was started
-OVERRIDES = "overrides"  # key of a start: the words it was asked for with, which resume the run
-CHANGED = "changed"  # key of a start: the settings that are others than those of the checkpoint that it goes on from
-WARM_UP_STEPS = 2  # of each start: what is cached and allocated for the first time makes them slow
-LOCK_S = 1.0  # `is_held` locks the file too, for microseconds
+OVERRIDES = "overrides"  # key of a start: the requested words, which resume the run
+CHANGED = "changed"  # key of a start: settings that differ from those of the resumed checkpoint
+WARM_UP_STEPS = 2  # of each start: slow, because of first allocations and caches
+LOCK_S = 1.0  # seconds to wait for a lock: `is_held` takes it for microseconds
 
 
 class HeldError(Exception):
@@ -37,10 +37,11 @@ class HeldError(Exception):
 
 
 class RunStatus:
-    """The record of one start of a run; use it as a context manager. An exception that leaves it is the end "failed".
+    """The record of one start of a run; use it as a context manager. An exception that leaves it is
+    the end "failed".
 
-    Made, it holds the run directory's lock, and has written nothing; `begin` writes the line of this start. A run that
-    never begins leaves no trace.
+    Made, it holds the run directory's lock, and has written nothing; `begin` writes the line of
+    this start. A run that never begins leaves no trace.
 
     Args:
         run_dir: Holds `status.jsonl`; made where it is missing. Lines of earlier starts stay.
@@ -49,22 +50,24 @@ class RunStatus:
         HeldError: Another process holds the lock.
         OSError: `run_dir` cannot be written.
 
-    Each line is one write. It is on disk, as far as a kill of the process goes, when a method returns.
+    Each line is one write. It is on disk, as far as a kill of the process goes, when a method
+    returns.
     """
 
     def __init__(self, run_dir: Path):
         self._has_begun = self._has_ended = False
-        self._made = [path for path in (run_dir / FILE, run_dir, *run_dir.parents) if not path.exists()]
+        places = (run_dir / FILE, run_dir, *run_dir.parents)
+        self._made = [path for path in places if not path.exists()]
         run_dir.mkdir(parents=True, exist_ok=True)
         self._file, self._is_locked = _opened(run_dir)
 
     def begin(self, step: int, **facts: Any) -> None:
-        """Record the start, after so many finished training steps, with further facts."""
+        """Record the start, after `step` finished training steps, with further facts."""
         if self._is_locked:
             _drop_torn_line(self._file)
         self._has_begun = True
-        started = {"status": STARTED, "step": step, **here(), "pid": os.getpid(), "is_locked": self._is_locked}
-        self._write(started | facts)
+        process = {**here(), "pid": os.getpid(), "is_locked": self._is_locked}
+        self._write({"status": STARTED, "step": step, **process, **facts})
 
     def __enter__(self) -> RunStatus:
         return self
@@ -78,7 +81,7 @@ class RunStatus:
         self._file.close()
 
     def _leave_no_trace(self) -> None:
-        with suppress(OSError):  # what others have filled stays
+        with suppress(OSError):  # directories with other files stay
             for path in self._made:
                 path.rmdir() if path.is_dir() else path.unlink()
 
@@ -91,27 +94,15 @@ class RunStatus:
         self._file.write(json.dumps(record | {"at": time.time()}).encode() + b"\n")
 
 
-class NoRunStatus(RunStatus):
-    """The record of a process that does not lead: it writes nothing."""
-
-    def __init__(self) -> None: ...
-
-    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None: ...
-
-    def begin(self, step: int, **facts: Any) -> None: ...
-
-    def end(self, status: str, **facts: Any) -> None: ...
-
-
 def here() -> dict[str, str]:
-    """Return the name of this machine, as a line of a start has it."""
+    """Return the name of this machine, for a line of a start."""
     return {"host": platform.node()}
 
 
 def held_by(run_dir: Path) -> int | None:
-    """Return the process of this machine that records a run there now, None if there is none or it is not known.
+    """Return the process of this machine that records a run there now, None if unknown.
 
-    One that is about to end is waited for.
+    Waits for one that is about to end.
     """
     until_s = time.monotonic() + LOCK_S
     with suppress(OSError):  # no such file
@@ -123,26 +114,28 @@ def held_by(run_dir: Path) -> int | None:
 
 
 def _holder(run_dir: Path) -> int | None:
-    """Return the living process of this machine that wrote the newest start; None where that is not known."""
+    """Return the living process of this machine that wrote the newest start, None if unknown."""
     try:
         lines = [json.loads(line) for line in read_file(run_dir / FILE).splitlines()]
         started = next(line for line in reversed(lines) if line["status"] == STARTED)
         if not here().items() <= started.items():
             return None
         os.kill(started["pid"], 0)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, AttributeError, StopIteration, RecursionError):
+    except (OSError, LookupError, ArithmeticError, ValueError, TypeError, AttributeError):
         return None  # it has not begun yet, or the file is damaged
+    except (StopIteration, RecursionError):
+        return None
     return started["pid"]
 
 
 def is_held(path: Path) -> bool:
-    """Return whether a living process, of any machine that shares locks with this one, records a run in this file.
+    """Return whether a living process, of any machine with the same locks, records a run here.
 
     Raises OSError where the file cannot be read or locked.
     """
     with open_file(path) as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two readers do not take each other for the run
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: readers do not clash
         except BlockingIOError:
             return True
     return False
@@ -150,11 +143,11 @@ def is_held(path: Path) -> bool:
 
 @contextmanager
 def kept_still(run_dir: Path) -> Iterator[None]:
-    """Hold the lock of a run directory that has one, so that no process records a run there meanwhile.
+    """Hold the lock of a run directory that has one: no process records a run there meanwhile.
 
-    Raises HeldError where a process does already, and OSError where the file cannot be read or opened.
+    Raises HeldError where a process does already, and OSError for an unreadable file.
     """
-    if not os.path.lexists(run_dir / FILE):  # an older ppctl's
+    if not os.path.lexists(run_dir / FILE):  # an imported model's
         yield
         return
     with (run_dir / FILE).open("rb+", buffering=0) as file:
@@ -166,7 +159,7 @@ def kept_still(run_dir: Path) -> Iterator[None]:
 
 
 def _opened(run_dir: Path) -> tuple[FileIO, bool]:
-    """Return the status file of a run directory, and whether this process has its lock. Raises HeldError."""
+    """Return the status file of a run, and whether this process has its lock. Raises HeldError."""
     while True:
         file = (run_dir / FILE).open("ab+", buffering=0)
         try:
@@ -182,7 +175,7 @@ def _opened(run_dir: Path) -> tuple[FileIO, bool]:
 
 
 def _lock(file: FileIO) -> bool:
-    """Return whether this process holds the file's lock now; False: the file system has none.
+    """Return whether this process holds the file's lock now; False: not in this file system.
 
     BlockingIOError where another process holds it, and does not end soon.
     """

@@ -11,11 +11,14 @@ def tracker_commands(run_dir: Path) -> list[tuple[str, str]]:
 
     Runs of Weights & Biases that were recorded offline are sent by theirs.
     """
+    events, database = run_dir / "tensorboard", run_dir / "mlflow.db"
     offline = sorted(map(str, (run_dir / "wandb").glob("offline-run-*")))
-    found = {
-        "TensorBoard": (run_dir / "tensorboard").is_dir() and ["tensorboard", "--logdir", str(run_dir / "tensorboard")],
-        "Weights & Biases": offline and ["wandb", "sync", *offline],
-        "MLflow": (run_dir / "mlflow.db").is_file()
-        and ["mlflow", "ui", "--backend-store-uri", f"sqlite:///{run_dir / 'mlflow.db'}"],
-    }
-    return [(name, shlex.join(words)) for name, words in found.items() if words]
+    commands: list[tuple[str, list[str]]] = []
+    if events.is_dir():
+        commands.append(("TensorBoard", ["tensorboard", "--logdir", str(events)]))
+    if offline:
+        commands.append(("Weights & Biases", ["wandb", "sync", *offline]))
+    if database.is_file():
+        words = ["mlflow", "ui", "--backend-store-uri", f"sqlite:///{database}"]
+        commands.append(("MLflow", words))
+    return [(name, shlex.join(words)) for name, words in commands]

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 
 from ppctl.errors import ConfigError
-from ppctl.schedule.ir import Kind
 from ppctl.schedule.remat import Remat
 
-# the cost of each kind of task of a part of the vocabulary
-OF_PARTS: dict[Kind, str] = {"E": "embedding_s", "S": "logits_s", "T": "logits_grad_s", "G": "embedding_grad_s"}
-OfStages = float | tuple[float, ...]  # of one microbatch through 1/p of the model, or of each stage in model order
+# the cost of each kind of task
+OF_STAGES = {"F": "forward_s", "I": "input_grad_s", "W": "weight_grad_s"}
+OF_PARTS = {"E": "embedding_s", "S": "logits_s", "T": "logits_grad_s", "G": "embedding_grad_s"}
+OfStages = float | tuple[float, ...]  # a microbatch through 1/p of the model | each stage
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of one microbatch. The defaults are the unit of the pipeline papers: F = I = W = 1, free transfers.
+    """The costs of one microbatch; by default the papers' unit: F = I = W = 1, free transfers.
 
-    Each of the first four is a number, for one microbatch through 1/p of the model (of which each of a rank's V chunks
-    costs 1/V), or a tuple with the cost of each stage in model order.
+    Those of stages are a number, for one microbatch through 1/p of the model (each of a rank's V
+    chunks costs 1/V), or a tuple with the cost of each stage in model order.
 
     >>> Costs().backward_s
     2.0
@@ -31,85 +30,60 @@ class Costs:
     forward_s: OfStages = 1.0  # F
     input_grad_s: OfStages = 1.0  # I
     weight_grad_s: OfStages = 1.0  # W
-    transfer_s: float = 0.0  # latency of one activation or gradient from a rank to the next
-    activation_bytes: OfStages = 0.0  # what a forward keeps for its backward
-    transfer_bytes: float = 0.0  # size of one activation or gradient that crosses ranks
-    transfer_bytes_per_s: float | None = None  # bandwidth of a hop; None: no limit
-    link_hosts: tuple[int, ...] | None = None  # hops queue for links (`shared_links`): the host of each rank, or ()
-    # where the vocabulary is divided, of one rank's part, or a tuple with the cost of each part
+    transfer_s: float = 0.0  # seconds from the end of a task until the next rank can read its value
+    activation_bytes: OfStages = 0.0  # bytes that a forward keeps for its backward
+    # where the vocabulary is divided: of every rank's part, or a tuple with the cost of each part
     embedding_s: OfStages = 0.0  # E
     logits_s: OfStages = 0.25  # S
     logits_grad_s: OfStages = 0.5  # T
     embedding_grad_s: OfStages = 0.0  # G
 
     def __post_init__(self) -> None:
-        bandwidth = self.transfer_bytes_per_s
-        if bandwidth is not None and not 0 < bandwidth < math.inf:  # written so that NaN fails
-            raise ConfigError(f"transfer_bytes_per_s={bandwidth} is not a bandwidth. Use a number above 0, or None.")
-        for field in dataclasses.fields(self):
-            if field.name in ("transfer_bytes_per_s", "link_hosts"):
-                continue
-            value: OfStages = getattr(self, field.name)
-            what, unit = ("time", "seconds") if field.name.endswith("_s") else ("size", "bytes")
+        settings: dict[str, OfStages] = vars(self)
+        for name, value in settings.items():
+            what, unit = ("time", "seconds") if name.endswith("_s") else ("size", "bytes")
             for number in value if isinstance(value, tuple) else (value,):
                 if not 0 <= number < math.inf:  # written so that NaN fails
-                    raise ConfigError(
-                        f"{field.name}={number} is not a {what}. Use a finite number of {unit}, at least 0."
-                    )
+                    use = f"Use a finite number of {unit}, at least 0."
+                    raise ConfigError(f"{name}={number} is not a {what}. {use}")
 
     @property
     def backward_s(self) -> float:
-        """Seconds of a full backward through 1/p of the model: B = I + W. Only where both are numbers."""
-        assert not isinstance(self.input_grad_s, tuple), "costs of each stage: see seconds"
-        assert not isinstance(self.weight_grad_s, tuple), "costs of each stage: see seconds"
-        return self.input_grad_s + self.weight_grad_s
-
-    @property
-    def hop_s(self) -> float:
-        """Seconds from the end of a task until its value can be read on the next rank."""
-        if self.transfer_bytes_per_s is None:
-            return self.transfer_s
-        return self.transfer_s + self.link_busy_s
-
-    @property
-    def link_busy_s(self) -> float:
-        """Seconds in which a hop occupies its link."""
-        return 0.0 if self.transfer_bytes_per_s is None else self.transfer_bytes / self.transfer_bytes_per_s
+        """Return the seconds of B = I + W through 1/p of the model, where both are numbers."""
+        i, w = self.input_grad_s, self.weight_grad_s
+        if isinstance(i, tuple) or isinstance(w, tuple):
+            raise AssertionError("costs of each stage: see seconds")
+        return i + w
 
     def seconds(self, kind: str, stage: int, num_chunks: int) -> float:
-        """Seconds of one task of `kind`: of F, B, I and W of a stage, of E, S, T and G of a part of the vocabulary."""
-        if kind in OF_PARTS:
-            cost: OfStages = getattr(self, OF_PARTS[kind])
-            return cost[stage] if isinstance(cost, tuple) else cost
+        """Return the seconds of a task: F, B, I, W of a stage; E, S, T, G of a vocabulary part."""
         if kind == "B":
             if isinstance(self.input_grad_s, tuple) or isinstance(self.weight_grad_s, tuple):
                 return self.seconds("I", stage, num_chunks) + self.seconds("W", stage, num_chunks)
             return self.backward_s / num_chunks
-        return _of_stage(
-            {"F": self.forward_s, "I": self.input_grad_s, "W": self.weight_grad_s}[kind], stage, num_chunks
-        )
+        if kind in OF_PARTS:
+            return _of_stage(getattr(self, OF_PARTS[kind]), stage, 1)
+        return _of_stage(getattr(self, OF_STAGES[kind]), stage, num_chunks)
 
     def stage_bytes(self, stage: int, num_chunks: int) -> float:
-        """Bytes that one forward of `stage` keeps for its backward."""
+        """Return the bytes that one forward of `stage` keeps for its backward."""
         return _of_stage(self.activation_bytes, stage, num_chunks)
 
     def check(self, num_stages: int, num_parts: int = 0) -> None:
-        """Raise ConfigError where a tuple has not one entry a stage, or a part of the vocabulary where it has some."""
-        for field in dataclasses.fields(self):
-            value: OfStages | None = getattr(self, field.name)
-            if not isinstance(value, tuple) or field.name == "link_hosts":
+        """Raise ConfigError for a tuple without one entry a stage, or a part of the vocabulary."""
+        settings: dict[str, OfStages] = vars(self)
+        for name, value in settings.items():
+            if not isinstance(value, tuple):
                 continue
-            if field.name in OF_PARTS.values():
-                if num_parts and len(value) != num_parts:
-                    raise ConfigError(
-                        f"{field.name} has {len(value)} entries for {num_parts} ranks, each with a part of the "
-                        "vocabulary. Give one for each, or a number for all."
-                    )
-            elif len(value) != num_stages:
+            is_of_part = name in OF_PARTS.values()
+            if is_of_part and num_parts and len(value) != num_parts:
                 raise ConfigError(
-                    f"{field.name} has {len(value)} entries for {num_stages} stages. Give one for each stage, or a "
-                    "number for 1/p of the model."
+                    f"{name} has {len(value)} entries for {num_parts} ranks, each with a part of "
+                    "the vocabulary. Give one for each, or a number for all."
                 )
+            if not is_of_part and len(value) != num_stages:
+                use = "Give one for each stage, or a number for 1/p of the model."
+                raise ConfigError(f"{name} has {len(value)} entries for {num_stages} stages. {use}")
 
 
 def _of_stage(cost: OfStages, stage: int, num_chunks: int) -> float:
@@ -117,12 +91,12 @@ def _of_stage(cost: OfStages, stage: int, num_chunks: int) -> float:
 
 
 def task_costs(remat: Remat | str, trained: float = 1.0) -> Costs:
-    """Return relative seconds of a stage's tasks: F = I = W = 1, and an I that recomputes runs a forward more.
+    """Return relative seconds: F = I = W = 1, and an I that recomputes runs a forward more.
 
-    trained: the share of the layers' weights that are trained, 0..1, of which alone W computes gradients. ConfigError
-    for another remat than none, layer or full.
+    trained: the share of the layers' weights that W computes gradients of, 0..1. ConfigError for
+    another remat than none, layer or full.
 
     >>> task_costs("layer").backward_s, task_costs("none", trained=0.25).weight_grad_s
     (3.0, 0.25)
     """
-    return Costs(forward_s=1.0, input_grad_s=1.0 + Remat.of(remat).recompute_forwards, weight_grad_s=trained)
+    return Costs(1.0, 1.0 + Remat.of(remat).recompute_forwards, weight_grad_s=trained)

@@ -1,12 +1,14 @@
-"""The schedule as data: tasks, the values they read and write, and the order each rank runs them in.
+"""The schedule as data: tasks, the values they read and write, and the order each rank runs them.
 
-The dependency rule (`reads`, `writes`) is stated here and nowhere else: validation, transfers, ticks and memory follow
-from it. Vocabulary: stage 0..S-1 in model order; rank = index along mesh axis pp; a rank holds V stages (chunks).
+The dependency rule (`reads`, `writes`) is stated here and nowhere else: validation, transfers,
+ticks and memory follow from it. Vocabulary: stage 0..S-1 in model order; rank = index along mesh
+axis pp; a rank holds V stages (chunks).
 
-Where embedding and head are divided over the ranks by their vocabulary (arXiv 2411.05288), every rank has tasks of its
-part of them, part r on rank r, for each microbatch: E looks up what it has of the tokens, S makes its logits and their
-sums, T, which knows the sums of all parts, the gradients of its logits and so of its weights and of the last stage's
-output, G the gradients of its embeddings. Otherwise embedding and head belong to the first and the last stage.
+Where embedding and head are divided over the ranks by their vocabulary (arXiv 2411.05288), rank r
+has part r, and four tasks for each microbatch: E looks up its tokens; S computes its logits and
+their sums; T, from the sums of all parts, the gradients of its logits, of its weights and of the
+last stage's output; G the gradients of its embeddings. Otherwise embedding and head belong to the
+first and the last stage.
 """
 
 from __future__ import annotations
@@ -22,20 +24,20 @@ from ppctl.errors import ScheduleError
 Kind = Literal["F", "B", "I", "W", "E", "S", "T", "G"]
 # of stages: forward; full backward; input-gradient backward; weight-gradient backward
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
-# of parts of the vocabulary: embedding; logits and their sums; gradients of logits; gradients of the embedding
+# of parts of the vocabulary: embedding; logits and sums; gradients of logits; of the embedding
 PART_KINDS: tuple[Kind, ...] = ("E", "S", "T", "G")
 ALL_KINDS = KINDS + PART_KINDS
 
 STAGE_VALUES: tuple[str, ...] = ("act", "stash", "grad", "pending", "wgrad")
-PART_VALUES: tuple[str, ...] = ("embedded", "sums", "logits", "head_grad", "head_wgrad", "embedding_wgrad")
+PART_VALUES = ("embedded", "sums", "logits", "head_grad", "head_wgrad", "embedding_wgrad")
 
 _CELL = re.compile(rf"([0-9]{{1,9}})([{''.join(ALL_KINDS)}])([0-9]{{1,9}})")
 
 
 class Task(NamedTuple):
-    """One cell of work: `kind` of `stage` for `microbatch`. Prints and parses as PyTorch's pipelining does.
+    """A cell of work: `kind` of `stage` for `microbatch`, in the text form of PyTorch's pipelining.
 
-    Of E, S, T and G `stage` is the part of the vocabulary, which has the number of its rank.
+    For E, S, T and G `stage` is the part of the vocabulary, which has the number of its rank.
 
     >>> str(Task(2, "F", 0)), Task.parse("0B3")
     ('2F0', Task(stage=0, kind='B', microbatch=3))
@@ -50,19 +52,17 @@ class Task(NamedTuple):
 
     @staticmethod
     def parse(cell: str) -> Task:
-        """The task that `cell` names. ScheduleError with the grammar when it names none."""
+        """Return the task that `cell` names. ScheduleError with the grammar if it names none."""
         match = _CELL.fullmatch(cell.strip())
         if match is None:
-            raise ScheduleError(
-                f"cell {cell[:40]!r} is not <stage><kind><microbatch> with kind one of {', '.join(ALL_KINDS)}, such "
-                "as 2F0."
-            )
+            grammar = f"<stage><kind><microbatch> with kind one of {', '.join(ALL_KINDS)}"
+            raise ScheduleError(f"cell {cell[:40]!r} is not {grammar}, such as 2F0.")
         stage, kind, microbatch = match.groups()
         return Task(int(stage), kind, int(microbatch))  # type: ignore[arg-type]
 
 
 class Value(NamedTuple):
-    """A value that tasks read and write. name: of STAGE_VALUES, or of PART_VALUES, whose `stage` is a part."""
+    """A value that tasks read and write: one of STAGE_VALUES, or PART_VALUES of part `stage`."""
 
     name: str
     stage: int
@@ -73,7 +73,7 @@ class Value(NamedTuple):
 
 
 def reads(task: Task, num_stages: int, num_parts: int = 0) -> tuple[Value, ...]:
-    """The values that must exist before `task` runs. num_parts: of the vocabulary; 0: it is not divided.
+    """Return the values that must exist before `task` runs. num_parts: of the vocabulary, or 0.
 
     >>> [str(v) for v in reads(Task(1, "B", 0), num_stages=4)]
     ['stash(1,0)', 'grad(2,0)']
@@ -85,20 +85,23 @@ def reads(task: Task, num_stages: int, num_parts: int = 0) -> tuple[Value, ...]:
     def of_all_parts(name: str) -> tuple[Value, ...]:
         return tuple(Value(name, part, m) for part in range(num_parts))
 
-    if kind == "F":
-        return (Value("act", stage - 1, m),) if stage > 0 else of_all_parts("embedded")
-    if kind == "W":
-        return (Value("pending", stage, m),)
-    if kind == "E":
-        return ()
-    if kind == "S":
-        return (Value("act", num_stages - 1, m),)
-    if kind == "T":
-        return (Value("logits", stage, m), *of_all_parts("sums"))
-    if kind == "G":
-        return (Value("grad", 0, m),)
-    stash = Value("stash", stage, m)
-    return (stash, Value("grad", stage + 1, m)) if stage + 1 < num_stages else (stash, *of_all_parts("head_grad"))
+    match kind:
+        case "F":
+            return (Value("act", stage - 1, m),) if stage > 0 else of_all_parts("embedded")
+        case "B" | "I":
+            is_last = stage + 1 == num_stages
+            grads = of_all_parts("head_grad") if is_last else (Value("grad", stage + 1, m),)
+            return (Value("stash", stage, m), *grads)
+        case "W":
+            return (Value("pending", stage, m),)
+        case "E":
+            return ()
+        case "S":
+            return (Value("act", num_stages - 1, m),)
+        case "T":
+            return (Value("logits", stage, m), *of_all_parts("sums"))
+        case "G":
+            return (Value("grad", 0, m),)
 
 
 _WRITES: dict[Kind, tuple[str, ...]] = {
@@ -114,22 +117,23 @@ _WRITES: dict[Kind, tuple[str, ...]] = {
 
 
 def writes(task: Task) -> tuple[Value, ...]:
-    """The values that exist once `task` has run.
+    """Return the values that exist once `task` has run.
 
-    Unless the vocabulary is divided, the last stage's act is the loss, and stage 0's grad is dropped.
+    Unless the vocabulary is divided, the last stage's act is the loss, and stage 0's grad is
+    dropped.
     """
     return tuple(Value(name, task.stage, task.microbatch) for name in _WRITES[task.kind])
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Every rank's program: `ranks[r]` are rank r's tasks in the order it runs them; `rank_of[s]` holds stage s."""
+    """Every rank's program: `ranks[r]` are rank r's tasks in order, rank_of[s] holds stage s."""
 
     name: str
     ranks: tuple[tuple[Task, ...], ...]
     rank_of: tuple[int, ...]
     num_microbatches: int
-    divides_vocabulary: bool = False  # embedding and head lie on all ranks, a part on each
+    divides_vocabulary: bool = False  # every rank has a part of embedding and head
 
     @property
     def num_ranks(self) -> int:
@@ -141,48 +145,61 @@ class Schedule:
 
     @property
     def num_parts(self) -> int:
-        """The number of parts of the vocabulary, of which rank r has part r; 0 where it is not divided."""
+        """Return the number of parts of the vocabulary, part r on rank r; 0 if it is whole."""
         return self.num_ranks if self.divides_vocabulary else 0
 
     def places(self, kind: Kind) -> range:
-        """The stages, or for the kinds of the vocabulary the parts, that have tasks of a kind."""
+        """Return the stages, or parts of the vocabulary, that have tasks of a kind."""
         return range(self.num_parts if kind in PART_KINDS else self.num_stages)
 
     def rank_at(self, task: Task | Value) -> int:
-        """The rank of a task, or the one on which a value is written."""
+        """Return the rank of a task, or the rank that writes a value."""
         is_of_part = task[1] in PART_KINDS or task[0] in PART_VALUES
         return task.stage if is_of_part else self.rank_of[task.stage]
 
     def reads(self, task: Task) -> tuple[Value, ...]:
-        """The values that must exist before `task` runs."""
+        """Return the values that must exist before `task` runs."""
         return reads(task, self.num_stages, self.num_parts)
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of each rank in model order: its chunks 0..V-1."""
-        return tuple(tuple(s for s, rank in enumerate(self.rank_of) if rank == r) for r in range(self.num_ranks))
+        """Return the stages of each rank in model order: its chunks 0..V-1."""
+        stages = [
+            [s for s, at in enumerate(self.rank_of) if at == r] for r in range(len(self.ranks))
+        ]
+        return tuple(map(tuple, stages))
 
     @cached_property
     def chunk_of(self) -> tuple[int, ...]:
-        """For each stage, which of its rank's chunks it is."""
+        """Return for each stage its number among its rank's chunks."""
         return tuple(self.stages_of[rank].index(s) for s, rank in enumerate(self.rank_of))
 
     def chunk_at(self, task: Task) -> int:
-        """Which of its rank's chunks the stage of a task is; 0 for those of parts of the vocabulary."""
+        """Return the chunk of a task's stage on its rank; 0 for parts of the vocabulary."""
         return 0 if task.kind in PART_KINDS else self.chunk_of[task.stage]
 
     @property
     def num_chunks(self) -> int:
-        """The largest number of stages on one rank."""
+        """Return the largest number of stages on one rank."""
         return max(map(len, self.stages_of))
 
     @cached_property
     def counts(self) -> tuple[tuple[tuple[str, int, int], ...], ...]:
-        """For each rank (kind, stage, how many tasks)."""
-        found = (Counter((task.kind, task.stage) for task in tasks) for tasks in self.ranks)
-        return tuple(tuple((*which, number) for which, number in counter.items()) for counter in found)
+        """Return for each rank (kind, stage, number of tasks)."""
+        counters = (Counter((task.kind, task.stage) for task in tasks) for tasks in self.ranks)
+        return tuple(tuple((*which, n) for which, n in each.items()) for each in counters)
+
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """Return the kinds that any task has."""
+        return frozenset(kind for rank in self.counts for kind, _, _ in rank)
+
+    @property
+    def has_backward(self) -> bool:
+        """Return whether any task is a backward, or a part of one."""
+        return not self.kinds.isdisjoint("BIW")
 
     @property
     def is_split(self) -> bool:
         """Return whether any backward is split into I and W."""
-        return any(kind == "I" for rank in self.counts for kind, _, _ in rank)
+        return "I" in self.kinds

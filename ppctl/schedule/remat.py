@@ -1,4 +1,4 @@
-"""The choice of what a backward recomputes, and so of what its forward keeps: none, layer or full."""
+"""What a backward recomputes, and so what its forward keeps: none, layer or full."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ppctl.errors import ConfigError
 
 
 class Remat(StrEnum):
-    """The setting executor.remat. Its members are strings, so that records and JSON show them as they are written.
+    """The setting executor.remat. Members are strings: records and JSON show them as written.
 
     | member | a forward keeps of a microbatch                     | the backward recomputes
     | NONE   | the residuals of its layers, element-wise ones not  | element-wise results
@@ -34,7 +34,8 @@ class Remat(StrEnum):
         try:
             return cls(name)
         except ValueError:
-            raise ConfigError(f"remat={name} is not a setting. Use one of {', '.join(cls)}.") from None
+            known = ", ".join(cls)
+            raise ConfigError(f"remat={name} is not a setting. Use one of {known}.") from None
 
     @property
     def recomputes(self) -> bool:
@@ -43,7 +44,7 @@ class Remat(StrEnum):
 
     @property
     def keeps_residuals(self) -> bool:
-        """Return whether a forward keeps what the backward of each layer reads."""
+        """Return whether a forward keeps the values that the backward of each layer reads."""
         return self is Remat.NONE
 
     @property
@@ -53,16 +54,16 @@ class Remat(StrEnum):
 
     @property
     def keeps_input_only(self) -> bool:
-        """Return whether a forward keeps its stage's input alone.
+        """Return whether a forward keeps only its stage's input.
 
-        Then the input may stay in the slot where it arrived, and the last stage's forward is left to its backward,
-        which would run it again.
+        Then the input may stay in the slot where it arrived, and the last stage's forward is left
+        to its backward, which would run it again.
         """
         return self is Remat.FULL
 
     @property
     def recompute_forwards(self) -> float:
-        """How many forwards of a stage its backward runs again.
+        """Return the number of forwards of a stage that its backward runs again.
 
         >>> Remat.NONE.recompute_forwards, Remat.FULL.recompute_forwards
         (0.0, 1.0)
@@ -70,17 +71,17 @@ class Remat(StrEnum):
         return 1.0 if self.recomputes else 0.0
 
     def recomputed_layers(self, stage_layers: Sequence[int]) -> int:
-        """Return how many layers a microbatch runs forward a second time, of stages with so many layers each.
+        """Return the layers that a microbatch runs forward twice; stage_layers: of each stage.
 
         >>> [remat.recomputed_layers((2, 2, 3)) for remat in Remat]
         [0, 7, 4]
         """
         if self is Remat.FULL:
-            return sum(stage_layers[:-1])  # the last stage's forward runs in its backward alone
+            return sum(stage_layers[:-1])  # the last stage's forward runs in its backward
         return sum(stage_layers) if self.recomputes else 0
 
     def live_residual_layers(self, stage_layers: int) -> int:
-        """Return of how many layers a backward holds recomputed residuals at once, in a stage of so many layers.
+        """Return the layers of a stage whose recomputed residuals a backward holds at once.
 
         >>> [remat.live_residual_layers(3) for remat in Remat]
         [0, 1, 3]

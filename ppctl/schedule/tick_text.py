@@ -1,4 +1,4 @@
-"""The program that ticks lower to, as people read it: what each rank runs in a tick, and where its output goes."""
+"""The ticks of a schedule as people read them: each rank's tasks, and where their output goes."""
 
 from __future__ import annotations
 
@@ -6,37 +6,40 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ppctl.schedule.ir import PART_KINDS, Task
-from ppctl.schedule.lockstep import phases
-from ppctl.schedule.op_ticks import HOPS
-from ppctl.schedule.ticks import Ticks, how_divided
+from ppctl.schedule.lockstep_ticks import phases
+from ppctl.schedule.tick_lowering import Ticks, how_divided
+from ppctl.schedule.tick_table import HOPS
 
 FB_OUTPUTS = (("f", "act", 1), ("b", "grad", -1))  # column of a task, of what it sends, hop
 LEGEND = (
-    "2F0>3: task 2F0 (stage, kind, microbatch), its output goes to rank 3; =: stays here; (3F0): left to its B or I"
+    "2F0>3: task 2F0 (stage, kind, microbatch), its output goes to rank 3; =: stays here; (3F0): "
+    "left to its B or I"
 )
 
 
 class TickTask(NamedTuple):
-    """A task in a tick of the table that the program reads."""
+    """A task in a tick of a program's table."""
 
     task: Task
-    is_run: bool  # otherwise its backward does its work
-    to: int | None  # the rank that its output goes to, its own included
+    is_run: bool  # or left to its backward
+    to: int | None  # the rank that receives its output
 
     def text(self, rank: int) -> str:
-        """As `LEGEND` says.
+        """Return the task in the form of `LEGEND`.
 
         >>> TickTask(Task(2, "F", 0), True, 3).text(2)
         '2F0>3'
         """
         if not self.is_run:
             return f"({self.task})"
-        return f"{self.task}" + ("" if self.to is None else "=" if self.to == rank else f">{self.to}")
+        to = "" if self.to is None else "=" if self.to == rank else f">{self.to}"
+        return f"{self.task}{to}"
 
 
 def tick_tasks(ticks: Ticks) -> list[list[tuple[TickTask, ...]]]:
-    """[tick][rank]: the tasks in it, as its table has them."""
-    return [[tuple(_of_cell(ticks, t, r)) for r in range(ticks.schedule.num_ranks)] for t in range(ticks.num_ticks)]
+    """Return the tasks of each tick and rank, as the table has them."""
+    ranks = range(ticks.schedule.num_ranks)
+    return [[tuple(_of_cell(ticks, t, r)) for r in ranks] for t in range(ticks.num_ticks)]
 
 
 def _of_cell(ticks: Ticks, t: int, rank: int) -> Iterator[TickTask]:
@@ -51,29 +54,27 @@ def _of_cell(ticks: Ticks, t: int, rank: int) -> Iterator[TickTask]:
         return
     task = forward or backward
     if task is not None:
-        ends: dict[int, str] = {}
-        for hop, step in HOPS.items():  # of two ranks either is next to the other: the first hop that leads there
+        ends: dict[int, str] = {}  # of each rank the first hop that leads there
+        for hop, step in HOPS.items():
             ends.setdefault((rank + step) % num_ranks, f"{hop}_arrives")
         to = next((there for there, name in ends.items() if row[there][column(name)]), None)
         yield TickTask(task, bool(row[rank][column("kind")]), to)
 
 
 def tick_text(ticks: Ticks) -> str:
-    """The table: a line for each tick, a column for each rank."""
-    cells = [[" ".join(one.text(r) for one in cell) for r, cell in enumerate(row)] for row in tick_tasks(ticks)]
+    """Return the table: a line for each tick, a column for each rank."""
+    tasks = tick_tasks(ticks)
+    cells = [[" ".join(one.text(r) for one in cell) for r, cell in enumerate(row)] for row in tasks]
     header = ["tick", *(f"rank {r}" for r in range(ticks.schedule.num_ranks))]
     divided = how_divided(ticks.schedule)
     if divided is not None:
         header.append("each rank's part of the vocabulary")
         for row, of_ranks in zip(cells, ticks.cells, strict=True):
-            first = [task for phase in phases(of_ranks, divided) for task in phase[0] if task.kind in PART_KINDS]
-            row.append(" ".join(f"{task.kind}{task.microbatch}" for task in first))
+            first = (task for phase in phases(of_ranks, divided) for task in phase[0])
+            parts = (task for task in first if task.kind in PART_KINDS)
+            row.append(" ".join(f"{task.kind}{task.microbatch}" for task in parts))
     lines = [header, *([str(t), *row] for t, row in enumerate(cells))]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = [
-        "  ".join(
-            [line[0].rjust(widths[0]), *(cell.ljust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
-        )
-        for line in lines
-    ]
+    cells = [list(map(str.ljust, line, widths)) for line in lines]
+    text = ["  ".join([line[0].strip().rjust(widths[0]), *line[1:]]) for line in cells]
     return "\n".join(line.rstrip() for line in [*text, "", LEGEND]) + "\n"

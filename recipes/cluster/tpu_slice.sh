@@ -1,13 +1,15 @@
 #!/bin/bash
-# Trains on every host of a Cloud TPU slice:
-#   TPU_NAME=my-slice ZONE=europe-west4-b recipes/cluster/tpu_slice.sh model=transformer mesh=4x8 run.dir=/mnt/shared/runs/one
+# %%mark
+# Trains %%layout on every host of a Cloud TPU slice; words after the command come last:
+#   %%command
 # 1. The same command starts on all hosts; JAX finds the others by itself (run.distributed=auto).
-# 2. dp*pp*fsdp of the mesh is the number of chips in the slice: 32 for v5litepod-32.
-# 3. Every host has `pip install 'ppctl[tpu]'` behind it, and run.dir on a file system that all hosts mount.
+# 2. dp*pp*fsdp of the mesh is the number of chips in the slice.
+# 3. Every host has ppctl (`pip install 'ppctl[tpu]'`), and run.dir on a file system that all hosts mount.
 # 4. Before maintenance or preemption a host gets SIGTERM: all processes save the same step before they leave.
 # 5. The same line resumes; a crash is started again MAX_RESTARTS times at most. Exit codes 2 (wrong request) and 4 (loss not
 #    finite) are final.
 set -uo pipefail
+set -- %%request "$@"
 
 : "${TPU_NAME:?the name of the slice}" "${ZONE:?the zone of the slice}"
 MAX_RESTARTS=${MAX_RESTARTS:-10}

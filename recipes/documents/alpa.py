@@ -1,7 +1,8 @@
-"""The MLP of Alpa's tutorial "Distributed Training with Both Shard and Pipeline Parallelism", and its data.
+"""The MLP of Alpa's tutorial "Distributed Training with Both Shard and Pipeline Parallelism", and
+its data.
 
-A model that is no stack: a function, cut at its marks (model.layers=marks), or wherever little passes between parts of
-nearly equal cost (model.layers=auto).
+A model that is no stack: a function, cut at its marks (model.layers=marks), or wherever little
+passes between parts of nearly equal cost (model.layers=auto).
 """
 
 from itertools import pairwise
@@ -15,7 +16,9 @@ from ppctl.data.dataset import DataSet, fingerprint, generator
 
 
 def mlp(*, num_layers, dtype, data):
-    """dim -> 4 dim -> dim, twice, relu behind each. Two layers by its mark; num_layers of them with layers=auto."""
+    """dim -> 4 dim -> dim, twice, relu behind each. Two layers by its mark; num_layers of them with
+    layers=auto.
+    """
     dim = data.input_dim
     sizes = (dim, 4 * dim, dim, 4 * dim, dim)
 
@@ -48,7 +51,9 @@ def noisy_line(*, batch_size, seed, eval_fraction, dim=64, num_rows=8192, noise=
     weights, bias = line.standard_normal((dim, dim)), line.standard_normal(dim)
 
     def read(numbers):
-        drawn = np.array([generator(seed, number).standard_normal((2, dim)) for number in numbers.tolist()])
+        drawn = np.array(
+            [generator(seed, number).standard_normal((2, dim)) for number in numbers.tolist()]
+        )
         inputs, noises = drawn.reshape(-1, 2, dim).swapaxes(0, 1)
         targets = inputs @ weights + bias + noise * noises
         return {"inputs": inputs.astype(np.float32), "targets": targets.astype(np.float32)}
@@ -56,7 +61,9 @@ def noisy_line(*, batch_size, seed, eval_fraction, dim=64, num_rows=8192, noise=
     return DataSet(
         name="noisy_line",
         source=f"{num_rows} rows of {dim} numbers, noise {noise}",
-        fingerprint=fingerprint(name="noisy_line", rule=[dim, num_rows, noise], batch_size=batch_size, seed=seed),
+        fingerprint=fingerprint(
+            name="noisy_line", rule=[dim, num_rows, noise], batch_size=batch_size, seed=seed
+        ),
         batch_size=batch_size,
         seed=seed,
         num_examples=num_rows - num_eval,

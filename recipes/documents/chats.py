@@ -1,10 +1,17 @@
-"""Writes chats.jsonl: questions of sums, and answers that spell them out. `python recipes/documents/chats.py`."""
+"""Writes chats.jsonl: questions of sums, and answers that spell them out. `python
+recipes/documents/chats.py`.
+"""
 
 import json
 import random
 from pathlib import Path
 
-ASKED = ("What is {a} plus {b}?", "{a} + {b} = ?", "Please add {a} and {b}.", "How much are {a} and {b} together?")
+ASKED = (
+    "What is {a} plus {b}?",
+    "{a} + {b} = ?",
+    "Please add {a} and {b}.",
+    "How much are {a} and {b} together?",
+)
 
 
 def main() -> None:

@@ -1,7 +1,9 @@
-"""The model and data of a notebook that builds GPipe in NumPy: maps of 128 to 256, 256 to 256 nine times, 256 to 10.
+"""The model and data of a notebook that builds GPipe in NumPy: maps of 128 to 256, 256 to 256 nine
+times, 256 to 10.
 
-All but the last are followed by a relu, and the loss is the mean squared error to one-hot labels. The notebook draws
-from one generator, in this order: a model; 32 and 16 rows for demonstrations; 256 rows to train on; a second model.
+All but the last are followed by a relu, and the loss is the mean squared error to one-hot labels.
+The notebook draws from one generator, in this order: a model; 32 and 16 rows for demonstrations;
+256 rows to train on; a second model.
 """
 
 from itertools import pairwise
@@ -23,7 +25,10 @@ def drawn(num_layers, seed):
     sizes = [INPUTS, *[WIDTH] * (num_layers + 1), LABELS]
 
     def weights():
-        return [random.randn(num_in, num_out) * np.sqrt(2 / num_in) for num_in, num_out in pairwise(sizes)]
+        return [
+            random.randn(num_in, num_out) * np.sqrt(2 / num_in)
+            for num_in, num_out in pairwise(sizes)
+        ]
 
     def rows(number):
         inputs_BI = random.randn(number, INPUTS)
@@ -36,8 +41,12 @@ def drawn(num_layers, seed):
 
 
 def mlp(*, num_layers, dtype, data, part):
-    """The stack: the first map is the embedding, the last one the head, and the others are its layers."""
-    first, *inner, last = (jnp.asarray(weight, dtype) for weight in drawn(num_layers, data.seed)[part][0])
+    """The stack: the first map is the embedding, the last one the head, and the others are its
+    layers.
+    """
+    first, *inner, last = (
+        jnp.asarray(weight, dtype) for weight in drawn(num_layers, data.seed)[part][0]
+    )
     inner_LDD = jnp.stack(inner)
 
     def linear(weight):
@@ -46,24 +55,26 @@ def mlp(*, num_layers, dtype, data, part):
     def apply(params, x):
         return x @ params["weight"] + params["bias"]
 
-    def init_ends(_):
+    def init_embed_head(_):
         return {"first": linear(first), "last": linear(last)}
 
     def init_layer(_, index):
         return linear(inner_LDD[index])
 
-    def embed(ends, inputs_BI):
-        return jax.nn.relu(apply(ends["first"], inputs_BI.astype(ends["first"]["weight"].dtype)))
+    def embed(embed_head, inputs_BI):
+        return jax.nn.relu(
+            apply(embed_head["first"], inputs_BI.astype(embed_head["first"]["weight"].dtype))
+        )
 
     def layer(params, x_BD):
         return jax.nn.relu(apply(params, x_BD))
 
-    def head(ends, x_BD, targets_BO):
-        outputs_BO = apply(ends["last"], x_BD)
+    def head(embed_head, x_BD, targets_BO):
+        outputs_BO = apply(embed_head["last"], x_BD)
         errors_BO = outputs_BO.astype(jnp.promote_types(outputs_BO.dtype, jnp.float32)) - targets_BO
         return jnp.square(errors_BO).sum(), jnp.asarray(errors_BO.size, errors_BO.dtype)
 
-    return Stack(num_layers, init_ends, init_layer, embed, layer, head)
+    return Stack(num_layers, init_embed_head, init_layer, embed, layer, head)
 
 
 def rows(*, batch_size, seed, eval_fraction, num_layers, part):
@@ -71,12 +82,17 @@ def rows(*, batch_size, seed, eval_fraction, num_layers, part):
     if part not in NUM_ROWS:
         raise ValueError(f"data.options.part={part} is not one of {', '.join(NUM_ROWS)}")
     if eval_fraction:
-        raise ValueError(f"data.eval_fraction={eval_fraction} would hold out some of the document's rows: use 0")
+        raise ValueError(
+            f"data.eval_fraction={eval_fraction} would hold out some of the document's rows: use 0"
+        )
     _, inputs_BI, targets_BO = drawn(num_layers, seed)[part]
     return DataSet(
         name="gpipe_notebook",
-        source=f"{len(inputs_BI)} rows of {INPUTS} numbers with {LABELS} labels, drawn from seed {seed}",
-        fingerprint=fingerprint(name="gpipe_notebook", rule=[num_layers, part], batch_size=batch_size, seed=seed),
+        source=f"{len(inputs_BI)} rows of {INPUTS} numbers with {LABELS} labels, drawn from seed "
+        f"{seed}",
+        fingerprint=fingerprint(
+            name="gpipe_notebook", rule=[num_layers, part], batch_size=batch_size, seed=seed
+        ),
         batch_size=batch_size,
         seed=seed,
         num_examples=len(inputs_BI),

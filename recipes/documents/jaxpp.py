@@ -1,8 +1,10 @@
-"""The model and data of JaxPP's tutorial: a transformer without embedding or head that learns to return its input.
+"""The model and data of JaxPP's tutorial: a transformer without embedding or head that learns to
+return its input.
 
-A block is attention of an eighth of the width, in 8 heads, and an MLP of four times the width, each added to its input
-and normalized after. Every token of the input is a vector of ones, so that all tokens are equal at all times, and the
-loss is that of one token: the sequence is as long as one likes.
+A block is attention of an eighth of the width, in 8 heads, and an MLP of four times the width, each
+added to its input and normalized after. Every token of the input is a vector of ones, so that all
+tokens are equal at all times, and the loss is that of one token: the sequence is as long as one
+likes.
 """
 
 import jax
@@ -22,7 +24,9 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x_BTD):
         width, types = x_BTD.shape[-1], {"param_dtype": self.dtype}
-        attended = nn.MultiHeadDotProductAttention(num_heads=8, qkv_features=width // 8, **types)(x_BTD)
+        attended = nn.MultiHeadDotProductAttention(num_heads=8, qkv_features=width // 8, **types)(
+            x_BTD
+        )
         x_BTD = nn.LayerNorm(**types)(x_BTD + attended)
         hidden = nn.gelu(nn.Dense(4 * width, **types)(x_BTD))
         return nn.LayerNorm(**types)(x_BTD + nn.Dense(width, **types)(hidden))
@@ -40,10 +44,17 @@ class Transformer(nn.Module):
 
 
 def initial(num_layers, width, dtype):
-    """The parameters of each block, as Flax draws them for the whole model: in float32, from the document's key."""
+    """The parameters of each block, as Flax draws them for the whole model: in float32, from the
+    document's key.
+    """
     with jax.threefry_partitionable(False):  # as JAX drew when the document was written
-        drawn = Transformer(num_layers, jnp.float32).init(jax.random.key(SEED), jnp.ones((1, 1, width)))["params"]
-    return [jax.tree.map(lambda a: a.astype(dtype), drawn[f"block_{layer}"]) for layer in range(num_layers)]
+        drawn = Transformer(num_layers, jnp.float32).init(
+            jax.random.key(SEED), jnp.ones((1, 1, width))
+        )["params"]
+    return [
+        jax.tree.map(lambda a: a.astype(dtype), drawn[f"block_{layer}"])
+        for layer in range(num_layers)
+    ]
 
 
 def transformer(*, num_layers, dtype, data):
@@ -70,7 +81,9 @@ def transformer(*, num_layers, dtype, data):
 def ones(*, batch_size, seed, eval_fraction, seq_len, width):
     """Sequences of ones, which are their own targets."""
     if eval_fraction:
-        raise ValueError(f"data.eval_fraction={eval_fraction} would hold out sequences, and all are alike: use 0")
+        raise ValueError(
+            f"data.eval_fraction={eval_fraction} would hold out sequences, and all are alike: use 0"
+        )
 
     def read(numbers):
         rows = np.ones((len(numbers), seq_len, width), np.float32)
@@ -79,7 +92,9 @@ def ones(*, batch_size, seed, eval_fraction, seq_len, width):
     return DataSet(
         name="ones",
         source=f"sequences of {seq_len} vectors of {width} ones",
-        fingerprint=fingerprint(name="ones", rule=[seq_len, width], batch_size=batch_size, seed=seed),
+        fingerprint=fingerprint(
+            name="ones", rule=[seq_len, width], batch_size=batch_size, seed=seed
+        ),
         batch_size=batch_size,
         seed=seed,
         num_examples=batch_size,

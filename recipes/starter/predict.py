@@ -6,7 +6,9 @@ import ppctl
 
 run = ppctl.load_run("runs/mine")
 print("steps of checkpoints", run.steps, "loss of the last step", run.metrics[-1]["loss"])
-for path, array in jax.tree_util.tree_leaves_with_path(run.params()):  # those of a layer: [num_layers, ...]
+for path, array in jax.tree_util.tree_leaves_with_path(
+    run.params()
+):  # those of a layer: [num_layers, ...]
     print("parameter", jax.tree_util.keystr(path, simple=True, separator="/"), array.shape)
 
 batch = next(run.data.eval_batches(1))  # held out

@@ -1,4 +1,6 @@
-"""Write images.npy and labels.npy: noisy 8 x 8 stripes of four directions. Put your own files in their place."""
+"""Write images.npy and labels.npy: noisy 8 x 8 stripes of four directions. Put your own files in
+their place.
+"""
 
 import numpy as np
 

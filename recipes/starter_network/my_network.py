@@ -7,13 +7,18 @@ import ppctl
 
 
 def network(*, width=8, num_classes=4):
-    """A small convolutional network for images [examples, 8, 8]. Settings of its own: +model.options.width=16."""
+    """A small convolutional network for images [examples, 8, 8]. Settings of its own:
+    +model.options.width=16.
+    """
 
     def init(key):  # -> parameters: any tree, whose names you meet again in predict.py
         keys = jax.random.split(key, 3)
         return {
             "conv": [conv(keys[0], 1, width), conv(keys[1], width, 2 * width)],
-            "head": {"w": jax.random.normal(keys[2], (2 * width * 16, num_classes)) / (2 * width * 16) ** 0.5},
+            "head": {
+                "w": jax.random.normal(keys[2], (2 * width * 16, num_classes))
+                / (2 * width * 16) ** 0.5
+            },
         }
 
     def conv(key, num_in, num_out):
@@ -22,7 +27,9 @@ def network(*, width=8, num_classes=4):
 
     def convolved(layer, x, stride):
         names = ("NHWC", "HWIO", "NHWC")
-        x = jax.lax.conv_general_dilated(x, layer["w"], (stride, stride), "SAME", dimension_numbers=names)
+        x = jax.lax.conv_general_dilated(
+            x, layer["w"], (stride, stride), "SAME", dimension_numbers=names
+        )
         return jax.nn.relu(x + layer["bias"])
 
     def apply(params, images):  # each example by itself: no batch norm

@@ -24,7 +24,9 @@ def in_empty_directory(tmp_path, monkeypatch):
 
 @pytest.fixture
 def served(monkeypatch):
-    """The (command, config, as_json) of each command that was reached; the commands themselves do nothing."""
+    """The (command, config, as_json) of each command that was reached; the commands themselves do
+    nothing.
+    """
     calls: list[tuple[str, Config, bool]] = []
 
     def stand_in(command):

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.usefixtures("in_empty_directory")
     ("line", "expected"),
     [
         ("ppctl ru", {"runs", "examples", "train"}),
-        ("ppctl runs ", {"show", "mv", "rm"}),
-        ("ppctl runs --so", {"--sort", "--filter", "--columns", "--yes"}),
-        ("ppctl runs mv ", {"a", "sweep/lr=1"}),
+        ("ppctl runs ", {"show", "rm"}),
+        ("ppctl runs --so", {"--sort", "--columns", "--yes"}),
+        ("ppctl runs rm ", {"a", "sweep/lr=1"}),
         ("ppctl runs rm a ", {"sweep/lr=1"}),
         ("ppctl runs --js", {"--json", "--help"}),
         ("ppctl runs show ", {"a", "sweep/lr=1", "sweep"}),
@@ -43,7 +43,7 @@ def test_a_run_that_is_named_already_is_no_candidate(capsys, monkeypatch):
     for name in ("a", "b"):
         (Path("runs") / name).mkdir(parents=True)
         (Path("runs") / name / "metrics.jsonl").touch()
-    for line, expected in {"ppctl runs rm a ": ["b"], "ppctl runs mv a ": []}.items():
+    for line, expected in {"ppctl runs rm a ": ["b"], "ppctl runs show a ": []}.items():
         monkeypatch.setenv("COMP_LINE", line)
         assert cli.main(["-sc", "query=bash"]) == 0
         assert capsys.readouterr().out.split() == expected
@@ -67,7 +67,8 @@ def test_each_shell_has_a_script(shell, texts, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"), [([], "not nothing"), (["csh"], "not csh"), (["zsh", "fish"], "not zsh fish")]
+    ("words", "told"),
+    [([], "not nothing"), (["csh"], "not csh"), (["zsh", "fish"], "not zsh fish")],
 )
 def test_another_shell_is_refused(words, told, capsys):
     assert cli.main(["--completion", *words]) == 2

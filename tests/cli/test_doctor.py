@@ -12,17 +12,20 @@ import jax
 import pytest
 
 from ppctl import config
-from ppctl.cli.commands import doctor, findings
-from ppctl.executors import links
-from ppctl.executors.links import AllReduce, MeasuredLink
-from ppctl.executors.mesh import make_mesh
-from ppctl.training.known_hardware import known
+from ppctl.cli.commands import doctor
+from ppctl.cli.subcommands import doctor_findings as findings
+from ppctl.executors import link_speeds as links
+from ppctl.executors.device_mesh import make_mesh
+from ppctl.executors.link_speeds import AllReduce, MeasuredLink
+from ppctl.training.pipeline.known_hardware import known
 
 TINY = config.Config(
     model=config.MLP(num_layers=4, d_model=8),
     mesh=config.Mesh(1, 3, 1),
     schedule=config.Schedule("1f1b", 4),
-    data=config.Regression("regression", batch_size=16, num_features=6, num_targets=3, num_rows=4000),
+    data=config.Regression(
+        "regression", batch_size=16, num_features=6, num_targets=3, num_rows=4000
+    ),
 )
 Usage = namedtuple("Usage", "free")
 
@@ -46,10 +49,22 @@ def bad(found):
 def test_a_request_that_trains_here_passes_and_leaves_nothing_behind(ask, tmp_path):
     code, found = ask()
     assert (code, found["ok"], bad(found)) == (0, True, [])
-    assert {f["what"] for f in found["findings"]} >= {"versions", "devices", "data", "request", "run.dir", "links"}
+    assert {f["what"] for f in found["findings"]} >= {
+        "versions",
+        "devices",
+        "data",
+        "request",
+        "run.dir",
+        "links",
+    }
     assert [(link["first"], link["second"]) for link in found["links"]] == [(0, 1), (0, 2), (1, 2)]
-    assert all(link["is_right"] and link["latency_s"] > 0 and link["bytes_per_s"] > 0 for link in found["links"])
-    assert [(each["axis"], each["size"], each["is_right"]) for each in found["all_reduces"]] == [("pp", 3, True)]
+    assert all(
+        link["is_right"] and link["latency_s"] > 0 and link["bytes_per_s"] > 0
+        for link in found["links"]
+    )
+    assert [(each["axis"], each["size"], each["is_right"]) for each in found["all_reduces"]] == [
+        ("pp", 3, True)
+    ]
     near = [link for link in found["links"] if link["second"] == link["first"] + 1]
     assert found["costs"] == {
         "transfer_s": max(link["latency_s"] for link in near),
@@ -76,21 +91,45 @@ class FakeGpu:
         self.device_kind, self.share = kind, share
 
     def memory_stats(self):
-        return {"bytes_limit": int(known()["h100"].cuda.memory_bytes * self.share)}
+        return {"bytes_limit": int(known()["h100"].gpu.memory_bytes * self.share)}
 
 
 @pytest.mark.parametrize(
     ("asked", "variables", "share", "is_ok", "text"),
     [
         (None, {}, 0.75, True, "75% of its 79.1 GiB (run.memory_fraction=null, JAX's default)"),
-        (0.9, {}, 0.9, True, "71.2 GiB of each device are for programs, 90% of its 79.1 GiB (run.memory_fraction=0.9)"),
+        (
+            0.9,
+            {},
+            0.9,
+            True,
+            "71.2 GiB of each device are for programs, 90% of its 79.1 GiB "
+            "(run.memory_fraction=0.9)",
+        ),
         (None, {"XLA_CLIENT_MEM_FRACTION": ".8"}, 0.8, True, "(XLA_CLIENT_MEM_FRACTION=.8)"),
-        (None, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".8"}, 0.8, True, "(XLA_PYTHON_CLIENT_MEM_FRACTION=.8)"),
-        (0.9, {}, 0.75, False, "75% of its 79.1 GiB, but run.memory_fraction=0.9 is 90%: JAX had started before"),
+        (
+            None,
+            {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".8"},
+            0.8,
+            True,
+            "(XLA_PYTHON_CLIENT_MEM_FRACTION=.8)",
+        ),
+        (
+            0.9,
+            {},
+            0.75,
+            False,
+            "75% of its 79.1 GiB, but run.memory_fraction=0.9 is 90%: JAX had started before",
+        ),
     ],
 )
-def test_programs_get_the_share_of_a_gpus_memory_that_was_requested(asked, variables, share, is_ok, text, monkeypatch):
-    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):  # a start of JAX may have set one
+def test_programs_get_the_share_of_a_gpus_memory_that_was_requested(
+    asked, variables, share, is_ok, text, monkeypatch
+):
+    for name in (
+        "XLA_CLIENT_MEM_FRACTION",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    ):  # a start of JAX may have set one
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -103,7 +142,9 @@ def test_programs_get_the_share_of_a_gpus_memory_that_was_requested(asked, varia
 
 def test_missing_data_is_the_reason(ask):
     data = config.Tokens(path="nowhere.npy", vocab_size=16)
-    code, found = ask(replace(TINY, model=config.Transformer(num_layers=3, d_model=8, num_heads=2), data=data))
+    code, found = ask(
+        replace(TINY, model=config.Transformer(num_layers=3, d_model=8, num_heads=2), data=data)
+    )
     assert code == 1
     assert [f["what"] for f in bad(found)] == ["request"]
     assert "nowhere.npy" in bad(found)[0]["text"]
@@ -114,7 +155,9 @@ def test_a_run_dir_that_cannot_be_written_is_the_reason(ask, tmp_path):
     (tmp_path / "runs").write_text("a file")
     code, found = ask()
     assert code == 1
-    assert bad(found)[0]["text"].startswith("run.dir=runs/${run.name} cannot be written: Not a directory.")
+    assert bad(found)[0]["text"].startswith(
+        "run.dir=runs/${run.name} cannot be written: Not a directory."
+    )
 
 
 def test_a_disk_too_small_for_the_checkpoints_is_the_reason(ask, monkeypatch):
@@ -123,12 +166,18 @@ def test_a_disk_too_small_for_the_checkpoints_is_the_reason(ask, monkeypatch):
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: Usage(free=100))
     code, found = ask()
     assert code == 1
-    assert f"100 B free, but run.checkpoint.keep+1 = 3+1 checkpoints of {' '.join(state)}" in bad(found)[0]["text"]
+    assert (
+        f"100 B free, but run.checkpoint.keep+1 = 3+1 checkpoints of {' '.join(state)}"
+        in bad(found)[0]["text"]
+    )
 
 
 @pytest.mark.parametrize(
     ("asked", "text"),
-    [("jax>=99", "jax .* is not >=99"), ("no-such-package>=1", "no-such-package is not installed .needs >=1")],
+    [
+        ("jax>=99", "jax .* is not >=99"),
+        ("no-such-package>=1", "no-such-package is not installed .needs >=1"),
+    ],
 )
 def test_a_package_that_will_not_do_is_the_reason(monkeypatch, asked, text):
     monkeypatch.setattr(findings, "requires", lambda _: [asked, "pytest>=99; extra == 'dev'"])
@@ -139,7 +188,9 @@ def test_a_package_that_will_not_do_is_the_reason(monkeypatch, asked, text):
 
 def test_numbers_that_arrive_changed_are_the_reason(ask, monkeypatch):
     true = links.measure_link
-    monkeypatch.setattr(doctor, "measure_link", lambda a, b: replace(true(a, b), is_right=(a.id, b.id) != (0, 2)))
+    monkeypatch.setattr(
+        links, "measure_link", lambda a, b: replace(true(a, b), is_right=(a.id, b.id) != (0, 2))
+    )
     code, found = ask()
     assert code == 1
     assert bad(found)[0]["text"] == "devices 0 and 2: other numbers arrived than were sent."
@@ -150,28 +201,32 @@ def test_an_exchange_that_loses_a_message_is_not_right(monkeypatch):
     assert not links.measure_link(*jax.devices()[:2]).is_right
 
 
-@pytest.mark.parametrize(("load", "ends"), [(0.1, "hang there.\n"), (99, "busy (load 99 on 2 cores): try again.\n")])
-def test_a_link_without_an_answer_ends_the_process_with_a_line(load, ends):
+def test_a_link_without_an_answer_ends_the_process_with_a_line():
     text = (
-        f"import os, time\nos.getloadavg, os.cpu_count = lambda: ({load}, 0, 0), lambda: 2\n"
-        "from ppctl.cli.commands import doctor\ndoctor.ANSWER_WITHIN_S = 0.2\n"
+        "import time\nfrom ppctl.cli.commands import doctor\ndoctor.ANSWER_WITHIN_S = 0.2\n"
         "with doctor._answering('exchange of device 0 and 1'):\n    time.sleep(60)\n"
     )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.startswith("ppctl: exchange of device 0 and 1: no answer within 0 s. Training would hang there")
-    assert done.stderr.endswith(ends)
+    assert done.stderr.startswith(
+        "ppctl: exchange of device 0 and 1: no answer within 0 s. Training would hang there"
+    )
 
 
 def test_the_costs_of_a_hop_are_those_of_the_worst_neighbours_along_pp():
-    mesh = make_mesh(2, 2, 2)  # device ids [dp, pp, fsdp]: rank 0 has 0, 1, 4, 5 and rank 1 has 2, 3, 6, 7
+    mesh = make_mesh(
+        2, 2, 2
+    )  # device ids [dp, pp, fsdp]: rank 0 has 0, 1, 4, 5 and rank 1 has 2, 3, 6, 7
     near = [
         MeasuredLink(0, 2, 1e-6, 4e9, True),
         MeasuredLink(1, 3, 3e-6, 3e9, True),
         MeasuredLink(4, 6, 2e-6, 2e9, True),
     ]
     far = [MeasuredLink(0, 1, 1.0, 1.0, True), MeasuredLink(2, 6, 1.0, 1.0, True)]
-    assert doctor.hop_costs([*near, *far], mesh) == {"transfer_s": 3e-6, "transfer_bytes_per_s": 2e9}
+    assert doctor.hop_costs([*near, *far], mesh) == {
+        "transfer_s": 3e-6,
+        "transfer_bytes_per_s": 2e9,
+    }
     assert doctor.hop_costs(far, mesh) is None
 
 
@@ -180,7 +235,9 @@ def test_of_many_devices_one_of_each_process_is_probed():
     devices = [Device(i, i // 4) for i in range(32)]
     assert [device.id for device in links.probe_devices(devices)] == [0, 4, 8, 12, 16, 20, 24, 28]
     assert links.probe_devices(devices[:16]) == devices[:16]
-    assert links.probe_devices([Device(i, 0) for i in range(64)]) == [Device(i, 0) for i in range(16)]
+    assert links.probe_devices([Device(i, 0) for i in range(64)]) == [
+        Device(i, 0) for i in range(16)
+    ]
     assert len(links.device_pairs(devices[:16])) == 16 * 15 // 2
 
 
@@ -192,10 +249,15 @@ def test_a_sum_over_an_axis_is_right_on_each_of_its_devices():
 @pytest.mark.full
 @pytest.mark.slow
 def test_two_processes_are_examined_together(tmp_path):
-    request = "model=mlp model.num_layers=4 data=regression mesh=1x2 schedule=1f1b launch.processes=2 run.platform=cpu"
+    request = (
+        "model=mlp model.num_layers=4 data=regression mesh=1x2 schedule=1f1b launch.processes=2 "
+        "run.platform=cpu"
+    )
     command = [sys.executable, "-m", "ppctl.cli", "doctor", *request.split(), "--json"]
     env = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     texts = {f["what"]: f["text"] for f in found["findings"]}

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.usefixtures("in_empty_directory")
 
 
 def test_a_request_reaches_its_command_as_dataclasses(served):
-    assert cli.main(["train", "mesh=1x4", "schedule.num_microbatches=16", "--json", "run.name=x"]) == 0
+    assert (
+        cli.main(["train", "mesh=1x4", "schedule.num_microbatches=16", "--json", "run.name=x"]) == 0
+    )
     [(command, config, as_json)] = served
     assert (command, as_json) == ("train", True)
     assert isinstance(config, Config)
@@ -60,7 +62,9 @@ def test_a_commands_errors_have_their_exit_codes(error, code, text, served, caps
 
 
 def test_a_bug_keeps_its_traceback_and_says_so(served, capsys, monkeypatch):
-    monkeypatch.setattr(sys.modules["ppctl.cli.commands.train"], "train", raising(RuntimeError("boom")))
+    monkeypatch.setattr(
+        sys.modules["ppctl.cli.commands.train"], "train", raising(RuntimeError("boom"))
+    )
     assert cli.main(["train"]) == 1
     err = capsys.readouterr().err
     assert "Traceback" in err
@@ -77,25 +81,34 @@ def test_debug_shows_the_traceback_of_a_wrong_request(capsys, monkeypatch):
 
 def test_a_wrong_request_loads_no_jax_and_is_fast():
     code = (
-        "import sys; from ppctl.cli import main; c = main(['train', 'model.layrs=3']); print(c, 'jax' in sys.modules)"
+        "import sys; from ppctl.cli import main; c = main(['train', 'model.layrs=3']); print(c, "
+        "'jax' in sys.modules)"
     )
     before = os.times().children_user
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["2", "False"]
     assert os.times().children_user - before < 2  # CPU seconds: a busy machine does not count
 
 
 def test_the_console_script_and_the_module_are_the_same_program():
     for program in ([PPCTL], [sys.executable, "-m", "ppctl.cli"]):
-        done = subprocess.run([*program, "train", "mesh=2x"], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*program, "train", "mesh=2x"], capture_output=True, text=True, check=False
+        )
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith("ppctl: mesh=2x is not a mesh")
 
 
-@pytest.mark.parametrize("words", [("schedule", "list", "mesh=1x4"), ("schedule", "show"), ("train", "--help")])
+@pytest.mark.parametrize(
+    "words", [("schedule", "list", "mesh=1x4"), ("schedule", "show"), ("train", "--help")]
+)
 def test_a_reader_that_has_gone_ends_a_command_as_it_ends_others(words):
     env = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen([PPCTL, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as process:
+    with subprocess.Popen(
+        [PPCTL, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
@@ -114,17 +127,27 @@ loud = Loud()
 entry.main = lambda: 7
 entry.end_with_starter = lambda: atexit.register(print, "a handler of others")
 if sys.argv[1:]:
-    sys.modules["jax"] = types.SimpleNamespace(distributed=types.SimpleNamespace(is_initialized=lambda: False))
+    of_one = types.SimpleNamespace(is_initialized=lambda: False)
+    sys.modules["jax"] = types.SimpleNamespace(distributed=of_one)
 entry.console_script()
 """
 
 
 def test_where_jax_was_handlers_run_at_the_end_and_the_interpreter_is_not_torn_down():
-    for words, said in (((), ["a handler of others", "torn down"]), (("jax",), ["a handler of others"])):
-        done = subprocess.run([sys.executable, "-c", ENDING, *words], capture_output=True, text=True, check=False)
+    for words, said in (
+        ((), ["a handler of others", "torn down"]),
+        (("jax",), ["a handler of others"]),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", ENDING, *words], capture_output=True, text=True, check=False
+        )
         assert (done.returncode, done.stdout.splitlines(), done.stderr) == (7, said, "")
 
 
 def test_info_shows_where_the_config_comes_from():
-    done = subprocess.run([PPCTL, "train", "--info", "searchpath"], capture_output=True, text=True, check=True)
-    assert re.search(r"main +\| file://.*conf", done.stdout)  # a process of its own: Hydra adds a log handler
+    done = subprocess.run(
+        [PPCTL, "train", "--info", "searchpath"], capture_output=True, text=True, check=True
+    )
+    assert re.search(
+        r"main +\| file://.*conf", done.stdout
+    )  # a process of its own: Hydra adds a log handler

@@ -25,7 +25,14 @@ def test_a_request_is_a_function_of_its_seed_and_number(tmp_path):
     assert made == [request(7, number, tmp_path) for number in range(300)]
     assert made != [request(8, number, tmp_path) for number in range(300)]
     words = {word for each in made for word in each.words}
-    for name in ("executor=spmd", "executor=mpmd", "executor=reference", "model=custom", "schedule=csv", "mesh=2x2x2"):
+    for name in (
+        "executor=spmd",
+        "executor=mpmd",
+        "executor=reference",
+        "model=custom",
+        "schedule=csv",
+        "mesh=2x2x2",
+    ):
         assert name in words
     assert len({each.mistake for each in made}) > len(MISTAKES) / 2
 
@@ -38,7 +45,10 @@ def judged(monkeypatch, tmp_path, **found):
 
 
 def test_what_commands_refuse_alike_is_no_finding(monkeypatch, tmp_path):
-    assert judged(monkeypatch, tmp_path, plan=REFUSAL, verify=REFUSAL, train=REFUSAL) == ("refused", None)
+    assert judged(monkeypatch, tmp_path, plan=REFUSAL, verify=REFUSAL, train=REFUSAL) == (
+        "refused",
+        None,
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import pytest
-from support.selection import every_other
 
 from ppctl import cli
-from ppctl.cli.choices import all_settings
+from ppctl.cli.choices import all_settings, settings_of
 from ppctl.cli.commands import COMMANDS, COMPOSED
-from ppctl.cli.help import EXAMPLES, MOST_USED
+from ppctl.cli.help_texts import EXAMPLES, MOST_USED
 
 pytestmark = pytest.mark.usefixtures("in_empty_directory")
 
@@ -27,7 +27,14 @@ def test_ppctl_alone_shows_the_commands(argv, capsys):
 def test_help_shows_groups_settings_examples_and_exit_codes(command, capsys):
     assert cli.main([command, "--help"]) == 0
     out = capsys.readouterr().out
-    for text in ("Usage: ", "interleaved | ", "model.num_layers=8", "optimizer steps", "Examples:", "130, 143"):
+    for text in (
+        "Usage: ",
+        "interleaved | ",
+        "model.num_layers=8",
+        "optimizer steps",
+        "Examples:",
+        "130, 143",
+    ):
         assert text in out
     assert max(map(len, out.splitlines())) <= 120
 
@@ -35,7 +42,11 @@ def test_help_shows_groups_settings_examples_and_exit_codes(command, capsys):
 def test_help_of_a_part_without_settings_says_what_it_is(capsys):
     assert cli.main(["train", "--help", "partition"]) == 0
     out = capsys.readouterr().out
-    for text in ("partition=uniform: As many layers", "partition=balanced: ", "partition.layers=...  a list"):
+    for text in (
+        "partition=uniform: As many layers",
+        "partition=balanced: ",
+        "partition.layers=...  a list",
+    ):
         assert text in out
 
 
@@ -46,14 +57,14 @@ def test_help_of_parts_shows_all_their_settings(capsys):
         "schedule=interleaved: ",
         "schedule.num_chunks=2",
         "model.d_model=64",
-        "run.profile.start=null",
+        "run.profile=null",
         "mesh.pp",
     ):
         assert text in out
     assert "swiglu" not in out
 
 
-@pytest.mark.parametrize("line", every_other([line for lines in EXAMPLES.values() for line in lines]))
+@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
 def test_the_examples_of_the_help_compose(line, served, monkeypatch):
     argv = line.split()[1:]
     if "--multirun" in argv:  # each combination is a job; its first one stands for them
@@ -72,7 +83,9 @@ def test_the_launcher_is_served_and_shown_by_train_and_doctor_alone(served, caps
     assert (command, config.launch.processes) == ("launch", 2)
     for command in COMPOSED:
         assert cli.main([command, "--help"]) == 0
-        assert ("launch.max_restarts=0" in capsys.readouterr().out) == (command in ("train", "doctor"))
+        assert ("launch.max_restarts=0" in capsys.readouterr().out) == (
+            command in ("train", "doctor")
+        )
 
 
 def test_a_command_shows_the_groups_that_apply_to_it(capsys):
@@ -128,3 +141,28 @@ def test_bash_completion_of_a_wrong_line_is_silent(capsys, monkeypatch):
 def test_the_completion_script_is_for_ppctl(capsys):
     assert cli.main(["--completion", "bash"]) == 0
     assert "hydra_bash_completion ppctl" in capsys.readouterr().out
+
+
+@dataclass
+class _Commented:
+    """Two forms of comments."""
+
+    # steps between
+    # two saves
+    every: int = 3
+    keep: int = 2  # checkpoints
+    bare: int = 1
+
+    # no comment of a field
+
+    wide: str = "x"  # columns
+
+
+def test_the_text_of_a_setting_is_its_comment_beside_it_or_above_it():
+    about = {key: setting.about for key, setting in settings_of("x", _Commented).items()}
+    assert about == {
+        "x.every": "steps between two saves",
+        "x.keep": "checkpoints",
+        "x.bare": "",
+        "x.wide": "columns",
+    }

@@ -6,11 +6,13 @@ import pytest
 
 from ppctl.cli.compose import compose
 from ppctl.errors import ConfigError
-from ppctl.launch.sweep.jobs import Sweep
+from ppctl.launch.sweep.sweep_jobs import Sweep
 
 
 def test_the_directory_of_a_sweep_is_that_of_its_summary_and_of_its_jobs():
-    sweep = compose(["recipes=tiny", "optim.lr=1e-3,2e-3", "hydra.sweep.dir=here/x"], ["--multirun"], ["train"])
+    sweep = compose(
+        ["recipes=tiny", "optim.lr=1e-3,2e-3", "hydra.sweep.dir=here/x"], ["--multirun"], ["train"]
+    )
     assert isinstance(sweep, Sweep)
     assert sweep.directory == Path("here/x")
     assert len(sweep.jobs) == 2
@@ -20,10 +22,10 @@ def test_the_directory_of_a_sweep_is_that_of_its_summary_and_of_its_jobs():
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("hydra.run.dir=x", r"what a run leaves is in run\.dir\. Use run\.dir=PATH"),
-        ("hydra.sweep.dir=x", r"what a run leaves is in run\.dir"),
-        ("hydra.sweep.subdir=x", r"what a run leaves is in run\.dir"),
-        ("hydra.job.chdir=true", "a run stays in the directory that it is started in"),
+        ("hydra.run.dir=x", r"the files of a run are in run\.dir\. Use run\.dir=PATH"),
+        ("hydra.sweep.dir=x", r"the files of a run are in run\.dir"),
+        ("hydra.sweep.subdir=x", r"the files of a run are in run\.dir"),
+        ("hydra.job.chdir=true", "a run stays in the directory of its start"),
     ],
 )
 def test_a_setting_that_would_be_ignored_is_refused(word, message):

@@ -1,4 +1,6 @@
-"""`ppctl inspect`: what it counts stands in the compiled text, and what it lists is what the executors run."""
+"""`ppctl inspect`: what it counts stands in the compiled text, and what it lists is what the
+executors run.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,17 @@ import json
 import re
 
 import pytest
-from support.selection import few
+from support.selection import full
 
 from ppctl import cli
 from ppctl.cli.compose import compose
 from ppctl.schedule.ir import reads
-from ppctl.schedule.text import task_name
-from ppctl.training.job import assemble
+from ppctl.schedule.schedule_text import task_name
+from ppctl.training.pipeline.job import assemble
 
 TINY = (
-    "model=mlp model.num_layers=4 model.d_model=16 data=regression data.batch_size=16 data.num_rows=1024 "
-    "schedule.num_microbatches=4 run.platform=cpu run.dtype=float32"
+    "model=mlp model.num_layers=4 model.d_model=16 data=regression data.batch_size=16 "
+    "data.num_rows=1024 schedule.num_microbatches=4 run.platform=cpu run.dtype=float32"
 )
 ROWS = 4  # of a microbatch
 
@@ -33,25 +35,24 @@ def job_of(words):
 
 def instructions(hlo, kind):
     """How many instructions of a kind an HLO text has."""
-    return len(re.findall(rf"^\s+(?:ROOT )?%?[\w.\-]+ = .*? {kind}(?:-start)?\(", hlo, re.MULTILINE))
+    return len(
+        re.findall(rf"^\s+(?:ROOT )?%?[\w.\-]+ = .*? {kind}(?:-start)?\(", hlo, re.MULTILINE)
+    )
 
 
-# --- one program -----------------------------------------------------------------------------------------------------
+# --- one program --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("words", "hops"),
-    few(
-        few(
-            [
-                ("mesh=1x2 schedule=zb_v executor.remat=layer", 1),  # of two ranks either is next to the other
-                ("mesh=1x4 schedule=eager_1f1b executor.remat=full", 2),
-                ("mesh=1x2x2 schedule=interleaved executor.remat=none", 2),
-            ],
-            2,
-        ),
-        1,
-    ),
+    [
+        (
+            "mesh=1x2 schedule=zb_v executor.remat=layer",
+            1,
+        ),  # of two ranks either is next to the other
+        full(("mesh=1x4 schedule=eager_1f1b executor.remat=full", 2)),
+        full(("mesh=1x2x2 schedule=interleaved executor.remat=none", 2)),
+    ],
 )
 def test_a_tick_hops_once_each_way_and_the_text_has_what_is_counted(words, hops, tmp_path, capsys):
     out = tmp_path / "new" / "inspected"
@@ -64,7 +65,11 @@ def test_a_tick_hops_once_each_way_and_the_text_has_what_is_counted(words, hops,
     hlo = (out / "step.hlo.txt").read_text()
     assert counted == {kind: instructions(hlo, kind) for kind in counted}
     (hop,) = [each for each in program["collectives"] if each["kind"] == "collective-permute"]
-    assert (hop["instructions"], hop["times"], hop["is_at_most"]) == (hops, job.pipe.ticks.num_ticks, False)
+    assert (hop["instructions"], hop["times"], hop["is_at_most"]) == (
+        hops,
+        job.pipe.ticks.num_ticks,
+        False,
+    )
     assert hop["bytes"] == hops * ROWS // job.config.mesh.fsdp * 16 * 4
     assert all(each["times"] == 1 for each in program["collectives"] if each is not hop)
     assert ("all-gather" in counted) == (job.config.mesh.fsdp > 1 or job.config.mesh.pp > 1)
@@ -81,19 +86,28 @@ def test_a_tick_hops_once_each_way_and_the_text_has_what_is_counted(words, hops,
 
 
 def test_the_terminal_shows_the_summary_then_the_table(capsys):
-    out = ask(capsys, "mesh=1x2 schedule=1f1b executor.idle=compute executor.remat=full")
-    assert out.index("collectives of a step") < out.index("3 scans (ticks 0-0, 1-4, 5-6)") < out.index("0F0>1")
+    out = ask(capsys, "mesh=1x2 schedule=1f1b executor.remat=full")
+    assert (
+        out.index("collectives of a step") < out.index("one scan over 7 ticks") < out.index("0F0>1")
+    )
     permutes = [line.split() for line in out.splitlines() if "collective-permute" in line]
-    counted = sorted(tuple(map(int, row[row.index("pp") + 1 :][:2])) for row in permutes)
-    assert counted == [(1, 1), (1, 2), (2, 4)]  # (instructions, times): a forward's hop, a backward's, both
+    assert [tuple(map(int, row[row.index("pp") + 1 :][:2])) for row in permutes] == [
+        (2, 7)
+    ]  # (instructions, times)
 
 
 def test_gathers_in_a_branch_run_at_most_so_often(capsys):
-    words = "mesh=1x2x2 schedule=gpipe executor.gather=tick executor.remat=full inspect.what=summary --json"
+    words = (
+        "mesh=1x2x2 schedule=gpipe executor.gather=tick executor.remat=full inspect.what=summary "
+        "--json"
+    )
     said = json.loads(ask(capsys, words))
     ticks = job_of(words.removesuffix(" --json")).pipe.ticks
     gathers = [each for each in said["programs"][0]["collectives"] if each["kind"] == "all-gather"]
-    assert {(each["times"], each["is_at_most"]) for each in gathers} == {(1, False), (ticks.num_ticks, True)}
+    assert {(each["times"], each["is_at_most"]) for each in gathers} == {
+        (1, False),
+        (ticks.num_ticks, True),
+    }
     assert "ticks" not in said
 
 
@@ -107,7 +121,7 @@ def test_the_reference_has_texts_and_a_summary_but_no_table(capsys):
     assert ask(capsys, f"{words} inspect.what=stablehlo").startswith("module @jit_step")
 
 
-# --- many programs ---------------------------------------------------------------------------------------------------
+# --- many programs ------------------------------------------------------------------------------
 
 MPMD = "executor=mpmd mesh=2x2 schedule=interleaved executor.remat=none"
 
@@ -133,7 +147,11 @@ def test_the_host_dispatches_the_tasks_in_order_and_deletes_what_is_used_up(caps
         for value in reads(task, schedule.num_stages)
         if schedule.rank_of[value.stage] != schedule.rank_of[task.stage]
     ]
-    between = [each for each in said if each["what"] == "transfer" and re.match(r"(y|gx)\(", each["reads"][0])]
+    between = [
+        each
+        for each in said
+        if each["what"] == "transfer" and re.match(r"(y|gx)\(", each["reads"][0])
+    ]
     assert len(between) == len(crossing)
     gone = set()
     for each in said:
@@ -146,18 +164,32 @@ def test_the_host_dispatches_the_tasks_in_order_and_deletes_what_is_used_up(caps
 
 def test_each_program_is_a_file_in_every_form_and_tasks_say_nothing_to_each_other(listed):
     names = {path.name.split(".")[0] for path in listed.iterdir()} - {"summary", "program"}
-    assert {"fwd_of_stage_0", "fwd_of_stage_1-2", "fwd_of_stage_3", "bwd_of_stage_3", "prepare_of_rank_0"} <= names
+    assert {
+        "fwd_of_stage_0",
+        "fwd_of_stage_1-2",
+        "fwd_of_stage_3",
+        "bwd_of_stage_3",
+        "prepare_of_rank_0",
+    } <= names
     assert {path.name for path in listed.iterdir()} - {"summary.txt", "program.txt"} == {
         f"{name}.{form}.txt" for name in names for form in ("jaxpr", "stablehlo", "hlo")
     }
     summary = (listed / "summary.txt").read_text()
-    reduced = {name for name in names if instructions((listed / f"{name}.hlo.txt").read_text(), "all-reduce")}
+    reduced = {
+        name
+        for name in names
+        if instructions((listed / f"{name}.hlo.txt").read_text(), "all-reduce")
+    }
     assert reduced
     assert not {name for name in reduced if name.startswith(("fwd", "bwd"))}
     for name in names:
-        line = next(line for line in summary.splitlines() if line.strip().startswith(name.replace("_", " ")))
+        line = next(
+            line for line in summary.splitlines() if line.strip().startswith(name.replace("_", " "))
+        )
         assert ("all-reduce" in line) == (name in reduced), line
-    assert re.search(r"^ *0 +1 +\d+ ", summary[summary.index("transfers of a step") :], re.MULTILINE)
+    assert re.search(
+        r"^ *0 +1 +\d+ ", summary[summary.index("transfers of a step") :], re.MULTILINE
+    )
 
 
 def test_the_listing_has_both_ends_of_a_transfer(listed):
@@ -169,48 +201,66 @@ def test_the_listing_has_both_ends_of_a_transfer(listed):
 
 
 def test_a_stage_and_a_task_choose_one_program(capsys):
-    hlo = ask(capsys, f"{MPMD} inspect.stage=2 inspect.task=F inspect.what=hlo")
+    hlo = ask(capsys, f"{MPMD} inspect.task=2F inspect.what=hlo")
     assert hlo.startswith("HloModule jit_F")
-    listing = ask(capsys, f"{MPMD} inspect.stage=2 inspect.task=B inspect.what=program")
+    listing = ask(capsys, f"{MPMD} inspect.task=2B inspect.what=program")
     assert re.findall(r"bwd_\d__\d", listing) == [f"bwd_2__{m}" for m in range(4)]
     assert "rank 1" not in listing
-    summary = json.loads(ask(capsys, f"{MPMD} inspect.stage=1 inspect.task=finish inspect.what=summary --json"))
+    summary = json.loads(ask(capsys, f"{MPMD} inspect.task=1finish inspect.what=summary --json"))
     assert [(each["name"], each["ranks"], each["runs"]) for each in summary["programs"]] == [
         ("finish of rank 1", [1], 1)
     ]
 
 
 def test_without_a_barrier_the_step_is_the_one_that_is_tried(capsys):
-    words = "executor=mpmd mesh=1x2 schedule=zb_h1 executor.post_validation=true inspect.what=program"
+    words = (
+        "executor=mpmd mesh=1x2 schedule=zb_h1 executor.post_validation=true inspect.what=program"
+    )
     out = ask(capsys, words)
     assert re.search(r"\btry\b", out)
     assert re.search(r"bwd_w_1__3", out)
     assert "update" not in out
 
 
-# --- faults ----------------------------------------------------------------------------------------------------------
+# --- faults -------------------------------------------------------------------------------------
 
 SPMD = "mesh=1x2 schedule=1f1b"
 FAULTS = [
-    (f"{SPMD} inspect.what=llvm", "inspect.what=llvm is not one of summary, program, jaxpr, stablehlo, hlo"),
-    (f"{SPMD} inspect.stage=1", "inspect.stage=1 chooses among the programs of executor=mpmd, but executor=spmd is"),
+    (
+        f"{SPMD} inspect.what=llvm",
+        "inspect.what=llvm is not one of summary, program, jaxpr, stablehlo, hlo",
+    ),
+    (
+        f"{SPMD} inspect.task=1",
+        "inspect.task=1 chooses among the programs of executor=mpmd, but executor=spmd is",
+    ),
     (f"{SPMD} inspect.task=F", "inspect.task=F chooses among the programs of executor=mpmd"),
     (f"{SPMD} inspect.out=", "inspect.out= names no directory"),
-    (f"{SPMD} inspect.out=/proc/none/here", "inspect.out=/proc/none/here cannot be a directory: No such file"),
-    (f"{SPMD} inspect.stage=-1", "inspect.stage=-1 must be"),
+    (
+        f"{SPMD} inspect.out=/proc/none/here",
+        "inspect.out=/proc/none/here cannot be a directory: No such file",
+    ),
+    (f"{MPMD} inspect.task=-1", "inspect.task=-1 is not a stage"),
     (f"{SPMD} run.distributed=auto", "ppctl inspect runs in one process, but run.distributed=auto"),
-    ("mesh=1x1 schedule=gpipe executor=reference inspect.what=program", "executor=reference has neither ticks nor"),
-    (f"{MPMD} inspect.stage=4", "inspect.stage=4: interleaved on 2 ranks has stages 0 to 3"),
-    (f"{MPMD} inspect.task=W", "inspect.task=W is no program. Use one of prepare, F, B, reduce, mean, finish"),
+    (
+        "mesh=1x1 schedule=gpipe executor=reference inspect.what=program",
+        "executor=reference has neither ticks nor",
+    ),
+    (f"{MPMD} inspect.task=4", "inspect.task=4: interleaved on 2 ranks has stages 0 to 3"),
+    (
+        f"{MPMD} inspect.task=W",
+        "inspect.task=W is no program. Use one of prepare, F, B, reduce, mean, finish",
+    ),
     (f"{MPMD} inspect.what=hlo", "inspect.what=hlo is the text of one program, and there are"),
     (
-        "executor=mpmd mesh=1x2 schedule=1f1b executor.remat=full inspect.stage=1 inspect.task=F",
-        "no program of stage 1 and its rank. With executor.remat=full the last stage's forward is left to its backward",
+        "executor=mpmd mesh=1x2 schedule=1f1b executor.remat=full inspect.task=1F",
+        "no program of stage 1 and its rank. With executor.remat=full the last stage's forward "
+        "is left to its backward",
     ),
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), few(FAULTS, 6), ids=[message[:40] for _, message in FAULTS])
+@pytest.mark.parametrize(("words", "message"), FAULTS, ids=[message[:40] for _, message in FAULTS])
 def test_a_wrong_request_is_one_line(words, message, capsys):
     said = ask(capsys, words, code=2)
     assert message in said
@@ -218,7 +268,7 @@ def test_a_wrong_request_is_one_line(words, message, capsys):
 
 
 def test_a_refused_request_leaves_no_directory(tmp_path, capsys):
-    ask(capsys, f"{MPMD} inspect.stage=9 inspect.out={tmp_path / 'new'}", code=2)
+    ask(capsys, f"{MPMD} inspect.task=9 inspect.out={tmp_path / 'new'}", code=2)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,4 +1,6 @@
-"""With `--json` what ends a command is one document on stdout too; the line on stderr and the exit code stay."""
+"""With `--json` what ends a command is one document on stdout too; the line on stderr and the exit
+code stay.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ from ppctl import cli, errors
 from ppctl.cli.commands import COMMANDS, COMPOSED
 from ppctl.cli.show_error import show_error
 from ppctl.errors import PpctlError, error_document
-from ppctl.launch.local import ERROR_FILE, error_of
+from ppctl.launch.local_processes import ERROR_FILE, error_of
 
 pytestmark = pytest.mark.usefixtures("in_empty_directory")
-ERRORS = [each for _, each in inspect.getmembers(errors, inspect.isclass) if issubclass(each, PpctlError)]
+ERRORS = [
+    each for _, each in inspect.getmembers(errors, inspect.isclass) if issubclass(each, PpctlError)
+]
 PAGE = Path(__file__).parents[2] / "docs/command-line.md"
 
 
@@ -30,7 +34,9 @@ def outcome(capsys, *words):
     return code, *capsys.readouterr()
 
 
-@pytest.mark.parametrize("command", [each for each in COMMANDS if each != "init"])  # which has no --json
+@pytest.mark.parametrize(
+    "command", [each for each in COMMANDS if each != "init"]
+)  # which has no --json
 def test_every_command_says_a_mistake_as_json_and_as_before(command, served, capsys):
     words = [command, "--no-such-option"]
     code, out, err = outcome(capsys, *words)
@@ -58,7 +64,9 @@ def raising(error):
     return serve
 
 
-@pytest.mark.parametrize("error", [*(each("x.") for each in ERRORS if each is not errors.DamagedError), KeyError("x")])
+@pytest.mark.parametrize(
+    "error", [*(each("x.") for each in ERRORS if each is not errors.DamagedError), KeyError("x")]
+)
 def test_kinds_are_stable_words_that_the_page_lists(error, served, capsys, monkeypatch):
     monkeypatch.setattr(sys.modules["ppctl.cli.commands.train"], "train", raising(error))
     code, out, err = outcome(capsys, "train", "--json")
@@ -93,7 +101,10 @@ def test_the_kinds():
     ("message", "remedy"),
     [
         ("optim.lr=0 must be positive. Use 1e-3.", "Use 1e-3."),
-        ("a is a part of 2 names: ab, ba. Use more of one, or a path.", "Use more of one, or a path."),
+        (
+            "a is a part of 2 names: ab, ba. Use more of one, or a path.",
+            "Use more of one, or a path.",
+        ),
         ("x is wrong. Did you mean y? (settings: y, z)", "Did you mean y? (settings: y, z)"),
         (
             "b is there. Move it away, or name another. It is of no run.",
@@ -107,13 +118,23 @@ def test_the_kinds():
     ],
 )
 def test_the_remedy_is_the_part_that_says_what_to_do(message, remedy):
-    assert error_document("config", message)["error"] == {"kind": "config", "message": message, "remedy": remedy}
+    assert error_document("config", message)["error"] == {
+        "kind": "config",
+        "message": message,
+        "remedy": remedy,
+    }
 
 
 def test_an_interrupt_and_a_full_disk_are_errors_too(served, capsys, monkeypatch):
-    monkeypatch.setattr(sys.modules["ppctl.cli.commands.train"], "train", raising(KeyboardInterrupt()))
+    monkeypatch.setattr(
+        sys.modules["ppctl.cli.commands.train"], "train", raising(KeyboardInterrupt())
+    )
     code, out, err = outcome(capsys, "train", "--json")
-    assert (code, json.loads(out)["error"]["kind"], err) == (130, "interrupted", "ppctl: interrupted.\n")
+    assert (code, json.loads(out)["error"]["kind"], err) == (
+        130,
+        "interrupted",
+        "ppctl: interrupted.\n",
+    )
     words = [sys.executable, "-m", "ppctl.cli", "schedule", "list", "--json"]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, env=BY_USER)
@@ -122,18 +143,24 @@ def test_an_interrupt_and_a_full_disk_are_errors_too(served, capsys, monkeypatch
 
 def test_ctrl_c_while_jax_loads_is_said_as_json():
     code = (
-        "import os, signal, sys, types; sys.modules['jax'] = types.ModuleType('jax'); sys.argv[1:] = ['x', '--json']\n"
-        "from ppctl.cli import entry; signal.signal(signal.SIGINT, entry._end_at_once); os.kill(os.getpid(), 2)"
+        "import os, signal, sys, types; sys.modules['jax'] = types.ModuleType('jax'); "
+        "sys.argv[1:] = ['x', '--json']\n"
+        "from ppctl.cli import entry; signal.signal(signal.SIGINT, entry._end_at_once); "
+        "os.kill(os.getpid(), 2)"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=BY_USER)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=BY_USER
+    )
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGINT, "ppctl: interrupted.\n")
     assert json.loads(ended.stdout)["error"]["kind"] == "interrupted"
 
 
-# --- of several processes --------------------------------------------------------------------------------------------
+# --- of several processes -----------------------------------------------------------------------
 
 
-def test_a_process_that_was_launched_leaves_its_error_to_the_launcher(tmp_path, capsys, monkeypatch):
+def test_a_process_that_was_launched_leaves_its_error_to_the_launcher(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "0"))
     show_error("data", "no data.", ["train", "--json"])
     assert capsys.readouterr() == ("", "ppctl: no data.\n")
@@ -169,9 +196,18 @@ sys.modules["ppctl.cli.commands.train"].train = train
 def test_one_document_is_said_of_a_run_of_two_processes(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(STAND_IN)
     env = BY_USER | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    words = ["train", "mesh=1x2", "launch.processes=2", "launch.max_restarts=1", "run.platform=cpu", "--json"]
+    words = [
+        "train",
+        "mesh=1x2",
+        "launch.processes=2",
+        "launch.max_restarts=1",
+        "run.platform=cpu",
+        "--json",
+    ]
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "ppctl.cli", *words], capture_output=True, text=True, env=env)
+    done = subprocess.run(
+        [sys.executable, "-m", "ppctl.cli", *words], capture_output=True, text=True, env=env
+    )
     assert (done.returncode, time.monotonic() - began < 60) == (2, True)
     assert json.loads(done.stdout) == error_document("data", "no data. Use other data.")
     assert "ppctl: no data. Use other data.\n" in done.stderr

@@ -11,27 +11,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.files import write
-from support.selection import few
 
 from ppctl import cli
 
 PPCTL = str(Path(sys.executable).parent / "ppctl")
 pytestmark = pytest.mark.usefixtures("in_empty_directory")
 
-# A stand-in for `ppctl train` in the jobs of a sweep, which are processes, and for the check of their data: Python
-# imports sitecustomize at its start.
+# A stand-in for `ppctl train` in the jobs of a sweep, which are processes: Python imports
+# sitecustomize at its start.
 STAND_IN = """
 import json, os, signal, sys, time, types
-
-if "ppctl.training.data_check" in sys.orig_argv:
-    print(json.dumps([None] * len(json.load(sys.stdin))), flush=True)
-    os._exit(0)
 
 def train(config, words, *, as_json):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        print(json.dumps({"layers": config.model.num_layers, "dir": config.run.dir, "as_json": as_json}), flush=True)
+        shown = {"layers": config.model.num_layers, "dir": config.run.dir, "as_json": as_json}
+        print(json.dumps(shown), flush=True)
         if config.run.seed == 9:  # a long run
             for _ in range(3000):  # a signal just before a sleep begins is heard after it
                 time.sleep(0.1)
@@ -59,7 +54,9 @@ def sweep(environment, *words):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_a_sweep_runs_each_job_in_its_own_process_and_directory(jobs_environment, in_empty_directory):
+def test_a_sweep_runs_each_job_in_its_own_process_and_directory(
+    jobs_environment, in_empty_directory
+):
     done = sweep(jobs_environment, "model.num_layers=2,3,4", "run.name=abc", "--json")
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert results == [
@@ -69,7 +66,9 @@ def test_a_sweep_runs_each_job_in_its_own_process_and_directory(jobs_environment
     rows = re.findall(r"^ \d: model.num_layers=(\d) +(\w+)", done.stderr, re.MULTILINE)
     assert rows == [("2", "finished"), ("3", "failed"), ("4", "finished")]
     assert "ppctl: job 1: model.num_layers=3: ended with exit code 1\n" in done.stderr
-    left = {str(path.relative_to("runs/abc")) for path in Path("runs/abc").rglob("*") if path.is_file()}
+    left = {
+        str(path.relative_to("runs/abc")) for path in Path("runs/abc").rglob("*") if path.is_file()
+    }
     assert left == {"multirun.yaml", "sweep.csv", "sweep.json", "sweep.html"}
 
 
@@ -91,34 +90,40 @@ def test_a_sweeps_directories_have_names_that_are_one_path_component(jobs_enviro
 def test_a_job_that_is_refused_does_not_stop_the_others(jobs_environment):
     done = sweep(jobs_environment, "data.batch_size=7,16")
     assert done.returncode == 1
-    assert "ppctl: job 0: data.batch_size=7: refused: data.batch_size=7 is not a multiple" in done.stderr
-    assert [json.loads(line)["dir"] for line in done.stdout.splitlines()] == ["runs/default/data.batch_size=16"]
+    assert (
+        "ppctl: job 0: data.batch_size=7: refused: data.batch_size=7 is not a multiple"
+        in done.stderr
+    )
+    assert [json.loads(line)["dir"] for line in done.stdout.splitlines()] == [
+        "runs/default/data.batch_size=16"
+    ]
 
 
 @pytest.mark.parametrize(
-    ("command", "seeds"), few([("verify", [1, 2]), ("train hydra.launcher.jobs=2", [2, 1]), ("train", [1, 2])], 2)
+    ("command", "seeds"),
+    [("verify", [1, 2]), ("train hydra.launcher.jobs=2", [2, 1]), ("train", [1, 2])],
 )
-def test_a_sweep_is_composed_and_checked_before_anything_runs(command, seeds, served, monkeypatch, in_empty_directory):
+def test_a_sweep_is_composed_and_checked_before_anything_runs(
+    command, seeds, served, monkeypatch, in_empty_directory
+):
     sweeps = []
-    monkeypatch.setattr("ppctl.launch.sweep.sweep.run_sweep", lambda found, *given: sweeps.append(found) or 0)
+    monkeypatch.setattr(
+        "ppctl.launch.sweep.run_sweep.run_sweep", lambda found, *given: sweeps.append(found) or 0
+    )
     words = command.split()
-    assert cli.main([words[0], "-m", f"run.seed={seeds[0]},{seeds[1]}", "optim.lr=0.1", *words[1:]]) == 0
+    assert (
+        cli.main([words[0], "-m", f"run.seed={seeds[0]},{seeds[1]}", "optim.lr=0.1", *words[1:]])
+        == 0
+    )
     [found] = sweeps
     assert [job.values for job in found.jobs] == [{"run.seed": seed} for seed in seeds]
     assert found.num_parallel == (2 if len(words) > 1 else 1)
     assert found.trains == (words[0] == "train")
-    assert [job.config.run.dir for job in found.jobs] == [f"runs/default/run.seed={seed}" for seed in seeds]
+    assert [job.config.run.dir for job in found.jobs] == [
+        f"runs/default/run.seed={seed}" for seed in seeds
+    ]
     assert found.jobs[0].words == (words[0], f"run.seed={seeds[0]}", "optim.lr=0.1")
     assert (served, list(in_empty_directory.iterdir())) == ([], [])
-
-
-def test_a_file_may_describe_a_sweep(monkeypatch, in_empty_directory):
-    sweeps = []
-    monkeypatch.setattr("ppctl.launch.sweep.sweep.run_sweep", lambda found, *given: sweeps.append(found) or 0)
-    text = "# @package _global_\nhydra: {sweeper: {params: {run.seed: '1,2'}}, launcher: {jobs: 3}}\n"
-    write(in_empty_directory / "mine/recipes/both.yaml", text)
-    assert cli.main(["train", "-m", "recipes=both", "--config-dir", "mine"]) == 0
-    assert ([job.swept for job in sweeps[0].jobs], sweeps[0].num_parallel) == ([("run.seed=1",), ("run.seed=2",)], 3)
 
 
 @pytest.mark.parametrize(
@@ -130,11 +135,18 @@ def test_a_file_may_describe_a_sweep(monkeypatch, in_empty_directory):
         pytest.param(signal.SIGTERM, 143, "", 2, marks=pytest.mark.full),
     ],
 )
-def test_an_interrupted_sweep_waits_for_its_jobs_and_starts_no_other(number, code, last, side, jobs_environment):
+def test_an_interrupted_sweep_waits_for_its_jobs_and_starts_no_other(
+    number, code, last, side, jobs_environment
+):
     command = [PPCTL, "train", "--multirun", "run.seed=9", "model.num_layers=1,2,4", "--json"]
     command += [f"hydra.launcher.jobs={side}"]
     with subprocess.Popen(
-        command, env=jobs_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env=jobs_environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as process:
         assert process.stdout is not None
         layers = {json.loads(process.stdout.readline())["layers"] for _ in range(side)}
@@ -147,5 +159,7 @@ def test_an_interrupted_sweep_waits_for_its_jobs_and_starts_no_other(number, cod
     assert (process.returncode, out.split()) == (code, [last] * side * bool(last))
     assert err.count(f"interrupted ({code})") == side
     assert "ppctl: job 2: model.num_layers=4: running" not in err
-    states = [record["status"] for record in json.loads(Path("runs/default/sweep.json").read_text())]
+    states = [
+        record["status"] for record in json.loads(Path("runs/default/sweep.json").read_text())
+    ]
     assert states == ["interrupted"] * side + ["not started"] * (3 - side)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ppctl.cli.overrides import resumption, started_with
-from ppctl.launch.local import STARTED_WITH
+from ppctl.cli.resume_command import resumption, started_with
+from ppctl.launch.local_processes import STARTED_WITH
 
 WORDS = ["--config-dir=mine", "recipes=big", "run.name=a b", "schedule=gpipe"]
 
@@ -22,10 +22,17 @@ def run_of(tmp_path):
     def make(words, **run):
         run_dir = tmp_path / "runs" / "x"
         run_dir.mkdir(parents=True)
-        (run_dir / "config.yaml").write_text(yaml.safe_dump({"run": {"dir": str(run_dir), "resume": "auto"} | run}))
-        records = [{"status": "started", "overrides": ["of an earlier start"]}, {"status": "failed"}]
+        (run_dir / "config.yaml").write_text(
+            yaml.safe_dump({"run": {"dir": str(run_dir), "resume": "auto"} | run})
+        )
+        records = [
+            {"status": "started", "overrides": ["of an earlier start"]},
+            {"status": "failed"},
+        ]
         records += [{"status": "started", "overrides": words}, {"status": "interrupted"}]
-        (run_dir / "status.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (run_dir / "status.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records)
+        )
         return run_dir
 
     return make
@@ -45,7 +52,10 @@ def test_a_run_that_was_moved_goes_on_where_it_is(run_of, tmp_path):
 
 @pytest.mark.parametrize("typed", [["run.resume=never"], []], ids=["typed", "of a recipe"])
 def test_a_run_that_was_to_start_anew_goes_on_with_its_own_checkpoints(run_of, typed):
-    assert list(resumption(run_of([*WORDS, *typed], resume="never")).words) == [*WORDS, "run.resume=auto"]
+    assert list(resumption(run_of([*WORDS, *typed], resume="never")).words) == [
+        *WORDS,
+        "run.resume=auto",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from support.environment import BY_USER
 from support.run_pages import make, record, words_of, write
-from support.selection import every_other
 
 from ppctl import cli
 from ppctl.cli.commands.report import EXAMPLES, HELP
@@ -26,14 +25,29 @@ def empty_directory(tmp_path, monkeypatch):
     return tmp_path
 
 
-# --- one run ---------------------------------------------------------------------------------------------------------
+# --- one run ------------------------------------------------------------------------------------
 
 
 def test_the_page_of_a_run_says_how_it_stands_and_predicted_vs_measured(capsys):
     run_dir = make("a")
-    (run_dir / "eval.jsonl").write_text('{"step": 4, "eval_loss": 2.5}\n{"step": 8, "eval_loss": 1.5}\n')
-    started = {"status": "started", "step": 0, "host": "node7", "pid": 1, "is_locked": True, "at": 1.8e9}
+    (run_dir / "eval.jsonl").write_text(
+        '{"step": 4, "eval_loss": 2.5}\n{"step": 8, "eval_loss": 1.5}\n'
+    )
+    started = {
+        "status": "started",
+        "step": 0,
+        "host": "node7",
+        "pid": 1,
+        "is_locked": True,
+        "at": 1.8e9,
+    }
     started |= {"num_devices": 8, "num_processes": 1, "num_cores": 2}
+    started["overrides"] = [
+        "mesh=1x2",
+        "model.num_layers=4",
+        "schedule=gpipe",
+        "schedule.num_microbatches=4",
+    ]
     (run_dir / "status.jsonl").write_text(
         json.dumps(started) + '\n{"status": "failed", "reason": "disk full.", "at": 1}\n'
     )
@@ -44,7 +58,9 @@ def test_the_page_of_a_run_says_how_it_stands_and_predicted_vs_measured(capsys):
     for name in ("tensorboard", "profile", "timeline"):
         (run_dir / name).mkdir()
     (run_dir / "timeline/timeline.html").touch()
-    (run_dir / "timeline/timeline.csv").write_text("rank,task,start_s,end_s\n0,0F0,0,3\n1,1F0,0,2\n1,1F1,3,4\n")
+    (run_dir / "timeline/timeline.csv").write_text(
+        "rank,task,start_s,end_s\n0,0F0,0,2\n0,0B0,3,4\n1,1F0,0,2\n1,1B0,3,4\n"
+    )
     text, said = write(capsys, "a")
     seen = words_of(text)
     for expected in (
@@ -52,7 +68,7 @@ def test_the_page_of_a_run_says_how_it_stands_and_predicted_vs_measured(capsys):
         "Loss 0.4444 of the newest step",
         "Eval loss 1.5000 the newest",
         "Step time 0.5 s median, predicted 0.4 s",
-        "Speed 10,000 tokens/s median",
+        "Speed 10,000 tok/s median",
         "Bubble 20.0% predicted; ideal: 12.5% ; measured in one step: 25.0%",
         "step time 0.4 s 0.5 s 1.25",
         "bubble 20.0% 25.0% 1.25",
@@ -72,7 +88,7 @@ def test_the_page_of_a_run_says_how_it_stands_and_predicted_vs_measured(capsys):
         "Loss",
         "Gradient norm",
         "Learning rate",
-        "Speed, tokens/s, over 5 steps",
+        "Speed, tok/s, over 5 steps",
         "Step times, number of steps",
     ):
         assert f"<figcaption>{title}</figcaption><svg" in text
@@ -87,7 +103,10 @@ def test_the_page_of_a_run_says_how_it_stands_and_predicted_vs_measured(capsys):
 
 
 def test_mfu_and_rows_are_told_where_they_are_recorded(capsys):
-    rows = [{"step": step, "loss": 1.0, "step_time_s": 0.1, "rows_per_s": 80.0, "mfu_fraction": 0.4} for step in (1, 2)]
+    rows = [
+        {"step": step, "loss": 1.0, "step_time_s": 0.1, "rows_per_s": 80.0, "mfu_fraction": 0.4}
+        for step in (1, 2)
+    ]
     make("a", rows)
     seen = words_of(write(capsys, "a")[0])
     assert "Speed 80 rows/s median" in seen
@@ -98,24 +117,41 @@ def test_steps_that_are_far_slower_than_the_median_are_named(capsys):
     slow = {7: 2.0, 30: 9.0}
     make("a", [record(step, step_time_s=slow.get(step, 0.5)) for step in range(1, 101)])
     text, said = write(capsys, "a")
-    told = "2 steps took more than 3 times the median of 0.5 s; the slowest: step 30 9 s, step 7 2 s"
+    told = (
+        "2 steps took more than 3 times the median of 0.5 s; the slowest: step 30 9 s, step 7 2 s"
+    )
     assert told in words_of(text)
-    assert said["runs"][0]["slow_steps"] == [{"step": 30, "step_time_s": 9.0}, {"step": 7, "step_time_s": 2.0}]
+    assert said["runs"][0]["slow_steps"] == [
+        {"step": 30, "step_time_s": 9.0},
+        {"step": 7, "step_time_s": 2.0},
+    ]
     make("b", [record(step, step_time_s=1.0 if step == 7 else 0.5) for step in range(1, 101)])
     warnings = write(capsys, "b")[1]["runs"][0]["warnings"]
-    assert all(each.startswith("config.yaml has no") for each in warnings)  # those of these tests are short
+    assert all(
+        each.startswith("config.yaml has no") for each in warnings
+    )  # those of these tests are short
 
 
 def test_steps_that_warm_up_after_a_start_are_not_told_as_slow(capsys):
     slow = (1, 2, 3, 51, 52, 53)
-    run_dir = make("a", [record(step, step_time_s=9.0 if step in slow else 0.5) for step in range(1, 101)])
+    run_dir = make(
+        "a", [record(step, step_time_s=9.0 if step in slow else 0.5) for step in range(1, 101)]
+    )
     starts = ({"status": "started", "step": step, "at": 1.0} for step in (0, 50, "?"))
     (run_dir / "status.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
     text, said = write(capsys, "a")
-    assert "2 steps took more than 3 times the median of 0.5 s; the slowest: step 3 9 s, step 53 9 s" in words_of(text)
+    assert (
+        "2 steps took more than 3 times the median of 0.5 s; the slowest: step 3 9 s, step 53 9 s"
+        in words_of(text)
+    )
     assert [each["step"] for each in said["runs"][0]["slow_steps"]] == [3, 53]
-    (run_dir / "status.jsonl").unlink()  # begun by an older ppctl
-    assert [each["step"] for each in write(capsys, "a")[1]["runs"][0]["slow_steps"]] == [3, 51, 52, 53]
+    (run_dir / "status.jsonl").unlink()  # as of an imported model
+    assert [each["step"] for each in write(capsys, "a")[1]["runs"][0]["slow_steps"]] == [
+        3,
+        51,
+        52,
+        53,
+    ]
 
 
 def test_a_run_of_warm_up_alone_has_no_slow_step(capsys):
@@ -124,7 +160,10 @@ def test_a_run_of_warm_up_alone_has_no_slow_step(capsys):
 
 
 def test_losses_that_are_not_finite_are_crosses_and_a_warning(capsys):
-    records = [record(step, **({"loss": None, "grad_norm": None} if step in (5, 9) else {})) for step in range(1, 10)]
+    records = [
+        record(step, **({"loss": None, "grad_norm": None} if step in (5, 9) else {}))
+        for step in range(1, 10)
+    ]
     make("a", records)
     text, said = write(capsys, "a")
     assert "the loss is not finite at 2 steps, first at step 5" in words_of(text)
@@ -147,10 +186,15 @@ def test_what_files_hold_is_escaped(capsys):
             }
         )
     )
-    status = {"status": "started", "host": evil, "step": evil, "at": 1.0}, {"status": "failed", "reason": evil}
+    status = (
+        {"status": "started", "host": evil, "step": evil, "at": 1.0},
+        {"status": "failed", "reason": evil},
+    )
     (run_dir / "status.jsonl").write_text("".join(json.dumps(each) + "\n" for each in status))
     (run_dir / "checkpoints/1/meta").mkdir(parents=True)
-    (run_dir / "checkpoints/1/meta/data.json").write_text(json.dumps({"meta": {"versions": {evil: evil}}}))
+    (run_dir / "checkpoints/1/meta/data.json").write_text(
+        json.dumps({"meta": {"versions": {evil: evil}}})
+    )
     make("other")
     for words in (["a&b <i>"], ["a&b <i>", "other"]):
         text, _ = write(capsys, *words)
@@ -161,22 +205,32 @@ def test_what_files_hold_is_escaped(capsys):
 
 @pytest.mark.parametrize(
     ("made", "told"),
-    every_other(
-        [
-            ({"records": []}, "metrics.jsonl is empty"),
-            ({"records": []}, "no step is recorded"),
-            ({"last": '{"step": 10, "lo'}, "the last line of metrics.jsonl is torn"),
-            ({"last": "?\n" + json.dumps(record(10)) + "\n"}, "1 line of metrics.jsonl is no record"),
-            ({"last": '{"loss": 1.0}\n'}, "1 record of metrics.jsonl without a step, left out"),
-            ({"last": json.dumps(record(3)) + "\n"}, "steps of metrics.jsonl are not in order, or there twice"),
-            ({"last": '{"step": 10, "loss": 1e999, "step_time_s": NaN}\n'}, "the loss is not finite at step 10"),
-            ({"last": '{"step": 10, "loss": 1e300, "lr": -1e300}\n'}, "the loss is not finite at step 10"),
-            ({"records": [record(1, loss=None)]}, "the loss is not finite at step 1"),
-            ({"records": [{"step": 10**400, "loss": 1.0}]}, "1 record of metrics.jsonl without a step"),
-            ({"records": [record(1, step_time_s=0.0, tokens_per_s=0, grad_norm=-1.0)]}, "To know"),
-            ({"records": [record(1, memory_bytes="x", predicted_step_time_s=[], loss={})]}, "not finite at step 1"),
-        ]
-    ),
+    [
+        ({"records": []}, "metrics.jsonl is empty"),
+        ({"records": []}, "no step is recorded"),
+        ({"last": '{"step": 10, "lo'}, "the last line of metrics.jsonl is torn"),
+        ({"last": "?\n" + json.dumps(record(10)) + "\n"}, "1 line of metrics.jsonl is no record"),
+        ({"last": '{"loss": 1.0}\n'}, "1 record of metrics.jsonl without a step, left out"),
+        (
+            {"last": json.dumps(record(3)) + "\n"},
+            "steps of metrics.jsonl are not in order, or there twice",
+        ),
+        (
+            {"last": '{"step": 10, "loss": 1e999, "step_time_s": NaN}\n'},
+            "the loss is not finite at step 10",
+        ),
+        (
+            {"last": '{"step": 10, "loss": 1e300, "lr": -1e300}\n'},
+            "the loss is not finite at step 10",
+        ),
+        ({"records": [record(1, loss=None)]}, "the loss is not finite at step 1"),
+        ({"records": [{"step": 10**400, "loss": 1.0}]}, "1 record of metrics.jsonl without a step"),
+        ({"records": [record(1, step_time_s=0.0, tokens_per_s=0, grad_norm=-1.0)]}, "step 1 of 9"),
+        (
+            {"records": [record(1, memory_bytes="x", predicted_step_time_s=[], loss={})]},
+            "not finite at step 1",
+        ),
+    ],
 )
 def test_a_damaged_run_is_a_page_that_says_so(made, told, capsys):
     make("a", **made)
@@ -201,7 +255,7 @@ def test_a_run_without_metrics_or_settings_is_a_page_too(capsys):
     assert "checkpoints step 3" in words_of(write(capsys, "a")[0])
 
 
-# --- faults ----------------------------------------------------------------------------------------------------------
+# --- faults -------------------------------------------------------------------------------------
 
 FAULTS = [
     ("", r"`ppctl report` needs a run: ppctl report RUN. `ppctl runs` lists them"),
@@ -212,7 +266,10 @@ FAULTS = [
     ("abc --out x.pdf", "--out x.pdf: a report is html. Name a FILE.html"),
     ("abc --out no/x.html", "--out no/x.html cannot be written: there is no directory no"),
     ("abc --out dir.html", "--out dir.html cannot be written: it is a directory"),
-    ("abc --out mine.html", "--out mine.html: there is such a file, which is no report of ppctl. Move it away"),
+    (
+        "abc --out mine.html",
+        "--out mine.html: there is such a file, which is no report of ppctl. Move it away",
+    ),
     ("abc --out pipe.html", "--out pipe.html: there is such a file, which is no report"),
     ("cab", "runs/cab/report.html: there is such a file, which is no report"),
     ("abc --out", "argument --out: expected one argument"),
@@ -241,7 +298,9 @@ def test_a_wrong_request_is_one_line_and_overwrites_nothing(line, message, capsy
 
 def test_without_runs_a_path_is_asked_for(capsys):
     assert cli.main(["report", "tiny"]) == 2
-    assert "tiny is no run, and none is in runs/ here. Give the path of one" in capsys.readouterr().err
+    assert (
+        "tiny is no run, and none is in runs/ here. Give the path of one" in capsys.readouterr().err
+    )
 
 
 def test_a_report_is_written_again_and_a_run_may_be_anywhere(capsys):
@@ -254,7 +313,7 @@ def test_a_report_is_written_again_and_a_run_may_be_anywhere(capsys):
     assert '<a href="there%20%3Cnow%3E/a">' in text
 
 
-# --- help, completion, size, speed -----------------------------------------------------------------------------------
+# --- help, completion, size, speed --------------------------------------------------------------
 
 
 def test_help_says_what_there_is(capsys):
@@ -283,8 +342,15 @@ def test_bash_completes(line, expected, capsys, monkeypatch):
 
 
 def test_a_page_of_many_steps_is_small_and_starts_no_jax():
-    make("long", [record(1 + step, loss=1 / (1 + step % 977)) for step in range(10_000)], num_steps=10_000)
-    code = "import sys; from ppctl import cli; code = cli.main(sys.argv[1:]); print(code, 'jax' in sys.modules)"
+    make(
+        "long",
+        [record(1 + step, loss=1 / (1 + step % 977)) for step in range(10_000)],
+        num_steps=10_000,
+    )
+    code = (
+        "import sys; from ppctl import cli; code = cli.main(sys.argv[1:]); print(code, 'jax' in "
+        "sys.modules)"
+    )
     words = [sys.executable, "-c", code, "report", "long"]
     done = subprocess.run(words, env=BY_PATH, capture_output=True, text=True, check=True)
     assert done.stdout == "0 False\n"

@@ -13,7 +13,12 @@ pytestmark = pytest.mark.usefixtures("in_empty_directory")
 
 def test_several_runs_are_a_table_of_what_differs_and_labelled_curves(capsys):
     make("first", schedule="gpipe")
-    make("second", [record(step, tokens_per_s=2e4) for step in range(1, 6)], schedule="1f1b", layers=8)
+    make(
+        "second",
+        [record(step, tokens_per_s=2e4) for step in range(1, 6)],
+        schedule="1f1b",
+        layers=8,
+    )
     text, said = write(capsys, "first", "second")
     assert said["file"] == "report.html"
     assert [run["differs"] for run in said["runs"]] == [
@@ -37,7 +42,7 @@ def test_runs_that_share_nothing_are_compared(capsys):
     make("c")
     text, _ = write(capsys, "a", "b", "c", "--out", "abc.html")
     assert "rows/s" in text
-    assert "tokens/s" in text
+    assert "tok/s" in text
     assert "b: config.yaml is missing" in words_of(text)
 
 
@@ -47,9 +52,15 @@ def test_any_number_of_runs_is_compared_eight_to_a_figure_on_the_same_axes(capsy
         make(name, [record(step, loss=number / step) for step in range(1, 6)], layers=number)
     text, said = write(capsys, *names)
     assert len(said["runs"]) == 18
-    assert [run["differs"]["model.num_layers"] for run in said["runs"]] == list(map(str, range(1, 19)))
+    assert [run["differs"]["model.num_layers"] for run in said["runs"]] == list(
+        map(str, range(1, 19))
+    )
     pages = re.findall(r'<details class="page".*?</details>', text, re.DOTALL)
-    assert [re.search(r"<b>(.*?)</b>", page)[1] for page in pages] == ["Runs 1 to 8", "Runs 9 to 16", "Runs 17 to 18"]
+    assert [re.search(r"<b>(.*?)</b>", page)[1] for page in pages] == [
+        "Runs 1 to 8",
+        "Runs 9 to 16",
+        "Runs 17 to 18",
+    ]
     assert [" open>" in page.split("<summary>")[0] for page in pages] == [True, False, False]
     losses = [page[page.index("<figcaption>Loss<") :].split("</figure>")[0] for page in pages]
     labels = [re.findall(r'class="label"[^>]*><title>([^<]*)</title>', figure) for figure in losses]
@@ -59,7 +70,11 @@ def test_any_number_of_runs_is_compared_eight_to_a_figure_on_the_same_axes(capsy
     ticks = [sorted(re.findall(r"<text[^>]*>([0-9.e-]+)</text>", figure)) for figure in losses]
     assert ticks[0] == ticks[1] == ticks[2]
     assert words_of(text).count("runs/run05") == 1
-    [row] = [each for each in re.findall(r"<tr>.*?</tr>", text, re.DOTALL) if "9 run09" in each and "<td>" in each][:1]
+    [row] = [
+        each
+        for each in re.findall(r"<tr>.*?</tr>", text, re.DOTALL)
+        if "9 run09" in each and "<td>" in each
+    ][:1]
     first = next(each for each in re.findall(r"<tr>.*?</tr>", text, re.DOTALL) if "1 run01" in each)
     mark = r'<span class="key".*?</span>'
     assert re.search(mark, row)[0] == re.search(mark, first)[0]  # as on its page

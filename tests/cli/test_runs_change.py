@@ -1,4 +1,4 @@
-"""`ppctl runs mv` and `rm`: what they do, what they ask, and all that they refuse, which then is as it was."""
+"""`ppctl runs rm`: what it removes, what it asks, and all that it refuses, which then is as it was."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import pty
-import shlex
 import shutil
 import stat
 import subprocess
@@ -18,9 +17,8 @@ from support.environment import BY_USER
 from support.run_dirs import make
 
 from ppctl import cli
-from ppctl.cli.compose import compose
-from ppctl.config import Config
-from ppctl.reports import change_runs, run_files
+from ppctl.reports import remove_runs as change_runs
+from ppctl.reports import run_files
 from ppctl.reports.run_status import RunStatus
 
 pytestmark = pytest.mark.usefixtures("in_empty_directory")
@@ -30,7 +28,11 @@ BY_PATH = BY_USER | {"PYTHONPATH": os.pathsep.join(sys.path)}
 def files():
     """Every path here, links not followed, with what it holds."""
     return {
-        path: os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+        path: os.readlink(path)
+        if path.is_symlink()
+        else path.read_bytes()
+        if path.is_file()
+        else None
         for path in Path().rglob("*")
     }
 
@@ -49,7 +51,7 @@ def refused(capsys, *words):
     return err.removeprefix("ppctl: ").rstrip()
 
 
-# --- what they do ----------------------------------------------------------------------------------------------------
+# --- what they do -------------------------------------------------------------------------------
 
 
 def test_rm_removes_what_is_named_and_nothing_else(capsys):
@@ -73,66 +75,29 @@ def test_rm_removes_what_is_named_and_nothing_else(capsys):
     ]
     assert all(each["disk_bytes"] > 0 for each in said["removed"])
     assert err.startswith("ppctl: removed runs/a, ")
-    assert [path for path in Path("runs").rglob("*") if path.is_dir() and path.parent.name != "b"][:2] == [
+    assert [path for path in Path("runs").rglob("*") if path.is_dir() and path.parent.name != "b"][
+        :2
+    ] == [
         Path("runs/b"),
         Path("runs/sweep"),
     ]
     assert Path("other").read_text() == "kept"
 
 
-@pytest.mark.parametrize(
-    ("name", "new", "target"),
-    [
-        ("a", "b", "runs/b"),
-        ("runs/a", "old/b", "runs/old/b"),
-        ("./runs/a", "./b", "b"),
-        ("a", "runs/b", "runs/b"),
-        ("a", "../elsewhere/b", "../elsewhere/b"),
-        ("there/a", "b", "there/b"),
-    ],
-)
-def test_a_run_that_was_moved_resumes_where_it_is(name, new, target, in_empty_directory, capsys, monkeypatch):
-    (in_empty_directory / "here").mkdir()
-    monkeypatch.chdir(in_empty_directory / "here")
-    run_dir = make("a", "recipes=tiny", "run.name=a", started_s=1.8e9, ending={"status": "interrupted"})
-    if name.startswith("there"):
-        Path("there").mkdir()
-        run_dir.rename("there/a")
-    said, _ = change(capsys, "mv", name, new, "--yes")
-    assert said["moved"]["to"] == target
-    assert not os.path.lexists(run_dir)
-    assert cli.main(["runs", "show", target, "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["resume"] == said["moved"]["resume"]
-    assert shlex.split(shown["resume"])[2:4] == ["recipes=tiny", "run.name=a"]
-    config = compose(shown["asked"], [], [])
-    assert isinstance(config, Config)
-    assert config.run.dir == target
+# --- the question -------------------------------------------------------------------------------
 
 
-def test_a_move_on_the_terminal_says_what_resumes_the_run(capsys):
-    make("a", "recipes=tiny", started_s=1.8e9)
-    assert cli.main(["runs", "mv", "a", "b", "-y"]) == 0
-    assert capsys.readouterr() == (
-        "resume    ppctl train recipes=tiny run.dir=runs/b\n",
-        "ppctl: moved runs/a to runs/b\n",
-    )
-
-
-# --- the question ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("words", "action"), [(["rm", "a"], "rm"), (["mv", "a", "b"], "mv")])
-def test_without_a_terminal_nobody_is_asked_and_nothing_done(words, action, capsys, monkeypatch):
+def test_without_a_terminal_nobody_is_asked_and_nothing_done(capsys, monkeypatch):
     make("a")
     with open(os.devnull) as nobody:
         monkeypatch.setattr("sys.stdin", nobody)
-        told = refused(capsys, *words)
-    assert told == f"`ppctl runs {action}` asks first, and there is no terminal to ask on. Add --yes."
+        told = refused(capsys, "rm", "a")
+    assert told == "`ppctl runs rm` asks first, and there is no terminal to ask on. Add --yes."
 
 
 @pytest.mark.parametrize(
-    ("answer", "code", "is_there"), [("y", 0, False), ("YES", 0, False), ("n", 1, True), ("", 1, True)]
+    ("answer", "code", "is_there"),
+    [("y", 0, False), ("YES", 0, False), ("n", 1, True), ("", 1, True)],
 )
 def test_on_a_terminal_one_question_is_asked_for_all(answer, code, is_there):
     for name in ("a", "b"):
@@ -140,7 +105,10 @@ def test_on_a_terminal_one_question_is_asked_for_all(answer, code, is_there):
     leader, follower = pty.openpty()
     with os.fdopen(leader, "w") as terminal:
         process = subprocess.Popen(
-            [sys.executable, "-m", "ppctl.cli", "runs", "rm", "a", "b"], env=BY_PATH, stdin=follower, stderr=follower
+            [sys.executable, "-m", "ppctl.cli", "runs", "rm", "a", "b"],
+            env=BY_PATH,
+            stdin=follower,
+            stderr=follower,
         )
         os.close(follower)
         terminal.write(f"{answer}\n")
@@ -160,26 +128,30 @@ def test_on_a_terminal_one_question_is_asked_for_all(answer, code, is_there):
     assert [Path("runs", name).exists() for name in ("a", "b")] == [is_there] * 2
 
 
-# --- what they refuse ------------------------------------------------------------------------------------------------
+# --- what they refuse ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [["rm", "other", "a", "-y"], ["mv", "a", "b", "-y"]])
-def test_a_run_that_a_process_records_stays(words, capsys):
+def test_a_run_that_a_process_records_stays(capsys):
     make("other")
     with RunStatus(make("a")) as status:
         status.begin(0)
-        told = refused(capsys, *words)
+        told = refused(capsys, "rm", "other", "a", "-y")
     pid = os.getpid()
-    assert told == f"a is running, recorded by process {pid}, and stays. End it first: kill -INT {pid}, which saves."
+    assert (
+        told
+        == f"a is running, recorded by process {pid}, and stays. End it first: kill -INT {pid}, "
+        "which saves."
+    )
 
 
 def test_a_run_that_begins_meanwhile_stays(capsys, monkeypatch):
     with RunStatus(make("a", started_s=1.0)):
-        monkeypatch.setattr(change_runs, "run_summary", lambda *_: run_files.run_summary("a", Path("nowhere")))
+        summary = run_files.run_summary("a", Path("nowhere"))
+        monkeypatch.setattr(run_files, "run_summary", lambda *_: summary)
         assert "a is running, recorded by a process, and stays" in refused(capsys, "rm", "a", "-y")
 
 
-def test_the_lock_is_held_while_a_run_is_renamed(capsys, monkeypatch):
+def test_the_lock_is_held_while_a_run_is_renamed(monkeypatch):
     make("a", started_s=1.0)
     held = []
 
@@ -189,7 +161,8 @@ def test_the_lock_is_held_while_a_run_is_renamed(capsys, monkeypatch):
         held.append(path)
 
     monkeypatch.setattr("os.rename", rename)
-    change_runs.move_run("a", Path("runs/a"), Path("runs/b"))
+    monkeypatch.setattr("shutil.rmtree", lambda path: None)
+    change_runs.remove_run("a", Path("runs/a"))
     assert held == [Path("runs/a")]
 
 
@@ -197,12 +170,11 @@ def test_the_lock_is_held_while_a_run_is_renamed(capsys, monkeypatch):
     ("words", "message"),
     [
         ("rm", "`ppctl runs rm` needs the names of runs; `ppctl runs` lists them."),
-        ("mv a", "`ppctl runs mv` needs a run and its new name: ppctl runs mv NAME NEW."),
-        ("mv a b c", "`ppctl runs mv` needs a run and its new name: ppctl runs mv NAME NEW."),
         ("rm nothing", "nothing is no run in runs, and no path of one. `ppctl runs` lists them."),
         (
             "rm sched",
-            "sched is no run in runs, and no path of one. Did you mean sweep/schedule=gpipe? Here a name has to be",
+            "sched is no run in runs, and no path of one. Did you mean sweep/schedule=gpipe? "
+            "Here a name has to be",
         ),
         ("rm a runs/a", "a and runs/a are the same run. Name each once."),
         ("rm sweep", "sweep is no run, but holds 1, as schedule=gpipe. Name the runs themselves."),
@@ -211,26 +183,16 @@ def test_the_lock_is_held_while_a_run_is_renamed(capsys, monkeypatch):
         ("rm linked", "linked lies behind a link, in "),
         ("rm behind/far", "behind/far lies behind a link, in "),
         ("rm runs/behind/far", "runs/behind/far lies behind a link, in "),
-        ("mv linked b", "linked lies behind a link, in "),
-        ("rm outer", "outer holds 1 more runs, and stays: inner. Move or remove these first."),
-        ("mv outer b", "outer holds 1 more runs, and stays: inner. Move or remove these first."),
-        ("rm mine", "mine holds what no run wrote, and stays: notes.txt, plots. Move that away first."),
-        ("mv a no_run", "runs/no_run is there already, and a stays. Use another name."),
-        ("mv a linked", "runs/linked is there already, and a stays. Use another name."),
-        ("mv a behind/b", "runs/behind/b lies behind a link, in "),
-        ("mv a a/b", "runs/a/b lies in a itself. Use another name."),
+        ("rm outer", "outer holds 1 more runs, and stays: inner. Remove these first."),
         (
-            "mv a sweep/checkpoints/b",
-            "runs/sweep/checkpoints/b: in a directory named checkpoints no run is looked for.",
+            "rm mine",
+            "mine holds what no run wrote, and stays: notes.txt, plots. Move that away first.",
         ),
-        ("mv a ./file/b", "file/b cannot be written: File exists. Use another name."),
-        ("mv a .", "'.' is no name for a run. Name it by letters, digits, - and _."),
     ],
 )
 def test_what_may_not_be_changed_is_refused_and_stays(words, message, capsys):
     for name in ("a", "sweep/schedule=gpipe", "outer", "outer/inner", "mine"):
         make(name)
-    Path("file").touch()
     Path("runs/no_run").mkdir()
     Path("runs/mine/notes.txt").write_text("mine")
     Path("runs/mine/plots").mkdir()
@@ -244,8 +206,7 @@ def test_the_directory_of_runs_may_be_a_link_itself(capsys):
     make("a")
     Path("runs").rename("scratch")
     Path("runs").symlink_to("scratch")
-    change(capsys, "mv", "a", "b", "-y")
-    change(capsys, "rm", "b", "-y")
+    change(capsys, "rm", "a", "-y")
     assert list(Path("scratch").iterdir()) == []
 
 
@@ -272,18 +233,10 @@ def test_a_directory_that_is_not_writable_keeps_the_run_whole(capsys, monkeypatc
     (run_dir / "tensorboard/events").touch()
     monkeypatch.setattr("os.access", lambda path, mode: "tensorboard" not in str(path))
     told = refused(capsys, "rm", "a", "-y")
-    assert told == "a cannot be removed: runs/a/tensorboard: Permission denied. Make it writable, or leave it."
-
-
-def test_another_file_system_is_named(capsys, monkeypatch):
-    make("a")
-
-    def rename(path, target):
-        raise OSError(18, "Invalid cross-device link")
-
-    monkeypatch.setattr("os.rename", rename)
-    told = refused(capsys, "mv", "a", "old/b", "-y")
-    assert told == "a cannot be moved: runs/old is on another file system. Copy it there (cp -a), then remove it here."
+    assert (
+        told == "a cannot be removed: runs/a/tensorboard: Permission denied. Make it writable, or "
+        "leave it."
+    )
 
 
 def test_what_cannot_be_deleted_is_no_run_any_more_and_is_named(capsys, monkeypatch):
@@ -296,7 +249,8 @@ def test_what_cannot_be_deleted_is_no_run_any_more_and_is_named(capsys, monkeypa
     assert cli.main(["runs", "rm", "a", "-y"]) == 2
     [remains] = Path("runs").iterdir()
     told = (
-        f"a is removed, but {remains}/metrics.jsonl cannot be deleted: Input/output error. Delete {remains} yourself."
+        f"a is removed, but {remains}/metrics.jsonl cannot be deleted: Input/output error. "
+        f"Delete {remains} yourself."
     )
     assert capsys.readouterr().err == f"ppctl: {told}\n"
     assert run_files.find_runs(Path("runs")) == []

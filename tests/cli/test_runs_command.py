@@ -1,4 +1,6 @@
-"""`ppctl runs`: the list, one run, the words that resume it, faults, and that it is fast and starts no JAX."""
+"""`ppctl runs`: the list, one run, the words that resume it, faults, and that it is fast and starts
+no JAX.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +45,17 @@ def ask_json(capsys, *words):
     return json.loads(ask(capsys, *words, "--json"))
 
 
-# --- the list --------------------------------------------------------------------------------------------------------
+# --- the list -----------------------------------------------------------------------------------
 
 
 def test_the_newest_record_comes_first_and_runs_of_sweeps_are_among_them(capsys):
     make("old", age_s=200_000, ending={"status": "finished", "step": 3})
-    make("sweep/schedule=gpipe", "schedule=gpipe", age_s=200, ending={"status": "failed", "reason": "disk full."})
+    make(
+        "sweep/schedule=gpipe",
+        "schedule=gpipe",
+        age_s=200,
+        ending={"status": "failed", "reason": "disk full."},
+    )
     make("new", "run.num_steps=9")
     lines = ask(capsys).splitlines()
     assert lines[0].strip() == "3 runs in runs"
@@ -65,7 +72,9 @@ def test_the_newest_record_comes_first_and_runs_of_sweeps_are_among_them(capsys)
     settings = found[1].pop("settings")
     assert (settings["schedule"]["name"], settings["optim"]["lr"]) == ("gpipe", 0.002)
     last_active = found[1].pop("last_active")
-    assert time.time() - calendar.timegm(time.strptime(last_active, "%Y-%m-%dT%H:%M:%SZ")) == pytest.approx(200, abs=20)
+    assert time.time() - calendar.timegm(
+        time.strptime(last_active, "%Y-%m-%dT%H:%M:%SZ")
+    ) == pytest.approx(200, abs=20)
     assert found[1] == {
         "name": "sweep/schedule=gpipe",
         "run_dir": "runs/sweep/schedule=gpipe",
@@ -124,20 +133,30 @@ def test_several_directories_give_whole_paths(capsys):
     assert [run["name"] for run in ask_json(capsys, "first/a")["runs"]] == ["a"]
 
 
-# --- one run ---------------------------------------------------------------------------------------------------------
+# --- one run ------------------------------------------------------------------------------------
 
 
 def test_show_says_what_was_asked_how_it_went_and_what_resumes_it(capsys):
     words = ["mesh=1x2", "schedule=gpipe", "optim.lr=1e-05", "run.name=x", "data.eval_fraction=0.1"]
-    run_dir = make("x", *words, ending={"status": "interrupted", "reason": "SIGINT"})
-    (run_dir / "eval.jsonl").write_text('{"step": 2, "eval_loss": 3.0}\n{"step": 3, "eval_loss": 3.5}\n')
-    for name in ("checkpoints/2", "checkpoints/3", "checkpoints/1.damaged", "tensorboard", "profile"):
+    run_dir = make(
+        "x", *words, started_s=1.8e9, ending={"status": "interrupted", "reason": "SIGINT"}
+    )
+    (run_dir / "eval.jsonl").write_text(
+        '{"step": 2, "eval_loss": 3.0}\n{"step": 3, "eval_loss": 3.5}\n'
+    )
+    for name in (
+        "checkpoints/2",
+        "checkpoints/3",
+        "checkpoints/1.damaged",
+        "tensorboard",
+        "profile",
+    ):
         (run_dir / name).mkdir(parents=True)
     text = ask(capsys, "show", "x")
     for line in (
         r"run       x: runs/x",
         r"status    interrupted at step 3 of 200, recorded \d s ago: SIGINT",
-        r"request   mesh=1x2 schedule=gpipe optim.lr=1e-05 data.eval_fraction=0.1 run.name=x",
+        r"request   mesh=1x2 schedule=gpipe optim.lr=1e-05 run.name=x data.eval_fraction=0.1",
         r"loss      first 4.0000 \(step 1\), last 1.3333 \(step 3\), least 1.3333 \(step 3\)",
         r"eval loss first 3.0000 \(step 2\), last 3.5000 \(step 3\), least 3.0000 \(step 2\)",
         r"speed     0.5 s a step, 10,000 tok/s \(medians\)",
@@ -145,13 +164,18 @@ def test_show_says_what_was_asked_how_it_went_and_what_resumes_it(capsys):
         r"size      [\d.]+ KiB on disk",
         r"scalars   tensorboard --logdir runs/x/tensorboard",
         r"profile   runs/x/profile",
-        r"resume    ppctl train mesh=1x2 schedule=gpipe optim.lr=1e-05 data.eval_fraction=0.1 run.name=x",
+        r"resume    ppctl train mesh=1x2 schedule=gpipe optim.lr=1e-05 run.name=x "
+        r"data.eval_fraction=0.1",
     ):
         assert re.search(f"^{line}$", text, re.MULTILINE), line
     said = ask_json(capsys, "show", "runs/x")
     assert said["checkpoints"] == [2, 3]
     assert said["losses"]["least"] == {"step": 3, "loss": 4 / 3}
-    assert (said["step_time_s"], said["tokens_per_s"], said["profile"]) == (0.5, 1e4, "runs/x/profile")
+    assert (said["step_time_s"], said["tokens_per_s"], said["profile"]) == (
+        0.5,
+        1e4,
+        "runs/x/profile",
+    )
     assert said["resume"] == f"ppctl train {' '.join(said['asked'])}"
 
 
@@ -188,11 +212,11 @@ def test_show_of_a_run_without_records_or_settings_says_so(capsys):
     assert ask_json(capsys, "show", "a")["resume"] is None
 
 
-# --- what resumes a run ----------------------------------------------------------------------------------------------
+# --- what resumes a run -------------------------------------------------------------------------
 
 
 def test_a_run_that_was_moved_resumes_where_it_is(capsys):
-    make("a", "recipes=tiny")
+    make("a", "recipes=tiny", started_s=1.8e9)
     os.rename("runs", "moved, there")
     words = ask_json(capsys, "show", "a", "moved, there")["asked"]
     config = compose(words, [], [])
@@ -203,8 +227,12 @@ def test_a_run_that_was_moved_resumes_where_it_is(capsys):
 OWN_CODE = ("model=custom", "model.target=mine.model", "data=regression")
 
 
-@pytest.mark.parametrize("words", [OWN_CODE, ("--config-dir=.", "recipes=tiny")], ids=["code", "config-dir"])
-def test_what_is_found_from_where_a_run_was_started_is_resumed_there(words, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "words", [OWN_CODE, ("--config-dir=.", "recipes=tiny")], ids=["code", "config-dir"]
+)
+def test_what_is_found_from_where_a_run_was_started_is_resumed_there(
+    words, tmp_path, monkeypatch, capsys
+):
     here = tmp_path / "my project"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -212,7 +240,9 @@ def test_what_is_found_from_where_a_run_was_started_is_resumed_there(words, tmp_
         "a", *[word for word in words if not word.startswith("-")], started_s=1.8e9, directory=here
     ).absolute()
     status = run_dir / "status.jsonl"
-    status.write_text(status.read_text().replace(json.dumps(words[-1]), ", ".join(map(json.dumps, words))))
+    status.write_text(
+        status.read_text().replace(json.dumps(words[-1]), ", ".join(map(json.dumps, words)))
+    )
     assert ask_json(capsys, "show", "a")["resume"].startswith("ppctl train ")
     monkeypatch.chdir(tmp_path)
     command = ask_json(capsys, "show", str(run_dir))["resume"]
@@ -229,7 +259,7 @@ def test_a_run_that_needs_nothing_from_where_it_was_started_is_resumed_here(tmp_
     assert ask_json(capsys, "show", "a")["resume"].startswith("ppctl train recipes=tiny")
 
 
-# --- faults ----------------------------------------------------------------------------------------------------------
+# --- faults -------------------------------------------------------------------------------------
 
 FAULTS = [
     ("nowhere", "nowhere: there is no such directory. Name one that holds runs"),
@@ -240,7 +270,10 @@ FAULTS = [
     ("show cba", r"cba is no run in runs. Did you mean (cab|abc)\?"),
     ("show qqqqqqqq", r"qqqqqqqq is no run in runs. \(runs: cab, dab, abc\)"),
     ("show file", "file is no run in runs"),
-    ("show empty", "empty is no run: it has no metrics.jsonl. `ppctl runs empty` lists the runs below it"),
+    (
+        "show empty",
+        "empty is no run: it has no metrics.jsonl. `ppctl runs empty` lists the runs below it",
+    ),
     ("show x empty", "x: no run is in empty. Name the directory: ppctl runs show x DIR"),
     ("x" * 5000, "x: there is no such directory"),
     ("show " + "x" * 5000, "x is no run in runs"),
@@ -273,7 +306,7 @@ def test_without_runs_the_default_directory_is_named(capsys):
     assert capsys.readouterr().err.startswith("ppctl: runs: there is no such directory")
 
 
-# --- help, speed -----------------------------------------------------------------------------------------------------
+# --- help, speed --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("line", ["runs --help", "runs show -h"])
@@ -290,7 +323,9 @@ def test_only_the_end_of_a_long_file_is_read(capsys):
     run_dir = make("a", ending={"status": "started", "host": "x"})
     last = (run_dir / "metrics.jsonl").read_bytes().splitlines(keepends=True)[-1]
     with (run_dir / "metrics.jsonl").open("r+b") as file:
-        file.seek(2**40)  # a hole: it takes no space, and a reader of the whole file would be here for minutes
+        file.seek(
+            2**40
+        )  # a hole: it takes no space, and a reader of the whole file would be here for minutes
         file.write(b"\n" * 10 + last)
     [run] = ask_json(capsys)["runs"]
     assert (run["step"], run["status"]) == (3, "no end recorded")
@@ -299,19 +334,22 @@ def test_only_the_end_of_a_long_file_is_read(capsys):
 def test_neither_jax_nor_hydra_is_loaded():
     make("a", "recipes=tiny")
     code = (
-        "import sys; from ppctl.cli import main; main(['runs']); main(['runs', 'show', 'a']); main(['examples']); "
-        "print([name for name in ('jax', 'numpy', 'flax', 'hydra', 'omegaconf', 'orbax') if name in sys.modules])"
+        "import sys; from ppctl.cli import main; main(['runs']); main(['runs', 'show', 'a']); "
+        "main(['examples']); print([name for name in ('jax', 'numpy', 'flax', 'hydra', "
+        "'omegaconf', 'orbax') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=BY_PATH, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=BY_PATH, capture_output=True, text=True, check=True
+    )
     assert done.stdout.endswith("\n[]\n")
 
 
-# --- a run that is killed --------------------------------------------------------------------------------------------
+# --- a run that is killed -----------------------------------------------------------------------
 
 
 SMALL = (
-    "model=mlp model.num_layers=4 model.d_model=16 data=regression data.batch_size=8 data.num_rows=512 mesh=1x2 "
-    "schedule.num_microbatches=4 run.platform=cpu run.eval_every=null"
+    "model=mlp model.num_layers=4 model.d_model=16 data=regression data.batch_size=8 "
+    "data.num_rows=512 mesh=1x2 schedule.num_microbatches=4 run.platform=cpu run.eval_every=null"
 )
 
 
@@ -328,7 +366,9 @@ def train(*words):
 @pytest.mark.full
 @pytest.mark.slow
 def test_kill_9_is_seen_and_the_shown_command_goes_on(capsys):
-    process = train("recipes=tiny", "run.num_steps=100000", "run.checkpoint.every=20", "run.eval_every=null")
+    process = train(
+        "recipes=tiny", "run.num_steps=100000", "run.checkpoint.every=20", "run.eval_every=null"
+    )
     try:
         deadline_s = time.monotonic() + 120
         while not list(Path("runs").glob("tiny/checkpoints/[0-9]*[0-9]")):
@@ -345,19 +385,28 @@ def test_kill_9_is_seen_and_the_shown_command_goes_on(capsys):
     shown = ask_json(capsys, "show", "tiny")
     assert shown["checkpoints"]
     last = shown["checkpoints"][-1]
-    words = [word for word in shlex.split(shown["resume"])[2:] if not word.startswith("run.num_steps=")]
+    words = [
+        word for word in shlex.split(shown["resume"])[2:] if not word.startswith("run.num_steps=")
+    ]
     process = train(*words, f"run.num_steps={last + 20}")
     assert process.communicate()[1] == ""
     assert process.returncode == 0
     [run] = ask_json(capsys)["runs"]
-    assert (run["status"], run["step"], run["num_steps"], run["problems"]) == ("finished", last + 20, last + 20, [])
+    assert (run["status"], run["step"], run["num_steps"], run["problems"]) == (
+        "finished",
+        last + 20,
+        last + 20,
+        [],
+    )
 
 
 @pytest.mark.full
 @pytest.mark.slow
 def test_an_interrupted_and_a_failed_run_say_why(capsys):
     process = train(*SMALL.split(), "run.num_steps=100000", "run.name=tiny")
-    while not (Path("runs/tiny/metrics.jsonl").exists() and Path("runs/tiny/metrics.jsonl").stat().st_size):
+    while not (
+        Path("runs/tiny/metrics.jsonl").exists() and Path("runs/tiny/metrics.jsonl").stat().st_size
+    ):
         assert process.poll() is None
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""`ppctl runs --columns, --sort, --filter`: which runs, in which order, with which settings; and what is refused."""
+"""`ppctl runs --columns, --sort`: the order of runs and their settings; and refusals."""
 
 from __future__ import annotations
 
@@ -14,8 +14,24 @@ pytestmark = pytest.mark.usefixtures("in_empty_directory")
 
 @pytest.fixture
 def runs(in_empty_directory):
-    make("a", "schedule=gpipe", "optim.lr=1e-3", loss=9.0, started_s=1.8e9, age_s=7500, ending={"status": "finished"})
-    make("b", "schedule=1f1b", "optim.lr=3e-4", "mesh=2x4x2", loss=3.0, age_s=4000, ending={"status": "failed"})
+    make(
+        "a",
+        "schedule=gpipe",
+        "optim.lr=1e-3",
+        loss=9.0,
+        started_s=1.8e9,
+        age_s=7500,
+        ending={"status": "finished"},
+    )
+    make(
+        "b",
+        "schedule=1f1b",
+        "optim.lr=3e-4",
+        "mesh=2x4x2",
+        loss=3.0,
+        age_s=4000,
+        ending={"status": "failed"},
+    )
     make("c", "schedule=1f1b", "optim.lr=0.01", "data.batch_size=16", steps=0, age_s=10)
 
 
@@ -56,43 +72,15 @@ def refused(capsys, *words):
         ("run:desc", "cba"),
     ],
 )
-def test_runs_are_sorted_by_any_column_and_those_without_a_value_are_last(runs, order, expected, capsys):
+def test_runs_are_sorted_by_any_column_and_those_without_a_value_are_last(
+    runs, order, expected, capsys
+):
     if expected is None:
         assert refused(capsys, "--sort", order).startswith(
             "--sort name: no run has such a setting. Did you mean run.name?"
         )
     else:
         assert names(capsys, "--sort", order) == expected
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["failed"], "b"),
-        (["status=finished,failed"], "ba"),
-        (["running"], ""),
-        (["not started"], "c"),
-        (["Not_Started"], "c"),
-        (["schedule=1f1b"], "cb"),
-        (["schedule=1f1b,gpipe", "optim.lr=1e-3,.0003"], "ba"),
-        (["lr=0.010"], "c"),
-        (["mesh=2x4x2"], "b"),
-        (["mesh.pp=4"], "cba"),
-        (["run.dtype=null"], "cba"),
-        (["run.tensorboard=true"], "cba"),
-        (["run.tensorboard=1"], ""),
-        (["schedule=zb_h1"], ""),
-    ],
-)
-def test_filters_choose_by_status_and_by_settings_as_overrides_say_them(runs, words, expected, capsys):
-    assert names(capsys, *(word for each in words for word in ("--filter", each))) == expected
-
-
-def test_a_list_that_is_filtered_says_so(runs, capsys):
-    assert cli.main(["runs", "--filter", "schedule=1f1b", "--filter", "failed"]) == 0
-    assert capsys.readouterr().out.splitlines()[0].strip() == "1 of 3 runs in runs with schedule=1f1b and status=failed"
-    assert cli.main(["runs", "--filter", "optim.lr=5"]) == 0
-    assert capsys.readouterr().out == "No run is in runs with optim.lr=5. Without --filter: 3.\n"
 
 
 def test_columns_replace_the_usual_ones_and_with_a_plus_follow_them(runs, capsys):
@@ -102,14 +90,24 @@ def test_columns_replace_the_usual_ones_and_with_a_plus_follow_them(runs, capsys
         ["a", "0.001", "32", "2x4", "null"],
     ]
     [*_, last] = rows(capsys, "--columns", "+started,schedule.num_microbatches")
-    assert last == ["a", "finished", "3 of 200", "3.0000", "2x4", "gpipe", "0.001", "2 h", "2027-01-15T08:00:00Z", "8"]
+    assert last == [
+        "a",
+        "finished",
+        "3 of 200",
+        "3.0000",
+        "2x4",
+        "gpipe",
+        "0.001",
+        "2 h",
+        "2027-01-15T08:00:00Z",
+        "8",
+    ]
 
 
 def test_a_column_that_some_runs_lack_is_empty_there(in_empty_directory, capsys):
     make("a", "schedule=gpipe")
     make("b", "schedule=interleaved", "schedule.num_chunks=4", age_s=9)
     assert rows(capsys, "--columns", "schedule.num_chunks") == [["a"], ["b", "4"]]
-    assert names(capsys, "--filter", "schedule.num_chunks=4") == "b"
     assert names(capsys, "--sort", "schedule.num_chunks") == "ba"
 
 
@@ -124,26 +122,30 @@ def test_a_column_that_some_runs_lack_is_empty_there(in_empty_directory, capsys)
             ["--columns", "num_layers"],
             "--columns num_layers: no run has such a setting. Did you mean model.num_layers?",
         ),
-        (["--columns", "partition.layers"], "--columns partition.layers: none of the runs has this setting."),
+        (
+            ["--columns", "partition.layers"],
+            "--columns partition.layers: none of the runs has this setting.",
+        ),
         (["--columns", "optim.lr,"], "--columns : no run has such a setting."),
         (
             ["--columns", "run.checkpoint"],
             "--columns run.checkpoint: no run has such a setting. Did you mean run.checkpoint",
         ),
         (["--sort", "los"], "--sort los: no run has such a setting. Did you mean loss?"),
-        (["--sort", "loss:down"], "--sort loss:down: no run has such a setting. Did you mean loss?"),
         (
-            ["--filter", "faild"],
-            "--filter faild: 'faild' is no status, nor SETTING=VALUE. Did you mean failed? (status: r",
+            ["--sort", "loss:down"],
+            "--sort loss:down: no run has such a setting. Did you mean loss?",
         ),
-        (["--filter", "scedule=gpipe"], "--filter scedule: no run has such a setting. Did you mean schedule?"),
         (
             ["--columns", "lr", "--json"],
             "--columns lr: --json has all settings of every run. Leave out one of the two.",
         ),
         (["--yes"], "--yes: no option of the list. Leave it out."),
-        (["show", "a", "--sort", "loss", "--yes"], "--sort and --yes: no option of `ppctl runs show`. Leave it out."),
-        (["rm", "a", "--filter", "failed"], "--filter: no option of `ppctl runs rm`. Leave it out."),
+        (
+            ["show", "a", "--sort", "loss", "--yes"],
+            "--sort and --yes: no option of `ppctl runs show`. Leave it out.",
+        ),
+        (["rm", "a", "--sort", "lr"], "--sort: no option of `ppctl runs rm`. Leave it out."),
     ],
 )
 def test_what_no_run_has_is_refused_with_what_is_like_it(runs, words, message, capsys):
@@ -152,5 +154,4 @@ def test_what_no_run_has_is_refused_with_what_is_like_it(runs, words, message, c
 
 def test_runs_without_settings_are_listed(runs, in_empty_directory, capsys):
     (in_empty_directory / "runs/b/config.yaml").unlink()
-    assert names(capsys, "--filter", "mesh=2x4", "--sort", "lr") == "ac"
     assert names(capsys, "--sort", "lr") == "acb"

@@ -1,4 +1,6 @@
-"""`ppctl schedule curves`: cells are what the closed forms say, figures show them, and wrong requests are one line."""
+"""`ppctl schedule curves`: cells are what the closed forms say, figures show them, and wrong
+requests are one line.
+"""
 
 import json
 import re
@@ -35,7 +37,9 @@ def test_ranks_that_hold_less_than_the_fullest_count_so(capsys):
     _, cells = curves(capsys, "schedule=1f1b --ranks 8 --microbatches 32")
     assert cells[8, 32]["peak_activations"] == 8
     assert cells[8, 32]["all_activations"] == sum(range(1, 9))
-    _, cells = curves(capsys, "schedule=interleaved schedule.num_chunks=4 --ranks 8 --microbatches 32")
+    _, cells = curves(
+        capsys, "schedule=interleaved schedule.num_chunks=4 --ranks 8 --microbatches 32"
+    )
     assert cells[8, 32]["makespan_s"] == 101.25
 
 
@@ -43,7 +47,9 @@ def test_sizes_that_a_schedule_refuses_are_gaps_and_said(capsys):
     line = "schedule=interleaved --ranks 3,4 --microbatches 4,6"
     found, cells = curves(capsys, line)
     assert sorted(cells) == [(3, 6), (4, 4)]
-    refused = {(each["num_ranks"], each["num_microbatches"]): each["why"] for each in found["refused"]}
+    refused = {
+        (each["num_ranks"], each["num_microbatches"]): each["why"] for each in found["refused"]
+    }
     assert "num_microbatches=6 is not a multiple of num_ranks=4" in refused[4, 6]
     assert cli.main(["schedule", "curves", *line.split()]) == 0
     shown = capsys.readouterr().out
@@ -55,13 +61,22 @@ def test_tables_and_figures_show_the_same_lines(capsys, tmp_path):
     words = f"schedule=gpipe {HALVES} --ranks 2-16 --microbatches 4,8,16,32 --kept-mb 30,10".split()
     assert cli.main(["schedule", "curves", *words]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"ranks +m=4 +m=8 +m=16 +m=32", shown)  # more ranks than microbatches: they run down
+    assert re.search(
+        r"ranks +m=4 +m=8 +m=16 +m=32", shown
+    )  # more ranks than microbatches: they run down
     assert re.search(r"^ 4 +42.9% +27.3% +15.8% +8.6%", shown, re.MULTILINE)
     assert re.search(r"memory of all ranks \(MB\)\s+ranks +m=4, 30 MB .*m=8, 10 MB", shown)
     out = tmp_path / "c.svg"
     assert cli.main(["schedule", "curves", *words, "--out", str(out)]) == 0
     text = out.read_text()
-    for each in ("bubble, idle share", "efficiency", "speedup over one rank", "memory of all", "m=32", "m=8, 30 MB"):
+    for each in (
+        "bubble, idle share",
+        "efficiency",
+        "speedup over one rank",
+        "memory of all",
+        "m=32",
+        "m=8, 30 MB",
+    ):
         assert each in text, each
     assert cli.main(["schedule", "curves", *words, "--out", str(tmp_path / "d.svg")]) == 0
     assert (tmp_path / "d.svg").read_text() == text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 
 import pytest
-from support.selection import every_other, full
+from support.selection import full
 
 from ppctl import cli
 
@@ -28,14 +28,16 @@ def ask(capsys, line, code=0):
 
 @pytest.mark.parametrize(
     ("what", "form"),
-    [*every_other([("compare 1f1b zb_h1", form) for form in STARTS]), ("list", "svg"), full(("list", "csv"))],
+    [*[("compare 1f1b zb_h1", form) for form in STARTS], ("list", "svg"), full(("list", "csv"))],
 )
 def test_tables_and_panels_are_written_by_the_ending(what, form, capsys, empty_directory):
     ask(capsys, f"{what} mesh=1x2 schedule.num_microbatches=2 --out all.{form}")
     assert (empty_directory / f"all.{form}").read_bytes().startswith(STARTS[form])
 
 
-@pytest.mark.parametrize("line", ["show schedule=zb_v", "curves schedule=gpipe --ranks 2,4 --microbatches 1-4"])
+@pytest.mark.parametrize(
+    "line", ["show schedule=zb_v", "curves schedule=gpipe --ranks 2,4 --microbatches 1-4"]
+)
 def test_figures_are_pdf_too(line, capsys, empty_directory):
     ask(capsys, f"{line} --out one.pdf")
     assert (empty_directory / "one.pdf").read_bytes().startswith(b"%PDF")
@@ -48,7 +50,9 @@ def test_a_table_as_csv_has_the_numbers_of_the_table_and_blanks_for_what_is_not_
     assert float(found["1f1b"]["makespan_s"]) == float(found["1f1b"]["makespan_formula_s"]) == 33
     assert float(found["zb_h1"]["bubble_fraction"]) == pytest.approx(1 / 9)
     assert found["hanayo"]["makespan_formula_s"] == ""
-    some = list(csv.DictReader(ask(capsys, "compare zb_h1 1f1b mesh=1x4 --format csv").splitlines()))
+    some = list(
+        csv.DictReader(ask(capsys, "compare zb_h1 1f1b mesh=1x4 --format csv").splitlines())
+    )
     assert [(row["schedule"], row["bubble_fraction"]) for row in some] == [
         (name, found[name]["bubble_fraction"]) for name in ("zb_h1", "1f1b")
     ]
@@ -56,45 +60,70 @@ def test_a_table_as_csv_has_the_numbers_of_the_table_and_blanks_for_what_is_not_
 
 def test_a_file_is_compared_with_families_at_its_own_size(capsys):
     ask(capsys, "show schedule=zb_h1 mesh=1x3 schedule.num_microbatches=5 --out mine.csv")
-    rows = list(csv.DictReader(ask(capsys, "compare mine.csv zb_h1 1f1b --format csv").splitlines()))
+    rows = list(
+        csv.DictReader(ask(capsys, "compare mine.csv zb_h1 1f1b --format csv").splitlines())
+    )
     assert [row["label"] for row in rows] == ["mine.csv", "zb_h1", "1f1b"]
-    numbers = [{key: value for key, value in row.items() if key not in ("schedule", "label")} for row in rows]
+    numbers = [
+        {key: value for key, value in row.items() if key not in ("schedule", "label")}
+        for row in rows
+    ]
     assert numbers[0] == numbers[1] != numbers[2]
-    assert "3 ranks, 5 microbatches" in ask(capsys, "compare mine.csv looped_bfs schedule.num_chunks=2")
+    assert "3 ranks, 5 microbatches" in ask(
+        capsys, "compare mine.csv looped_bfs schedule.num_chunks=2"
+    )
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    every_other(
-        [
-            ("compare mine.csv 1f1b mesh=1x8", "mesh.pp=8, but mine.csv has 2 ranks"),
-            ("compare mine.csv 1f1b schedule.num_microbatches=9", "schedule.num_microbatches=9, but mine.csv has 4"),
-            ("compare mine.csv 1f1b schedule.num_chunks=2", "schedule.num_chunks=2: none of mine.csv, 1f1b has such"),
-            (
-                "compare mine.csv other.csv",
-                "mine.csv has 2 ranks and 4 microbatches, other.csv has 2 ranks and 6 microbatches: only schedules",
-            ),
-            ("compare none.csv 1f1b", "none.csv cannot be read: No such file or directory"),
-            ("compare zero_bubble", "Did you mean schedule=zb_h1 or schedule=zb_v?"),
-            ("show zero-bubble", "Did you mean schedule=zb_h1 or schedule=zb_v?"),
-            (
-                "show schedule=gpipe mesh=1x1024 schedule.num_microbatches=4096 --format csv",
-                "too many tasks for a chart",
-            ),
-            ("compare gpipe mesh=1x1024 schedule.num_microbatches=4096 --out all.pdf", "too many tasks for a chart"),
-            ("list mesh=1x1024 schedule.num_microbatches=4096 --out all.svg", "too many tasks for a chart"),
-        ]
-    ),
+    [
+        ("compare mine.csv 1f1b mesh=1x8", "mesh.pp=8, but mine.csv has 2 ranks"),
+        (
+            "compare mine.csv 1f1b schedule.num_microbatches=9",
+            "schedule.num_microbatches=9, but mine.csv has 4",
+        ),
+        (
+            "compare mine.csv 1f1b schedule.num_chunks=2",
+            "schedule.num_chunks=2: none of mine.csv, 1f1b has such",
+        ),
+        (
+            "compare mine.csv other.csv",
+            "mine.csv has 2 ranks and 4 microbatches, other.csv has 2 ranks and 6 microbatches: "
+            "only schedules",
+        ),
+        ("compare none.csv 1f1b", "none.csv cannot be read: No such file or directory"),
+        ("compare zero_bubble", "Did you mean schedule=zb_h1 or schedule=zb_v?"),
+        ("show zero-bubble", "Did you mean schedule=zb_h1 or schedule=zb_v?"),
+        (
+            "show schedule=gpipe mesh=1x1024 schedule.num_microbatches=4096 --format csv",
+            "too many tasks for a chart",
+        ),
+        (
+            "compare gpipe mesh=1x1024 schedule.num_microbatches=4096 --out all.pdf",
+            "too many tasks for a chart",
+        ),
+        (
+            "list mesh=1x1024 schedule.num_microbatches=4096 --out all.svg",
+            "too many tasks for a chart",
+        ),
+    ],
 )
 def test_what_cannot_be_compared_or_drawn_is_said_in_a_line(line, message, capsys):
     for name, number in (("mine", 4), ("other", 6)):
-        ask(capsys, f"show schedule=gpipe mesh=1x2 schedule.num_microbatches={number} --out {name}.csv")
+        ask(
+            capsys,
+            f"show schedule=gpipe mesh=1x2 schedule.num_microbatches={number} --out {name}.csv",
+        )
     said = ask(capsys, line, 2)
     assert message in said
     assert said.count("\n") == 1
 
 
 def test_the_legend_says_how_many_tasks_a_column_holds(capsys):
-    said = ask(capsys, "show schedule=gpipe mesh=1x2 schedule.num_microbatches=99")  # 300 s in 96 columns
-    assert said.endswith("1 column: 3.125 s, up to 4 tasks of a rank; --out FILE.html or FILE.svg shows each\n")
+    said = ask(
+        capsys, "show schedule=gpipe mesh=1x2 schedule.num_microbatches=99"
+    )  # 300 s in 96 columns
+    assert said.endswith(
+        "1 column: 3.125 s, up to 4 tasks of a rank; --out FILE.html or FILE.svg shows each\n"
+    )
     assert "tasks of a rank" not in ask(capsys, "show schedule=gpipe mesh=1x2")

@@ -9,9 +9,21 @@ import pytest
 from ppctl.cli import main
 
 TINY = [
-    *("mesh=1x1", "schedule=gpipe", "schedule.num_microbatches=2", "model.num_layers=1", "model.d_model=16"),
-    *("model.num_heads=2", "model.seq_len=16", "data.batch_size=4", "run.eval_every=null", "run.num_steps=2"),
-    *("run.tensorboard=false", "run.platform=cpu", "run.checkpoint.enabled=false"),
+    *(
+        "mesh=1x1",
+        "schedule=gpipe",
+        "schedule.num_microbatches=2",
+        "model.num_layers=1",
+        "model.d_model=16",
+    ),
+    *(
+        "model.num_heads=2",
+        "model.seq_len=16",
+        "data.batch_size=4",
+        "run.eval_every=null",
+        "run.num_steps=2",
+    ),
+    *("run.trackers=[]", "run.platform=cpu", "run.checkpoint.enabled=false"),
 ]
 OUT = ["--out", "t"]
 SIZE = ["--vocab-size", "300"]
@@ -20,7 +32,9 @@ SIZE = ["--vocab-size", "300"]
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "notes.txt").write_text("".join(f"note {i * i} of {i**3} to learn from\n" for i in range(99)))
+    (tmp_path / "notes.txt").write_text(
+        "".join(f"note {i * i} of {i**3} to learn from\n" for i in range(99))
+    )
     (tmp_path / "more.jsonl").write_text('{"body": "more notes"}\n{"text": 3}\n')
     return tmp_path
 
@@ -48,17 +62,40 @@ def test_what_it_writes_trains_a_model(here, capsys):
     assert "skipped  1 broken (first: " in printed
     assert "trained  300 tokens on 2 documents, 0.0 MB" in printed
     assert "sha256" in printed
-    words = ["data=text", "data.path=notes.txt", "data.tokenizer=t", "data.cache_dir=c", "run.dir=r"]
+    words = [
+        "data=text",
+        "data.path=notes.txt",
+        "data.tokenizer=t",
+        "data.cache_dir=c",
+        "run.dir=r",
+    ]
     assert main(["train", *words, *TINY]) == 0
     printed = capsys.readouterr().out
     assert "data.path=notes.txt, " in printed
     assert "tokens of t" in printed
-    (loss, _) = (json.loads(line)["loss"] for line in (here / "r/metrics.jsonl").read_text().splitlines())
+    (loss, _) = (
+        json.loads(line)["loss"] for line in (here / "r/metrics.jsonl").read_text().splitlines()
+    )
     assert 5 < loss < 6.5, "about ln 300"
 
 
 def test_the_result_as_json(here, capsys):
-    assert main(["tokenize", "notes.txt", "--vocab-size", "270", "--out", "t", "--special", "<eos>", "--json"]) == 0
+    assert (
+        main(
+            [
+                "tokenize",
+                "notes.txt",
+                "--vocab-size",
+                "270",
+                "--out",
+                "t",
+                "--special",
+                "<eos>",
+                "--json",
+            ]
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert (found["vocab_size"], found["documents"], found["skipped"]) == (270, 1, 0)
     assert json.loads((here / "t/tokenizer_config.json").read_text())["eos_token"] == "<eos>"
@@ -74,10 +111,19 @@ def test_the_result_as_json(here, capsys):
             ["notes.txt", "--vocab-size", "258", *OUT],
             "--vocab-size 258 is not in 259..1048576: 256 bytes and 3 special",
         ),
-        (["notes.txt", *SIZE, "--out", "notes.txt"], "--out notes.txt is no directory. Use another."),
-        (["notes.txt", *SIZE, *OUT, "--special", "a", "--special", "a"], "--special names a token twice. Name each"),
+        (
+            ["notes.txt", *SIZE, "--out", "notes.txt"],
+            "--out notes.txt is no directory. Use another.",
+        ),
+        (
+            ["notes.txt", *SIZE, *OUT, "--special", "a", "--special", "a"],
+            "--special names a token twice. Name each",
+        ),
         (["none.txt", *SIZE, *OUT], "none.txt: no such file or directory. Use "),
-        (["more.jsonl", *SIZE, *OUT], "line 1 has no field text (it has body). Use --on-error skip"),
+        (
+            ["more.jsonl", *SIZE, *OUT],
+            "line 1 has no field text (it has body). Use --on-error skip",
+        ),
         (["notes.txt", "--vocab", "300"], "--vocab is not an option. Did you mean --vocab-size?"),
     ],
 )
@@ -92,6 +138,8 @@ def test_text_that_is_none_is_refused(here, capsys):
     for name, reason in (("empty.txt", "is empty"), ("binary.txt", "is no text: byte 1 is 0")):
         assert main(["tokenize", name, "--vocab-size", "300", "--out", "t"]) == 2
         assert reason in capsys.readouterr().err
-        assert main(["tokenize", name, "--vocab-size", "300", "--out", "t", "--on-error", "skip"]) == 2
+        assert (
+            main(["tokenize", name, "--vocab-size", "300", "--out", "t", "--on-error", "skip"]) == 2
+        )
         assert "hold no text. Use files with some." in capsys.readouterr().err
     assert not (here / "t").exists()

@@ -1,4 +1,6 @@
-"""`ppctl verify` and `ppctl bench`: right gradients pass, wrong ones do not, and what is printed is what was found."""
+"""`ppctl verify` and `ppctl bench`: right gradients pass, wrong ones do not, and what is printed is
+what was found.
+"""
 
 import json
 import math
@@ -11,14 +13,16 @@ import pytest
 
 from ppctl import config
 from ppctl.cli.commands import bench, verify
-from ppctl.training import job, verification
+from ppctl.training.pipeline import job, verification
 
 TINY = config.Config(
     model=config.MLP(num_layers=5, d_model=8),
     mesh=config.Mesh(2, 2, 1),
     schedule=config.Schedule("1f1b", 4),
     executor=config.Spmd(remat="layer"),
-    data=config.Regression("regression", batch_size=16, num_features=6, num_targets=3, num_rows=4000),
+    data=config.Regression(
+        "regression", batch_size=16, num_features=6, num_targets=3, num_rows=4000
+    ),
     verify=config.Verify(steps=0),
 )
 
@@ -50,7 +54,11 @@ def test_right_gradients_pass_in_float64(capsys):
     for leaf in found["gradients"]:
         assert leaf["error"] == leaf["max_difference"] / leaf["max_abs"]
         assert leaf["max_abs"] <= leaf["norm"] * (1 + 1e-9)
-    assert {leaf["name"] for leaf in found["gradients"]} >= {"layers/kernel", "layers/bias", "ends/head/kernel"}
+    assert {leaf["name"] for leaf in found["gradients"]} >= {
+        "layers/kernel",
+        "layers/bias",
+        "embed_head/head/kernel",
+    }
 
 
 @pytest.mark.full
@@ -62,7 +70,9 @@ def test_gradients_are_compared_in_the_dtype_that_is_asked_for(capsys):
 
 def test_one_wrong_layer_fails_and_is_named(monkeypatch, capsys):
     def change(grads):  # staged [V, P, K, ...]: the second layer of rank 1 is layer 4 of 5
-        layers = grads["layers"] | {"kernel": grads["layers"]["kernel"].at[0, 1, 1].multiply(1 + 1e-6)}
+        layers = grads["layers"] | {
+            "kernel": grads["layers"]["kernel"].at[0, 1, 1].multiply(1 + 1e-6)
+        }
         return grads | {"layers": layers}
 
     monkeypatch.setattr(verify, "assemble_to_verify", broken(change))
@@ -73,12 +83,14 @@ def test_one_wrong_layer_fails_and_is_named(monkeypatch, capsys):
     assert verify.verify(TINY, as_json=False) == 1
     shown = capsys.readouterr().out
     assert "NOT EQUAL within 1e-10 (float64)" in shown
-    assert [" !" in line for line in shown.splitlines() if line.strip().startswith("layers/kernel")] == [True]
+    assert [
+        " !" in line for line in shown.splitlines() if line.strip().startswith("layers/kernel")
+    ] == [True]
     assert sum(" !" in line for line in shown.splitlines()) == 2  # and where the worst is named
 
 
 def test_a_gradient_that_is_not_a_number_fails(monkeypatch, capsys):
-    spoil = lambda grads: jax.tree.map(lambda g: g * jnp.nan, grads)  # noqa: E731
+    spoil = lambda grads: jax.tree.map(lambda g: g * jnp.nan, grads)
     monkeypatch.setattr(verify, "assemble_to_verify", broken(spoil))
     assert verify.verify(TINY, as_json=True) == 1
     found = json.loads(capsys.readouterr().out)  # JSON without NaN
@@ -96,8 +108,15 @@ def test_the_reference_verifies_itself(capsys):
     assert verify.verify(request, as_json=False) == 0
     shown = capsys.readouterr().out
     assert "equal within 1e-10" in shown
-    assert re.search(r"gradient +shape +norm +max .reference. +max .difference. +error +worst layer", shown)
-    assert re.search(r"ends/head/kernel +8x3 +[\d.]+ +\d\.\d{3}e[+-]\d\d +\d\.\de[+-]\d\d +\d\.\de[+-]\d\d", shown)
+    assert re.search(
+        r"gradient +shape +norm +max .reference. +max .difference. +error +worst layer", shown
+    )
+    assert re.search(
+        r"embed_head/head/kernel +8x3 +[\d.]+ "
+        r"+\d\.\d{3}e[+-]\d\d "
+        r"+\d\.\de[+-]\d\d +\d\.\de[+-]\d\d",
+        shown,
+    )
 
 
 @pytest.mark.full
@@ -105,10 +124,17 @@ def test_the_reference_verifies_itself(capsys):
 def test_bench_compares_every_remat_setting_with_the_reference(monkeypatch, capsys):
     monkeypatch.setattr(bench, "ROUNDS", 2)
     monkeypatch.setattr(bench, "GROWTH", (2, 4, 8))
-    monkeypatch.setattr(bench, "LOOPED_WHOLE", ("gpipe", "1f1b"))  # which are compared below; each is compiled 3 times
+    monkeypatch.setattr(
+        bench, "LOOPED_WHOLE", ("gpipe", "1f1b")
+    )  # which are compared below; each is compiled 3 times
     assert bench.bench(TINY, as_json=True) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in found["steps"]] == ["reference", "remat=none", "remat=layer", "remat=full"]
+    assert [row["name"] for row in found["steps"]] == [
+        "reference",
+        "remat=none",
+        "remat=layer",
+        "remat=full",
+    ]
     assert found["steps"][0]["cpu_ratio"] == 1
     assert all(row["cpu_s"] > 0 and row["temp_bytes"] > 0 for row in found["steps"])
     grown = {row["name"]: row["temp_ratio"] for row in found["growth"]}

@@ -1,4 +1,6 @@
-"""Every choice composes, what it composes is what config says, and every impossible setting is refused."""
+"""Every choice composes, what it composes is what config says, and every impossible setting is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,22 @@ import subprocess
 import sys
 
 import pytest
-from support.selection import every_other, full
+from support.selection import full
 
 from ppctl import config as c
-from ppctl.cli.choices import PARTS, all_settings, default_option, options, schema_of, schemas, settings_of
+from ppctl.cli.choices import (
+    PARTS,
+    all_settings,
+    default_option,
+    options,
+    schema_of,
+    schemas,
+    settings_of,
+)
 from ppctl.cli.compose import compose
-from ppctl.config.data import Part
-from ppctl.config.files import ROOT
+from ppctl.config.config_dirs import ROOT
+from ppctl.config.groups.data_settings import Part
+from ppctl.config.groups.model_settings import Rope
 from ppctl.errors import ConfigError
 
 # What an option needs besides its name, to be a request that can be served.
@@ -47,7 +58,9 @@ def composed(*overrides: str) -> c.Config:
     return config
 
 
-@pytest.mark.parametrize(("part", "option"), every_other(CHOICES), ids=[f"{part}={option}" for part, option in CHOICES])
+@pytest.mark.parametrize(
+    ("part", "option"), CHOICES, ids=[f"{part}={option}" for part, option in CHOICES]
+)
 def test_every_choice_composes_to_its_dataclass_and_defaults(part, option):
     chosen = getattr(composed(f"{part}={option}", *NEEDS.get((part, option), [])), part)
     assert type(chosen) is schema_of(part, option)
@@ -73,7 +86,10 @@ def test_every_choice_composes_to_its_dataclass_and_defaults(part, option):
 def test_every_size_of_a_model_composes_and_states_its_source(name):
     model = composed(f"model={name}").model
     assert (type(model), model.name) == (c.Transformer, name)
-    assert "config.json of huggingface.co/" in (ROOT / "conf" / "model" / f"{name}.yaml").read_text().splitlines()[0]
+    assert (
+        "config.json of huggingface.co/"
+        in (ROOT / "conf" / "model" / f"{name}.yaml").read_text().splitlines()[0]
+    )
 
 
 @pytest.mark.parametrize("recipe", options("recipes"))
@@ -87,7 +103,13 @@ def test_every_recipe_composes_and_states_what_it_claims(recipe):
 
 def test_no_override_composes_to_the_defaults():
     config = composed()
-    names = (config.model.name, config.mesh.text, config.schedule.name, config.executor.name, config.data.name)
+    names = (
+        config.model.name,
+        config.mesh.text,
+        config.schedule.name,
+        config.executor.name,
+        config.data.name,
+    )
     assert names == ("transformer", "2x4", "interleaved", "spmd", "stdlib")
     assert config.run == c.Run(dir="runs/default")
 
@@ -95,11 +117,15 @@ def test_no_override_composes_to_the_defaults():
 def test_every_part_of_config_py_is_behind_some_choice():
     shipped = {schema_of(part, option) for part, option in CHOICES}
     shipped.add(schema_of(*OF_SCHEDULE))
-    named = {cls for cls in schemas().values() if "name" in {f.name for f in dataclasses.fields(cls)}}
+    named = {
+        cls for cls in schemas().values() if "name" in {f.name for f in dataclasses.fields(cls)}
+    }
     assert named - {c.Run, c.Data, c.Optim} <= shipped
 
 
-@pytest.mark.parametrize(("text", "sizes"), [("1x1", (1, 1, 1)), ("3x5", (3, 5, 1)), ("2x16x4", (2, 16, 4))])
+@pytest.mark.parametrize(
+    ("text", "sizes"), [("1x1", (1, 1, 1)), ("3x5", (3, 5, 1)), ("2x16x4", (2, 16, 4))]
+)
 def test_a_mesh_of_any_sizes_is_a_choice(text, sizes):
     config = composed(f"mesh={text}", "data.batch_size=480", "schedule.num_microbatches=4")
     assert (config.mesh.dp, config.mesh.pp, config.mesh.fsdp) == sizes
@@ -120,7 +146,9 @@ def test_the_run_directory_follows_the_name():
 
 
 def test_values_keep_the_types_of_the_dataclass():
-    config = composed("optim.lr=1", "run.checkpoint.every=null", "optim.clip_norm=null", "run.name=2024")
+    config = composed(
+        "optim.lr=1", "run.checkpoint.every=null", "optim.clip_norm=null", "run.name=2024"
+    )
     assert isinstance(config.optim.lr, float)
     assert config.run.name == "2024"
     assert config.run.checkpoint.every is None
@@ -135,29 +163,56 @@ def test_the_layers_of_stages_are_a_list_or_text():
         ("Et*3|t*2|L", "Et*3|t*2|L"),
         ("", ""),
     ):
-        assert composed("partition=explicit", f"partition.layers={text}").partition == c.Explicit(layers=layers)
+        assert composed("partition=explicit", f"partition.layers={text}").partition == c.Explicit(
+            layers=layers
+        )
 
 
 def test_settings_load_no_schedule_family():
-    loaded = "import sys, ppctl.config; print(*(name for name in sys.modules if name.startswith('ppctl.schedule')))"
+    loaded = (
+        "import sys, ppctl.config; print(*(name for name in sys.modules if "
+        "name.startswith('ppctl.schedule')))"
+    )
     command = [sys.executable, "-c", loaded]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    rules = "ppctl.schedule.remat", "ppctl.schedule.partition", "ppctl.schedule.partition.division"
+    rules = (
+        "ppctl.schedule.remat",
+        "ppctl.schedule.partition",
+        "ppctl.schedule.partition.divisibility",
+    )
     assert done.stdout.split() == ["ppctl.schedule", *rules]
 
 
 def test_the_names_of_settings_are_unique_within_a_part():
     assert all_settings()["schedule.num_chunks"].about == "stages a rank"
-    assert all_settings()["run.distributed"].about.startswith("off: one process | explicit: several")
-    assert all_settings()["model.d_model"].default == c.Transformer().d_model  # the default option's, not the MLP's
+    assert all_settings()["run.distributed"].about.startswith(
+        "off: one process | explicit: several"
+    )
+    assert (
+        all_settings()["model.d_model"].default == c.Transformer().d_model
+    )  # the default option's, not the MLP's
     assert "model.name" not in settings_of("model", c.MLP)
     assert default_option("schedule") == "interleaved"
 
 
 def hardware(**values: object) -> c.Hardware:
-    speeds = {"flops_fraction": 0.5, "memory_bytes_per_s": 1e12, "link_bytes_per_s": 1e10}
-    base = {"name": "x", "device_kinds": ["x"], "peak_flops": {"float32": 1e12}, "link_latency_s": 0.0, "task_s": 0.0}
+    speeds = {"reached": {"flops": 0.5}, "memory_bytes_per_s": 1e12, "link_bytes_per_s": 1e10}
+    base = {
+        "name": "x",
+        "device_kinds": ["x"],
+        "peak_flops": {"float32": 1e12},
+        "link_latency_s": 0.0,
+        "task_s": 0.0,
+    }
     return c.Hardware(**{**base, **speeds, **values})  # type: ignore[arg-type]
+
+
+def reached(**shares: float) -> c.Config:
+    return config_with(hardware=hardware(reached=shares))
+
+
+def joined(**network: float) -> c.Config:
+    return config_with(hardware=hardware(network=network))
 
 
 def config_with(**parts: object) -> c.Config:
@@ -165,87 +220,173 @@ def config_with(**parts: object) -> c.Config:
     return c.Config(**{**base, **parts})  # type: ignore[arg-type]
 
 
+def scaled(**scaling):
+    return config_with(model=c.Transformer(rope=Rope(scaling=scaling)))
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (config_with(model=c.Transformer(num_layers=0)), "model.num_layers=0 must be .* at least 1"),
+        (
+            config_with(model=c.Transformer(num_layers=0)),
+            "model.num_layers=0 must be .* at least 1",
+        ),
         (
             config_with(model=c.Transformer(activation="relu")),
             "model.activation=relu is not one of gelu, gelu_exact, silu, swiglu",
         ),
-        (config_with(model=c.Transformer(d_model=130)), "d_model=130 is not a multiple of .*=4. Use d_model=132"),
+        (
+            config_with(model=c.Transformer(d_model=130)),
+            "d_model=130 is not a multiple of .*=4. Use d_model=132",
+        ),
         (config_with(model=c.Transformer(d_model=12)), "12/4 = 3 is odd"),
-        (config_with(model=c.Transformer(num_kv_heads=3)), "num_heads=4 is not a multiple of model.num_kv_heads=3"),
-        (config_with(model=c.Transformer(mlp_ratio=0.3)), r"0.3\*128 = 38.4 is not a whole positive width"),
-        (config_with(model=c.Transformer(mlp_ratio=float("inf"))), "not a whole positive width"),
-        (config_with(model=c.Transformer(mlp_ratio=float("nan"))), "not a whole positive width"),
-        (config_with(model=c.Transformer(rope_theta=0.5)), "model.rope_theta=0.5 must be .* at least 1"),
+        (
+            config_with(model=c.Transformer(num_kv_heads=3)),
+            "num_heads=4 is not a multiple of model.num_kv_heads=3",
+        ),
+        (
+            config_with(model=c.Transformer(rope=Rope(theta=0.5))),
+            "model.rope.theta=0.5 must be .* at least 1",
+        ),
+        (
+            config_with(model=c.Transformer(family="gemma")),
+            "model.family=gemma is not one of llama, qwen2",
+        ),
         (config_with(model=c.Transformer(head_dim=5)), "model.head_dim=5 is odd"),
         (config_with(model=c.Transformer(head_dim=0)), "model.head_dim=0 must be .* at least 1"),
         (config_with(model=c.Transformer(mlp_width=0)), "model.mlp_width=0 must be"),
-        (config_with(model=c.Transformer(norm_eps=0.0)), "model.norm_eps=0.0 must be a finite number above 0"),
+        (
+            config_with(model=c.Transformer(norm_eps=0.0)),
+            "model.norm_eps=0.0 must be a finite number above 0",
+        ),
         (config_with(model=c.Transformer(logit_softcap=-1.0)), "model.logit_softcap=-1.0 must be"),
         (config_with(model=c.Transformer(window=0)), "model.window=0 must be"),
         (
             config_with(model=c.Transformer(window=4, window_pattern="WL")),
             "window_pattern=WL is not made of W .* and F",
         ),
-        (config_with(model=c.Transformer(window_pattern="WF")), "window_pattern=WF is not used: model.window=null"),
-        (config_with(model=c.Transformer(rope_local_theta=1e4)), "rope_local_theta=10000.0 is not used: model.window"),
-        (config_with(model=c.Transformer(rope_fraction=0.3)), "fraction=0.3 of heads 32 wide is 9.6, and rotary"),
-        (config_with(model=c.Transformer(rope_fraction=1.5)), "rope_fraction=1.5 of heads 32 wide is 48"),
-        (config_with(model=c.Transformer(rope_scaling="ntk")), "rope_scaling=ntk is not one of none, linear, llama3"),
-        (config_with(model=c.Transformer(rope_factor=2.0)), "rope_factor=2.0 is not used: model.rope_scaling=none"),
         (
-            config_with(model=c.Transformer(rope_scaling="linear", rope_beta_fast=8.0)),
-            "rope_beta_fast=8.0 is not used: model.rope_scaling=linear reads none",
+            config_with(model=c.Transformer(window_pattern="WF")),
+            "window_pattern=WF is not used: model.window=null",
         ),
-        (config_with(model=c.Transformer(rope_scaling="yarn")), "State that as model.rope_original_len"),
         (
-            config_with(model=c.Transformer(rope_scaling="llama3", rope_original_len=64, rope_low_freq_factor=4.0)),
-            "rope_low_freq_factor=4.0 is not below model.rope_high_freq_factor=4.0",
+            config_with(model=c.Transformer(rope=Rope(local_theta=1e4))),
+            "rope.local_theta=10000.0 is not used: model.window",
+        ),
+        (
+            scaled(rope_type="ntk"),
+            "model.rope.scaling.rope_type=ntk is not one of linear, llama3, yarn",
+        ),
+        (scaled(factor=2.0), "model.rope.scaling.rope_type=None is not one of"),
+        (scaled(rope_type="linear"), r"model.rope.scaling has no factor. It takes factor\."),
+        (
+            scaled(rope_type="linear", factor=2.0, beta_fast=8.0),
+            r"scaling.beta_fast is not used. It takes factor\.",
+        ),
+        (
+            scaled(rope_type="yarn", factor=2.0),
+            "model.rope.scaling has no original_max_position_embeddings",
+        ),
+        (
+            scaled(
+                rope_type="llama3",
+                factor=2.0,
+                original_max_position_embeddings=64,
+                low_freq_factor=4.0,
+            ),
+            "model.rope.scaling.low_freq_factor=4.0 is not below high_freq_factor=4.0",
         ),
         (config_with(model=c.MLP(d_model=0), data=c.Regression()), "model.d_model=0 must be"),
         (config_with(model=c.MLP(num_layers=0), data=c.Regression()), "model.num_layers=0 must be"),
-        (config_with(model=c.MLP(activation="swiglu"), data=c.Regression()), "model.activation=swiglu is not one of"),
+        (
+            config_with(model=c.MLP(activation="swiglu"), data=c.Regression()),
+            "model.activation=swiglu is not one of",
+        ),
         (config_with(mesh=c.Mesh(0, 1)), "mesh.dp=0 must be"),
-        (config_with(schedule=c.Schedule(num_microbatches=0)), "schedule.num_microbatches=0 must be"),
+        (
+            config_with(schedule=c.Schedule(num_microbatches=0)),
+            "schedule.num_microbatches=0 must be",
+        ),
         (config_with(schedule=c.Interleaved(num_chunks=0)), "schedule.num_chunks=0 must be"),
-        (config_with(executor=c.Reference(remat="some")), "executor.remat=some is not one of none, layer, full"),
-        (config_with(executor=c.Spmd(idle="wait")), "executor.idle=wait is not one of skip, compute"),
-        (config_with(executor=c.Spmd(gather="never")), "executor.gather=never is not one of step, tick, layer"),
-        (config_with(executor=c.Mpmd(gather="tick")), "executor.gather=tick is not one of step, layer"),
+        (
+            config_with(executor=c.Reference(remat="some")),
+            "executor.remat=some is not one of none, layer, full",
+        ),
+        (
+            config_with(executor=c.Mpmd(context="rong")),
+            "executor.context=rong is not one of gather, ring",
+        ),
+        (
+            config_with(executor=c.Spmd(gather="never")),
+            "executor.gather=never is not one of step, tick, layer",
+        ),
+        (
+            config_with(executor=c.Mpmd(gather="tick")),
+            "executor.gather=tick is not one of step, layer",
+        ),
         (config_with(executor=c.Spmd(unroll=-1)), "executor.unroll=-1 must be .* at least 0"),
         (config_with(optim=c.AdamW(lr=-1.0)), "optim.lr=-1.0 must be .* at least 0"),
         (config_with(optim=c.AdamW(lr=float("inf"))), "optim.lr=inf must be a finite number"),
         (config_with(optim=c.AdamW(lr=float("nan"))), "optim.lr=nan must be"),
-        (config_with(optim=c.AdamW(min_lr_fraction=2.0)), r"optim.min_lr_fraction=2.0 must lie in \[0, 1\]"),
+        (
+            config_with(optim=c.AdamW(min_lr_fraction=2.0)),
+            r"optim.min_lr_fraction=2.0 must lie in \[0, 1\]",
+        ),
         (config_with(optim=c.AdamW(b1=1.0)), r"optim.b1=1.0 must lie in \[0, 1\)"),
         (config_with(optim=c.SGD(lr=-1.0)), "optim.lr=-1.0 must be .* at least 0"),
         (config_with(optim=c.SGD(momentum=1.0)), r"optim.momentum=1.0 must lie in \[0, 1\)"),
-        (config_with(optim=c.SGD(momentum=0.0)), "optim.momentum=0 would keep sums that are nothing but gradients"),
-        (config_with(optim=c.SGD(clip_norm=0.0)), "optim.clip_norm=0 would erase every gradient. Use null"),
-        (config_with(optim=c.AdamW(clip_norm=0.0)), "optim.clip_norm=0 would erase every gradient. Use null"),
+        (
+            config_with(optim=c.SGD(momentum=0.0)),
+            "optim.momentum=0 would only copy gradients",
+        ),
+        (
+            config_with(optim=c.SGD(clip_norm=0.0)),
+            "optim.clip_norm=0 would erase every gradient. Use null",
+        ),
+        (
+            config_with(optim=c.AdamW(clip_norm=0.0)),
+            "optim.clip_norm=0 would erase every gradient. Use null",
+        ),
         (config_with(data=c.Synthetic(batch_size=0)), "data.batch_size=0 must be"),
-        (config_with(data=c.Synthetic(eval_fraction=1.0)), r"data.eval_fraction=1.0 must lie in \[0, 1\)"),
+        (
+            config_with(data=c.Synthetic(eval_fraction=1.0)),
+            r"data.eval_fraction=1.0 must lie in \[0, 1\)",
+        ),
         (config_with(data=c.Synthetic(vocab_size=1)), "data.vocab_size=1 must be .* at least 2"),
         (config_with(data=c.Synthetic(num_sequences=0)), "data.num_sequences=0 must be"),
-        (config_with(data=c.Tokens(path="x", dtype="int8")), "data.dtype=int8 is not one of uint8, uint16"),
+        (
+            config_with(data=c.Tokens(path="x", dtype="int8")),
+            "data.dtype=int8 is not one of uint8, uint16",
+        ),
         (config_with(data=c.Tokens(path="x", vocab_size=0)), "data.vocab_size=0 must be"),
         (config_with(model=c.MLP(), data=c.Regression(num_rows=0)), "data.num_rows=0 must be"),
-        (config_with(model=c.MLP(), data=c.Regression(noise=-1.0)), "data.noise=-1.0 must be"),
         (config_with(run=c.Run(num_steps=0)), "run.num_steps=0 must be"),
         (config_with(run=c.Run(seed=-1)), "run.seed=-1 must be"),
-        (config_with(run=c.Run(dtype="float16")), "run.dtype=float16 is not one of float32, bfloat16, float64"),
-        (config_with(run=c.Run(resume="maybe")), "run.resume=maybe is not one of auto, must, never"),
+        (
+            config_with(run=c.Run(dtype="float16")),
+            "run.dtype=float16 is not one of float32, bfloat16, float64",
+        ),
+        (
+            config_with(run=c.Run(resume="maybe")),
+            "run.resume=maybe is not one of auto, must, never",
+        ),
         (config_with(run=c.Run(platform="gpu")), "run.platform=gpu is not one of cpu, cuda, tpu"),
-        (config_with(run=c.Run(distributed="on")), "run.distributed=on is not one of off, auto, explicit"),
+        (
+            config_with(run=c.Run(distributed="on")),
+            "run.distributed=on is not one of off, auto, explicit",
+        ),
         (
             config_with(run=c.Run(num_processes=2)),
             "num_processes=2 is of .*=off. Use run.distributed=explicit, or leave",
         ),
-        (config_with(run=c.Run(coordinator="a:1")), "run.coordinator=a:1 is of a run of several processes, but"),
-        (config_with(run=c.Run(process_id=0)), "run.process_id=0 is of a run of several processes, but"),
+        (
+            config_with(run=c.Run(coordinator="a:1")),
+            "run.coordinator=a:1 is of a run of several processes, but",
+        ),
+        (
+            config_with(run=c.Run(process_id=0)),
+            "run.process_id=0 is of a run of several processes, but",
+        ),
         (
             config_with(run=c.Run(distributed="explicit", process_id=0)),
             r"explicit needs run.coordinator=... run.num_processes=... too",
@@ -261,63 +402,113 @@ def config_with(**parts: object) -> c.Config:
             )
             for address in ("node1", ":80", "node1:0", "node1:65536", "node1:http")
         ),
-        (config_with(run=c.Run(distributed="auto", num_processes=0)), "run.num_processes=0 must be .* at least 1"),
-        (config_with(run=c.Run(distributed="auto", process_id=-1)), "run.process_id=-1 must be .* at least 0"),
+        (
+            config_with(run=c.Run(distributed="auto", num_processes=0)),
+            "run.num_processes=0 must be .* at least 1",
+        ),
+        (
+            config_with(run=c.Run(distributed="auto", process_id=-1)),
+            "run.process_id=-1 must be .* at least 0",
+        ),
         (config_with(run=c.Run(heartbeat_s=0)), "run.heartbeat_s=0 must be"),
         (config_with(run=c.Run(slow_after_s=0)), "run.slow_after_s=0 must be"),
-        (config_with(run=c.Run(join_s=0)), "run.join_s=0 must be"),
-        (config_with(run=c.Run(checkpoint=c.Checkpoint(every=0))), "run.checkpoint.every=0 must be"),
+        (
+            config_with(run=c.Run(checkpoint=c.Checkpoint(every=0))),
+            "run.checkpoint.every=0 must be",
+        ),
         (config_with(run=c.Run(checkpoint=c.Checkpoint(keep=0))), "run.checkpoint.keep=0 must be"),
-        (config_with(run=c.Run(profile=c.Profile(start=-1))), "run.profile.start=-1 must be"),
-        (config_with(run=c.Run(profile=c.Profile(start=199))), r"199\+2 is past the last step .*start=198 at most"),
-        (config_with(run=c.Run(profile=c.Profile(start=198, num_steps=5))), "start=195 at most, or fewer"),
-        (config_with(data=c.Synthetic(batch_size=12)), r"12 is not a multiple of .* = 8\*1\*1 = 8. Use .*=16"),
+        (config_with(run=c.Run(profile="-1")), "run.profile=-1 names no steps"),
+        (config_with(run=c.Run(profile="9-3")), "run.profile=9-3 names no steps"),
+        (
+            config_with(run=c.Run(profile="199")),
+            "run.profile=199 traces steps to 200, past the last step",
+        ),
+        (
+            config_with(data=c.Synthetic(batch_size=12)),
+            r"12 is not a multiple of .* = 8\*1\*1 = 8. Use .*=16",
+        ),
         (
             config_with(partition=c.Explicit(layers=None)),
             r"layers=None is neither a list .*\[3,2,2,3\], nor text such as",
         ),
         (config_with(partition=c.Explicit(layers={"a": 1})), "layers={'a': 1} is neither a list"),
-        (config_with(partition=c.Explicit(layers=[1, "t"])), r"layers=\[1, 't'\]: stage 1 has t layers. Use a whole"),
+        (
+            config_with(partition=c.Explicit(layers=[1, "t"])),
+            r"layers=\[1, 't'\]: stage 1 has t layers. Use a whole",
+        ),
         (config_with(partition=c.Explicit(layers=[True])), "stage 0 has True layers"),
         (config_with(partition=c.Explicit(layers=[1, 2.0])), "stage 1 has 2.0 layers"),
         (
             config_with(partition=c.Balanced(), executor=c.Reference()),
             "partition=balanced divides .*Use partition=",
         ),
-        (config_with(partition=c.Explicit(layers=[8]), executor=c.Reference()), "partition=explicit divides layers"),
-        (config_with(mesh=c.Mesh(1, 2), executor=c.Reference()), "mesh=1x2 has 2. Use mesh=1x1, executor=spmd or"),
+        (
+            config_with(partition=c.Explicit(layers=[8]), executor=c.Reference()),
+            "partition=explicit divides layers",
+        ),
+        (
+            config_with(mesh=c.Mesh(1, 2), executor=c.Reference()),
+            "mesh=1x2 has 2. Use mesh=1x1, executor=spmd or",
+        ),
         (
             config_with(launch=c.Launch(max_restarts=1), run=c.Run(distributed="auto")),
             "launch.max_restarts=1 is for .* run.distributed=auto says .* Use run.distributed=off",
         ),
         (config_with(launch=c.Launch(processes=0)), "launch.processes=0 must be"),
         (config_with(launch=c.Launch(max_restarts=-1)), "launch.max_restarts=-1 must be"),
-        (config_with(launch=c.Launch(processes=2, crash_grace_s=-1.0)), "launch.crash_grace_s=-1.0 must be"),
-        (config_with(launch=c.Launch(exit_grace_s=9.0)), "exit_grace_s=9.0 is for the other .* Use .*=2 or more"),
-        (config_with(launch=c.Launch(processes=2)), "mesh=1x1 has 1 devices, not a multiple of .*=2. Use .*=1, or"),
+        (
+            config_with(launch=c.Launch(processes=2)),
+            "mesh=1x1 has 1 devices, not a multiple of .*=2. Use .*=1, or",
+        ),
         (
             config_with(mesh=c.Mesh(1, 2), launch=c.Launch(processes=2), run=c.Run(platform="tpu")),
-            "launch.processes=2 divides GPUs or simulated CPU devices, but run.platform=tpu. Use launch.processes=1",
+            "launch.processes=2 divides GPUs or simulated CPU devices, but run.platform=tpu. Use "
+            "launch.processes=1",
         ),
-        (config_with(hardware=hardware(flops_fraction=0.0)), "hardware.flops_fraction=0.0 must be .* above 0"),
-        (config_with(hardware=hardware(flops_fraction=1.1)), r"flops_fraction=1.1 must lie in \(0, 1\]"),
-        (config_with(hardware=hardware(bandwidth_fraction=1.1)), r"bandwidth_fraction=1.1 must lie in \(0, 1\]"),
-        (config_with(hardware=hardware(attention_forward_fraction=0.0)), "attention_forward_fraction=0.0 must be"),
-        (config_with(hardware=hardware(attention_backward_fraction=-1.0)), "attention_backward_fraction=-1.0 must be"),
-        (config_with(hardware=hardware(memory_gib=math.nan)), "memory_gib=nan must be a finite number above 0"),
-        (config_with(hardware=hardware(memory_bytes_per_s=-1.0)), "memory_bytes_per_s=-1.0 must be"),
-        (config_with(hardware=hardware(link_bytes_per_s=0.0)), "link_bytes_per_s=0.0 must be"),
-        (config_with(hardware=hardware(link_latency_s=-1.0)), "link_latency_s=-1.0 must be .* at least 0"),
-        (config_with(hardware=hardware(task_s=math.inf)), "task_s=inf must be a finite number"),
-        (config_with(hardware=hardware(peak_flops={"bfloat16": 0.0})), "hardware.peak_flops.bfloat16=0.0 must be"),
-        (config_with(hardware=hardware(peak_flops={})), "peak_flops={} has no dtype. Give it one"),
-        (config_with(hardware=hardware(host_devices=0)), "host_devices=0 must be .* at least 1"),
+        (reached(flops=0.0), "hardware.reached.flops=0.0 must be .* above 0"),
+        (reached(flops=1.1), r"reached.flops=1.1 must lie in \(0, 1\]"),
+        (reached(flops=0.5, bytes=1.1), r"reached.bytes=1.1 must lie in \(0, 1\]"),
+        (reached(flops=0.5, attention_backward=-1.0), "attention_backward=-1.0 must be"),
+        (reached(flop=0.5), "hardware.reached={'flop': 0.5} has no flops"),
         (
-            config_with(hardware=hardware(host_devices=8, network_latency_s=1e-6)),
-            "hardware.host_devices=8 hardware.network_latency_s=1e-06 needs hardware.network_bytes_per_s too",
+            reached(flops=0.5, flop=0.5),
+            "hardware.reached=flop is not one of flops, bytes, attention_forward",
         ),
-        (config_with(model=c.MLP()), "model=mlp cannot learn from data=synthetic. Use data=regression or"),
-        (config_with(data=c.Regression()), "model=transformer cannot learn from data=regression. Use data=stdlib"),
+        (
+            config_with(hardware=hardware(memory_gib=math.nan)),
+            "memory_gib=nan must be a finite number above 0",
+        ),
+        (
+            config_with(hardware=hardware(memory_bytes_per_s=-1.0)),
+            "memory_bytes_per_s=-1.0 must be",
+        ),
+        (config_with(hardware=hardware(link_bytes_per_s=0.0)), "link_bytes_per_s=0.0 must be"),
+        (
+            config_with(hardware=hardware(link_latency_s=-1.0)),
+            "link_latency_s=-1.0 must be .* at least 0",
+        ),
+        (config_with(hardware=hardware(task_s=math.inf)), "task_s=inf must be a finite number"),
+        (
+            config_with(hardware=hardware(peak_flops={"bfloat16": 0.0})),
+            "hardware.peak_flops.bfloat16=0.0 must be",
+        ),
+        (config_with(hardware=hardware(peak_flops={})), "peak_flops={} has no dtype. Give it one"),
+        (
+            joined(host_devices=0, bytes_per_s=1e9, latency_s=0),
+            "host_devices=0 must be .* at least 1",
+        ),
+        (
+            joined(host_devices=8, latency_s=1e-6),
+            "hardware.network has no bytes_per_s. It takes host_devices, bytes",
+        ),
+        (
+            config_with(model=c.MLP()),
+            "model=mlp cannot learn from data=synthetic. Use data=regression or",
+        ),
+        (
+            config_with(data=c.Regression()),
+            "model=transformer cannot learn from data=regression. Use data=stdlib",
+        ),
     ],
     ids=lambda value: re.sub(r"\W+", "_", value)[:40] if isinstance(value, str) else "",
 )
@@ -330,11 +521,22 @@ def test_impossible_settings_are_refused_with_their_values(config, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model": c.MLP(), "data": c.Stdlib(packing=True)}, "which model=mlp does not tell apart. Use data.packing=f"),
-        ({"data": c.Text(path="x", document="word")}, "data.document=word is not one of file, paragraph, line"),
-        ({"data": c.Text(path="x", records="float32")}, "data.records=float32 is not one of text, uint8"),
-        ({"data": c.Mixture()}, "data.parts=[] has nothing to mix. Use data.parts=[{path: PATH, weight: 0.7}"),
-        ({"data": c.Mixture(parts=[Part("x"), Part("y", weight=0.0)])}, "data.parts[1].weight=0.0 must be a finite"),
+        (
+            {"model": c.MLP(), "data": c.Stdlib(packing=True)},
+            "which model=mlp does not tell apart. Use data.packing=f",
+        ),
+        (
+            {"data": c.Text(path="x", document="word")},
+            "data.document=word is not one of file, paragraph, line",
+        ),
+        (
+            {"data": c.Mixture()},
+            "data.parts=[] has nothing to mix. Use data.parts=[{path: PATH, weight: 0.7}",
+        ),
+        (
+            {"data": c.Mixture(parts=[Part("x"), Part("y", weight=0.0)])},
+            "data.parts[1].weight=0.0 must be a finite",
+        ),
         ({"data": c.Text(path="x", on_error="fix")}, "data.on_error=fix is not one of stop, skip"),
     ],
 )

@@ -3,18 +3,24 @@
 import numpy as np
 import pytest
 
-from ppctl.data.arrays import from_arrays
-from ppctl.data.description import described, description
+from ppctl.data.array_dataset import from_arrays
+from ppctl.data.dataset_description import described, description
 from ppctl.errors import DataError
 
 
 def rows(number=40, **changes):
-    given = {"inputs": np.arange(number * 2.0).reshape(number, 2), "targets": np.arange(number) // 10, **changes}
+    given = {
+        "inputs": np.arange(number * 2.0).reshape(number, 2),
+        "targets": np.arange(number) // 10,
+        **changes,
+    }
     return {name: array for name, array in given.items() if array is not None}
 
 
 def dataset(arrays, **changes):
-    return from_arrays(arrays, source="a.b", **{"batch_size": 4, "seed": 0, "eval_fraction": 0.25, **changes})
+    return from_arrays(
+        arrays, source="a.b", **{"batch_size": 4, "seed": 0, "eval_fraction": 0.25, **changes}
+    )
 
 
 def test_every_example_is_there_once_and_the_held_out_ones_are_of_all_classes():
@@ -23,10 +29,14 @@ def test_every_example_is_there_once_and_the_held_out_ones_are_of_all_classes():
     assert data.source == "a.b: 40 examples, inputs float64[2], targets int64[]"
     found = data.read(np.arange(40))
     np.testing.assert_array_equal(np.sort(found["inputs"][:, 0]), np.arange(0, 80, 2))
-    np.testing.assert_array_equal(found["inputs"][:, 0] // 20, found["targets"])  # they stay together
+    np.testing.assert_array_equal(
+        found["inputs"][:, 0] // 20, found["targets"]
+    )  # they stay together
     held_out = data.read(np.arange(30, 40))["targets"]
     assert len({*held_out.tolist()}) == 4  # the file is sorted by class
-    np.testing.assert_array_equal(dataset(rows(), seed=5).read(np.arange(30, 40))["targets"], held_out)
+    np.testing.assert_array_equal(
+        dataset(rows(), seed=5).read(np.arange(30, 40))["targets"], held_out
+    )
 
 
 def test_without_targets_the_inputs_are_them():
@@ -49,7 +59,10 @@ def test_a_memory_map_is_read_and_told_apart_by_its_content(tmp_path):
         (rows(inputs=np.array(["a"])), r"a.b: inputs is <U1\[1\]; it must be"),
         (rows(inputs=None), "a.b has targets; name one of them inputs"),
         ({}, "a.b has no arrays; name one"),
-        (rows(targets=np.arange(39)), "a.b has 40 of inputs, 39 of targets; every array holds one entry an example"),
+        (
+            rows(targets=np.arange(39)),
+            "a.b has 40 of inputs, 39 of targets; every array holds one entry an example",
+        ),
         (rows(4), r"a.b: 4 examples: 4-1 = 3 are left to train on, fewer than data.batch_size=4"),
     ],
 )
@@ -64,4 +77,7 @@ def test_a_description_gives_zeros_of_the_same_type_and_all_sizes():
     assert there == data
     for name, array in there.read(np.arange(3)).items():
         assert not array.any()
-        assert (array.shape, array.dtype) == (data.read(np.arange(3))[name].shape, data.read(np.arange(3))[name].dtype)
+        assert (array.shape, array.dtype) == (
+            data.read(np.arange(3))[name].shape,
+            data.read(np.arange(3))[name].dtype,
+        )

@@ -9,17 +9,17 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
 import zstandard
-from array_record.python.array_record_module import ArrayRecordWriter
 
-from ppctl.data import documents, encoding, token_cache
-from ppctl.data.bpe import train_bpe, write_tokenizer
-from ppctl.data.documents import Broken, Document, Fields, Source, read_documents
+from ppctl.data import document_files as documents
+from ppctl.data import token_cache
+from ppctl.data import token_encoding as encoding
+from ppctl.data.document_files import Broken, Document, Fields, Source, read_documents
 from ppctl.data.token_cache import cached_tokens
+from ppctl.data.token_windows import NO_TOKEN
 from ppctl.data.tokenizer import byte_tokenizer, load_tokenizer
-from ppctl.data.windows import NO_TOKEN
+from ppctl.data.train_bpe import train_bpe, write_tokenizer
 from ppctl.errors import DataError
 
 TEXTS = ["one fox", "zwei füchse\nin lines", "three"]
@@ -42,14 +42,6 @@ def written(path, text):
     return path
 
 
-def records(path, *contents):
-    writer = ArrayRecordWriter(str(path), "group_size:1")
-    for content in contents:
-        writer.write(content)
-    writer.close()
-    return path
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson"])
 def test_json_lines_are_documents(tmp_path, suffix):
     assert texts_of(written(tmp_path / f"a{suffix}", LINES + "\n")) == TEXTS
@@ -58,10 +50,17 @@ def test_json_lines_are_documents(tmp_path, suffix):
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 @pytest.mark.parametrize(
     ("document", "expected"),
-    [("file", ["a\r\nb\n\n c\nd"]), ("line", ["a", "b", " c", "d"]), ("paragraph", ["a\r\nb", " c\nd"])],
+    [
+        ("file", ["a\r\nb\n\n c\nd"]),
+        ("line", ["a", "b", " c", "d"]),
+        ("paragraph", ["a\r\nb", " c\nd"]),
+    ],
 )
 def test_plain_text_is_documents(tmp_path, suffix, document, expected):
-    assert texts_of(written(tmp_path / f"a.txt{suffix}", "a\r\nb\n\n c\nd"), document=document) == expected
+    assert (
+        texts_of(written(tmp_path / f"a.txt{suffix}", "a\r\nb\n\n c\nd"), document=document)
+        == expected
+    )
 
 
 def test_parquet_is_documents(tmp_path):
@@ -75,16 +74,6 @@ def test_parquet_is_documents(tmp_path):
     (tmp_path / "b.parquet").write_bytes(b"PAR1 no")
     (broken,) = read_documents(tmp_path / "b.parquet", Fields())
     assert broken.reason.startswith("is no Parquet")
-
-
-def test_array_records_are_documents(tmp_path):
-    assert texts_of(records(tmp_path / "a.arrayrecord", *map(str.encode, TEXTS))) == TEXTS
-    ids = [np.array([5, 6], np.uint16), np.array([7], np.uint16)]
-    found = texts_of(records(tmp_path / "b.array_record", *(a.tobytes() for a in ids)), records="uint16")
-    assert [a.tolist() for a in found] == [[5, 6], [7]]
-    (tmp_path / "c.arrayrecord").write_bytes(b"nothing of the sort")
-    (broken,) = read_documents(tmp_path / "c.arrayrecord", Fields())
-    assert "is no ArrayRecord" in broken.reason
 
 
 @pytest.mark.parametrize(
@@ -110,7 +99,8 @@ def test_a_broken_line_is_named_and_stops_or_is_skipped(build, tmp_path, line, r
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("a.jsonl", "is empty"), ("a.txt", "is empty"), ("a.jsonl.gz", "is cut short|is in a comp")]
+    ("name", "reason"),
+    [("a.jsonl", "is empty"), ("a.txt", "is empty"), ("a.jsonl.gz", "is cut short|is in a comp")],
 )
 def test_an_empty_or_cut_file_is_named(build, tmp_path, name, reason):
     file = tmp_path / name
@@ -120,11 +110,20 @@ def test_an_empty_or_cut_file_is_named(build, tmp_path, name, reason):
 
 
 def test_a_zst_file_that_is_cut_short_is_named(tmp_path):
-    whole = zstandard.ZstdCompressor().compress(LINES.encode() * 50)
-    (tmp_path / "a.jsonl.zst").write_bytes(whole[:-5])
-    *_, last = read_documents(tmp_path / "a.jsonl.zst", Fields())
-    assert isinstance(last, Broken)
-    assert "it ends inside a frame" in last.reason
+    whole = zstandard.ZstdCompressor().compress(
+        b"".join(b'{"text": "%d"}\n' % i for i in range(30_000))
+    )
+    for length in (len(whole) - 5, len(whole) // 2):
+        (tmp_path / "a.jsonl.zst").write_bytes(whole[:length])
+        (tmp_path / "a.txt.zst").write_bytes(whole[:length])
+        *_, last = read_documents(tmp_path / "a.jsonl.zst", Fields())
+        (only,) = read_documents(tmp_path / "a.txt.zst", Fields())
+        for broken in (last, only):
+            assert isinstance(broken, Broken)
+            assert "cut short or damaged (the file ends within a Zstandard frame)" in broken.reason
+    (tmp_path / "b.txt.zst").write_bytes(b"no frame")
+    (broken,) = read_documents(tmp_path / "b.txt.zst", Fields())
+    assert "is cut short or damaged" in broken.reason
 
 
 @pytest.fixture(scope="module")
@@ -160,11 +159,24 @@ def test_a_long_text_in_pieces_has_the_ids_of_the_whole(tmp_path, tokenizer, mon
 
 
 def test_prompts_and_what_users_say_are_no_targets(build, tmp_path, tokenizer):
-    chat = [{"role": "user", "content": "fox " * 40}, {"role": "assistant", "content": "zwei " * 40}]
+    chat = [
+        {"role": "user", "content": "fox " * 40},
+        {"role": "assistant", "content": "zwei " * 40},
+    ]
     (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 50)
-    (tmp_path / "ask.jsonl").write_text((json.dumps({"q": "fox " * 40, "a": "zwei " * 40}) + "\n") * 50)
-    for file, fields in (("chat", {"field": "messages"}), ("ask", {"field": "a", "prompt_field": "q"})):
-        how = {"path": str(tmp_path / f"{file}.jsonl"), "tokenizer": str(tokenizer), "seq_len": 400, "batch_size": 1}
+    (tmp_path / "ask.jsonl").write_text(
+        (json.dumps({"q": "fox " * 40, "a": "zwei " * 40}) + "\n") * 50
+    )
+    for file, fields in (
+        ("chat", {"field": "messages"}),
+        ("ask", {"field": "a", "prompt_field": "q"}),
+    ):
+        how = {
+            "path": str(tmp_path / f"{file}.jsonl"),
+            "tokenizer": str(tokenizer),
+            "seq_len": 400,
+            "batch_size": 1,
+        }
         dataset = build("text", **how, **fields)
         batch = next(dataset.batches())
         by = load_tokenizer(str(tokenizer), None)
@@ -176,23 +188,20 @@ def test_prompts_and_what_users_say_are_no_targets(build, tmp_path, tokenizer):
 
 def test_messages_need_a_template(build, tmp_path):
     (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
-    with pytest.raises(DataError, match=r"line 1 holds messages, and data.tokenizer=bytes has no chat template"):
+    with pytest.raises(
+        DataError, match=r"line 1 holds messages, and data.tokenizer=bytes has no chat template"
+    ):
         build("text", path=str(tmp_path / "chat.jsonl"), field="messages")
-
-
-def test_ids_that_the_tokenizer_does_not_have_are_refused(build, tmp_path):
-    file = records(tmp_path / "a.arrayrecord", np.array([5, 300], np.uint16).tobytes())
-    with pytest.raises(DataError, match=r"record 1 holds the id 300, not in 0\.\.255 of the tokenizer"):
-        build("text", path=str(file), records="uint16")
 
 
 TOKENIZE = """
 import sys, time
 from pathlib import Path
-from ppctl.data import encoding, token_cache
-from ppctl.data.documents import Fields, Source
+from ppctl.data import token_encoding, token_cache
+from ppctl.data.document_files import Fields, Source
 from ppctl.data.tokenizer import byte_tokenizer
-stop, encoding.CHARS_AT_ONCE, encoded = int(sys.argv[3]), int(sys.argv[4]), token_cache.encoded
+stop, token_encoding.CHARS_AT_ONCE = int(sys.argv[3]), int(sys.argv[4])
+encoded = token_cache.encoded
 number = 0
 def slowly(*given):
     global number
@@ -203,14 +212,20 @@ def slowly(*given):
         yield piece
 token_cache.encoded = slowly
 source = Source([Path(sys.argv[1])], frozenset(), Fields(prompt="prompt"), False)
-print(len(token_cache.cached_tokens("t", source, byte_tokenizer(), "", sys.argv[2]).ends), flush=True)
+tokens = token_cache.cached_tokens("t", source, byte_tokenizer(), "", sys.argv[2])
+print(len(tokens.ends), flush=True)
 """
 
 
-@pytest.mark.parametrize(("chars", "is_kept"), [(1, True), (10**6, False)], ids=["blocks of one", "one block"])
+@pytest.mark.parametrize(
+    ("chars", "is_kept"), [(1, True), (10**6, False)], ids=["blocks of one", "one block"]
+)
 def test_who_waited_for_a_killed_writer_goes_on_behind_its_last_block(tmp_path, chars, is_kept):
     rows = [{"text": text, "prompt": "ask" if i == 1 else ""} for i, text in enumerate(TEXTS)]
-    file, cache = written(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows)), tmp_path / "cache"
+    file, cache = (
+        written(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows)),
+        tmp_path / "cache",
+    )
 
     def start(stop):
         words = [sys.executable, "-c", TOKENIZE, file, cache, str(stop), str(chars)]
@@ -226,14 +241,19 @@ def test_who_waited_for_a_killed_writer_goes_on_behind_its_last_block(tmp_path, 
     (found,) = cache.iterdir()
     source = Source([file], frozenset(), Fields(prompt="prompt"), False)
     tokens = cached_tokens("t", source, byte_tokenizer(), "", str(tmp_path / "whole"))
-    assert tokens.ids.tobytes() == b"".join((row["prompt"] + row["text"]).encode() + b"\0" for row in rows)
+    assert tokens.ids.tobytes() == b"".join(
+        (row["prompt"] + row["text"]).encode() + b"\0" for row in rows
+    )
     assert not tokens.is_learned.all()
-    assert found.read_bytes() == (tmp_path / "whole" / found.name).read_bytes()
+    names = sorted(file.name for file in found.iterdir())
+    assert names == ["ends.npy", "ids.npy", "is_learned.npy", "record.json"]
+    for name in names:
+        assert (found / name).read_bytes() == (tmp_path / "whole" / found.name / name).read_bytes()
 
 
-@pytest.mark.parametrize("damage", ["ids", "learned", "ends", "progress", "cut"])
-def test_what_an_interrupted_writer_left_counts_where_it_is_whole(tmp_path, monkeypatch, damage):
-    """Ctrl-C behind the second of three blocks; then something happens to the files. The result is the same."""
+@pytest.mark.parametrize(("damaged", "num_again"), [(None, 1), (1, 2), (0, 3)])
+def test_whole_blocks_of_an_interrupted_writer_count(tmp_path, monkeypatch, damaged, num_again):
+    """Ctrl-C after the second of three blocks; then a block is damaged. The result is the same."""
     monkeypatch.setattr(encoding, "CHARS_AT_ONCE", 1)
     file, cache = written(tmp_path / "a.jsonl", LINES), tmp_path / "cache"
     source, number = Source([file], frozenset(), Fields(), False), 0
@@ -249,16 +269,15 @@ def test_what_an_interrupted_writer_left_counts_where_it_is_whole(tmp_path, monk
     monkeypatch.setattr(token_cache, "encoded", interrupted)
     with pytest.raises(KeyboardInterrupt):
         cached_tokens("t", source, byte_tokenizer(), "", str(cache))
-    parts = {path.suffix: path for path in cache.iterdir()}
-    assert parts.keys() == {".tmp", ".ends", ".learned", ".progress"}
-    if damage == "cut":
-        parts[".progress"].write_bytes(parts[".progress"].read_bytes()[:-5])  # of the second block nothing is known
-    else:
-        part = parts[".tmp" if damage == "ids" else f".{damage}"]
-        part.write_bytes(b"\2" + part.read_bytes()[1 if damage != "ends" else 9 :])
+    (parts,) = cache.iterdir()
+    assert sorted(path.name for path in parts.iterdir()) == ["0.block", "1.block"]
+    if damaged is not None:
+        part = parts / f"{damaged}.block"
+        part.write_bytes(
+            part.read_bytes().replace(TEXTS[damaged].encode(), b"?" * len(TEXTS[damaged].encode()))
+        )
     found = cached_tokens("t", source, byte_tokenizer(), "", str(cache))
-    number_again = number - 3
-    assert number_again == {"cut": 2, "progress": 1}.get(damage, 3)
+    assert number - 3 == num_again
     assert [each.tobytes() for each in found[:2]] == [each.tobytes() for each in whole[:2]]
     assert found.content == whole.content
     assert [path.suffix for path in cache.iterdir()] == [".tokens"]
@@ -268,5 +287,11 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(encoding, "CHARS_AT_ONCE", 1)
     file = written(tmp_path / "a.jsonl", LINES + "{\n")
     with pytest.raises(DataError):
-        cached_tokens("t", Source([file], frozenset(), Fields(), False), byte_tokenizer(), "", str(tmp_path / "cache"))
+        cached_tokens(
+            "t",
+            Source([file], frozenset(), Fields(), False),
+            byte_tokenizer(),
+            "",
+            str(tmp_path / "cache"),
+        )
     assert not [*(tmp_path / "cache").iterdir()]

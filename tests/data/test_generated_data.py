@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from ppctl.data import teacher_rows
 from ppctl.data.synthetic_tokens import JUMP_FRACTION, best_loss
 
 
@@ -43,14 +44,18 @@ def test_synthetic_uses_all_tokens_evenly(build):
     np.testing.assert_allclose(share, 0.1, atol=0.01)
 
 
-def test_regression_noise_is_added_to_the_targets_only(build):
-    clean, noisy = (build("regression", num_rows=4000, noise=noise).read(np.arange(3000)) for noise in (0.0, 0.5))
+def test_regression_noise_is_added_to_the_targets_only(build, monkeypatch):
+    found = []
+    for noise in (0.0, 0.5):
+        monkeypatch.setattr(teacher_rows, "NOISE", noise)
+        found.append(build("regression", num_rows=4000).read(np.arange(3000)))
+    clean, noisy = found
     np.testing.assert_array_equal(clean["inputs"], noisy["inputs"])
     assert (noisy["targets"] - clean["targets"]).std() == pytest.approx(0.5, rel=0.05)
 
 
 def test_regression_inputs_are_standard_normal_and_targets_of_order_one(build):
-    dataset = build("regression", num_rows=4000, noise=0.0)
+    dataset = build("regression", num_rows=4000)
     rows = dataset.read(np.arange(3000))
     assert {key: (value.shape, value.dtype) for key, value in rows.items()} == {
         "inputs": ((3000, 6), np.float32),

@@ -25,7 +25,9 @@ def test_parts_come_by_their_weights_and_each_in_epochs_of_its_own(build):
     (first, _, _), (second, _, _) = dataset.mixture
     numbers = met(dataset, 300)
     is_second = numbers >= first
-    assert abs(is_second.cumsum() - np.arange(1, len(numbers) + 1) / 4).max() <= 1, "3 to 1 after any number"
+    assert abs(is_second.cumsum() - np.arange(1, len(numbers) + 1) / 4).max() <= 1, (
+        "3 to 1 after any number"
+    )
     for of_part, size in ((numbers[~is_second], first), (numbers[is_second] - first, second)):
         assert len(of_part) > size, "more than an epoch"
         assert sorted(of_part[:size]) == list(range(size))
@@ -35,15 +37,21 @@ def test_parts_come_by_their_weights_and_each_in_epochs_of_its_own(build):
 def test_examples_are_those_of_the_parts(build, tmp_path):
     dataset = build("mixture")
     (first, held_out, _), _ = dataset.mixture
-    alone = [build("text", path=str(tmp_path / name), batch_size=1) for name in ("text.txt", "other.txt")]
-    found = dataset.read(np.array([first + 2, 0, sum(part[0] for part in dataset.mixture) + held_out]))
+    alone = [
+        build("text", path=str(tmp_path / name), batch_size=1) for name in ("text.txt", "other.txt")
+    ]
+    found = dataset.read(
+        np.array([first + 2, 0, sum(part[0] for part in dataset.mixture) + held_out])
+    )
     expected = [
         alone[1].read(np.array([2])),
         alone[0].read(np.array([0])),
         alone[1].read(np.array([alone[1].num_examples])),
     ]
     for name in ("inputs", "targets"):
-        np.testing.assert_array_equal(found[name], np.concatenate([batch[name] for batch in expected]))
+        np.testing.assert_array_equal(
+            found[name], np.concatenate([batch[name] for batch in expected])
+        )
 
 
 def test_what_is_held_out_is_mixed_alike(build):
@@ -60,18 +68,25 @@ def test_what_is_held_out_is_mixed_alike(build):
 
 
 def test_weights_and_parts_decide_the_fingerprint(build):
-    prints = {build("mixture").fingerprint, build("mixture", packing=True).fingerprint, build("text").fingerprint}
+    prints = {
+        build("mixture").fingerprint,
+        build("mixture", packing=True).fingerprint,
+        build("text").fingerprint,
+    }
     assert len(prints) == 3
 
 
 def test_parts_are_named_in_mistakes(build, tmp_path):
-    fields = {"field": "text", "prompt_field": None, "document": "file", "records": "text", "weight": 1.0}
+    fields = {"field": "text", "prompt_field": None, "document": "file", "weight": 1.0}
     with pytest.raises(DataError, match=r"data.parts\[0\].path=\S+none: no such file or directory"):
         build("mixture", parts=[fields | {"path": str(tmp_path / "none")}])
 
 
 def test_parts_are_composed_from_words():
-    words = ["data=mixture", "data.parts=[{path:a.txt,weight:0.7},{path:b.jsonl,weight:0.3,field:body}]"]
+    words = [
+        "data=mixture",
+        "data.parts=[{path:a.txt,weight:0.7},{path:b.jsonl,weight:0.3,field:body}]",
+    ]
     parts = compose(words, [], []).data.parts
     assert [(part.path, part.weight, part.field) for part in parts] == [
         ("a.txt", 0.7, "text"),

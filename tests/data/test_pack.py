@@ -8,19 +8,23 @@ import json
 import numpy as np
 import pytest
 
-from ppctl.data.packing import pack
-from ppctl.data.windows import NO_TOKEN
+from ppctl.data.pack_documents import pack
+from ppctl.data.token_windows import NO_TOKEN
 from ppctl.errors import DataError
 
 SEQ_LEN = 20
-TEXTS = ["abcdefghij"[: 1 + i % 10] * (1 + i % 2) for i in range(300)]  # none is longer than a sequence
+TEXTS = [
+    "abcdefghij"[: 1 + i % 10] * (1 + i % 2) for i in range(300)
+]  # none is longer than a sequence
 
 
 @pytest.fixture
 def build_packed(build, tmp_path):
     lines = (json.dumps({"question": "why", "text": text}) + "\n" for text in TEXTS)
     (tmp_path / "a.jsonl").write_text("".join(lines))
-    return lambda **how: build("text", **{"path": str(tmp_path / "a.jsonl"), "packing": True, "seq_len": SEQ_LEN} | how)
+    return lambda **how: build(
+        "text", **{"path": str(tmp_path / "a.jsonl"), "packing": True, "seq_len": SEQ_LEN} | how
+    )
 
 
 def take(iterator, number):
@@ -28,11 +32,17 @@ def take(iterator, number):
 
 
 def same(a, b):
-    return all(np.array_equal(x[key], y[key]) for x, y in zip(a, b, strict=True) for key in ("inputs", "targets"))
+    return all(
+        np.array_equal(x[key], y[key])
+        for x, y in zip(a, b, strict=True)
+        for key in ("inputs", "targets")
+    )
 
 
 def documents_of(dataset):
-    """(tokens, targets) of each document in each sequence, in turn; padding is at the end of a sequence."""
+    """(tokens, targets) of each document in each sequence, in turn; padding is at the end of a
+    sequence.
+    """
     batch = dataset.read(np.arange(dataset.num_examples))
     for inputs, targets in zip(batch["inputs"], batch["targets"], strict=True):
         starts = [*np.flatnonzero(inputs < 0), len(inputs)]
@@ -55,7 +65,9 @@ def test_sequences_hold_whole_documents_each_predicted_to_its_end(build_packed):
 
 
 def test_prompts_are_read_and_not_predicted(build_packed):
-    for tokens, targets in documents_of(build_packed(eval_fraction=0, prompt_field="question", seq_len=23)):
+    for tokens, targets in documents_of(
+        build_packed(eval_fraction=0, prompt_field="question", seq_len=23)
+    ):
         assert bytes(tokens).decode().startswith("why")
         assert targets == [NO_TOKEN, NO_TOKEN, *tokens[3:], 0]
 
@@ -74,7 +86,8 @@ def test_a_packed_run_goes_on_at_any_position_with_rows_divided_otherwise(build_
 
 def test_too_few_documents_are_refused(build_packed):
     with pytest.raises(
-        DataError, match=r"300 documents packed into \d+ sequences of model.seq_len=20: .* Use more data"
+        DataError,
+        match=r"300 documents packed into \d+ sequences of model.seq_len=20: .* Use more data",
     ):
         build_packed(batch_size=500, eval_fraction=0)
 
@@ -84,11 +97,15 @@ def test_each_token_but_the_first_is_predicted_once_and_sequences_hold_whole_doc
     lengths = draw.integers(1, 60, size=500)
     ends = np.cumsum(lengths)
     packing = pack(ends, SEQ_LEN)
-    predicted = np.concatenate([np.arange(s, s + n) + 1 for s, n in zip(packing.starts, packing.lengths, strict=True)])
+    predicted = np.concatenate(
+        [np.arange(s, s + n) + 1 for s, n in zip(packing.starts, packing.lengths, strict=True)]
+    )
     firsts = ends - lengths
     assert sorted(predicted) == sorted(set(range(ends[-1])) - set(firsts.tolist()))
     filled = np.add.reduceat(packing.lengths, packing.bounds[:-1])
     assert filled.max() <= SEQ_LEN
     assert filled.mean() > 0.97 * SEQ_LEN
     cut = [start for start in packing.starts if start not in firsts]
-    assert {(start - firsts[np.searchsorted(ends, start, side="right")]) % SEQ_LEN for start in cut} == {0}
+    assert {
+        (start - firsts[np.searchsorted(ends, start, side="right")]) % SEQ_LEN for start in cut
+    } == {0}

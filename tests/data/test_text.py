@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppctl.data import text_files
-from ppctl.data.documents import CHUNK_BYTES, Fields, Source, why_no_text
-from ppctl.data.text_files import files_below
+from ppctl.data import text_dataset as text_files
+from ppctl.data.document_files import CHUNK_BYTES, Fields, Source, why_no_text
+from ppctl.data.text_dataset import files_below
 from ppctl.data.token_cache import cached_tokens
 from ppctl.data.tokenizer import byte_tokenizer
 from ppctl.errors import DataError
@@ -50,14 +50,18 @@ def library(tmp_path):
 
 def test_text_is_every_visible_utf8_file_in_the_order_of_paths(build, library, monkeypatch):
     seen = []
-    monkeypatch.setattr(text_files, "from_tokens", lambda tokens, **_: seen.append(tokens.tobytes()))
+    monkeypatch.setattr(
+        text_files, "from_tokens", lambda tokens, **_: seen.append(tokens.tobytes())
+    )
     build("text", path=str(library))
     assert seen == ["fünf\n\0second\n\0last\n\0".encode()]
 
 
 def test_text_leaves_its_own_cache_out(build, library, monkeypatch):
     seen = []
-    monkeypatch.setattr(text_files, "from_tokens", lambda tokens, **_: seen.append(tokens.tobytes()))
+    monkeypatch.setattr(
+        text_files, "from_tokens", lambda tokens, **_: seen.append(tokens.tobytes())
+    )
     for _ in range(2):
         build("text", path=str(library), cache_dir=str(library / "cache"))
     assert seen[0] == seen[1]
@@ -68,7 +72,9 @@ def test_windows_of_one_file_are_its_bytes(build, tmp_path):
     path = tmp_path / "one.txt"
     path.write_bytes(bytes(1 + i % 100 for i in range(161)))
     dataset = build("text", path=str(path), seq_len=16, batch_size=1, eval_fraction=0)
-    inputs = sorted(tuple(next(dataset.batches(k))["inputs"][0]) for k in range(dataset.num_examples))
+    inputs = sorted(
+        tuple(next(dataset.batches(k))["inputs"][0]) for k in range(dataset.num_examples)
+    )
     assert inputs == sorted(tuple(path.read_bytes()[16 * i : 16 * i + 16]) for i in range(10))
 
 
@@ -90,11 +96,14 @@ def test_stdlib_is_several_megabytes_with_vocabulary_256(build):
     assert ".".join(map(str, sys.version_info[:3])) in dataset.source
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:5], lambda b: b"", lambda b: b"x" + b[1:]])
-def test_a_damaged_cache_is_written_again(tmp_path, library, damage):
+@pytest.mark.parametrize("file", ["ids.npy", "ends.npy", "record.json"])
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[:-1], lambda b: b[:5], lambda b: b"", lambda b: b[:-1] + b"x"]
+)
+def test_a_damaged_cache_is_written_again(tmp_path, library, damage, file):
     before = text_of(library / "b.py", cache_dir=tmp_path / "cache")
     (cache,) = (tmp_path / "cache").iterdir()
-    cache.write_bytes(damage(cache.read_bytes()))
+    (cache / file).write_bytes(damage((cache / file).read_bytes()))
     assert text_of(library / "b.py", cache_dir=tmp_path / "cache") == before == b"second\n\0"
 
 
@@ -114,7 +123,9 @@ def test_a_changed_corpus_never_meets_a_stale_cache(tmp_path, library, change):
     if change in ("size", "mtime"):
         file.write_bytes(b"another text" if change == "size" else b"SECOND\n")
     files = [file, library / "c/deep/er.md"] if change == "files" else [file]
-    text = tokens_of(*files, salt="salt" if change == "salt" else "", cache_dir=tmp_path / "cache").ids
+    text = tokens_of(
+        *files, salt="salt" if change == "salt" else "", cache_dir=tmp_path / "cache"
+    ).ids
     assert text.tobytes() == b"".join(file.read_bytes() + b"\0" for file in files)
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
@@ -158,7 +169,8 @@ def test_text_follows_characters_across_chunks_and_sees_one_cut_short(tmp_path):
 def test_a_cache_that_cannot_be_written_is_an_error_with_its_path(build, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(
-        DataError, match=r"The token cache .*file/text-.*\.tokens cannot be .* \(.*\)\. Use data.cache_dir="
+        DataError,
+        match=r"The token cache .*file/text-.*\.tokens cannot be .* \(.*\)\. Use data.cache_dir=",
     ):
         build("text", cache_dir=str(tmp_path / "file"))
 
@@ -180,7 +192,9 @@ def test_a_file_that_vanishes_is_named(tmp_path):
 
 def test_a_library_without_sources_is_refused_with_the_remedy(build, tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path / "python311.zip")})
-    with pytest.raises(DataError, match=r"python311.zip holds no Python sources .* Use data=text data.path="):
+    with pytest.raises(
+        DataError, match=r"python311.zip holds no Python sources .* Use data=text data.path="
+    ):
         build("stdlib")
 
 
@@ -203,13 +217,18 @@ def test_a_path_without_text_is_refused_with_the_remedy(build, tmp_path, content
 def test_a_directory_without_text_is_refused_with_the_remedy(build, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/binary").write_bytes(b"\0")
-    with pytest.raises(DataError, match=r"no UTF-8 text there .hidden and binary files are passed over.\. Use another"):
+    with pytest.raises(
+        DataError,
+        match=r"no UTF-8 text there .hidden and binary files are passed over.\. Use another",
+    ):
         build("text", path=str(tmp_path / "empty"))
 
 
 def test_a_pattern_names_files_in_order(build, library, monkeypatch):
     seen = []
-    monkeypatch.setattr(text_files, "from_tokens", lambda tokens, **_: seen.append(tokens.tobytes()))
+    monkeypatch.setattr(
+        text_files, "from_tokens", lambda tokens, **_: seen.append(tokens.tobytes())
+    )
     build("text", path=str(library / "**/*.[mp]*"))
     assert seen == [b"second\n\0last\n\0"]
     with pytest.raises(DataError, match=r"\*.jsonl: no file matches\. Use "):

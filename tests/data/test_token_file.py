@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from ppctl.data import windows
+from ppctl.data import token_windows as windows
 from ppctl.data.token_file import extremes
 from ppctl.errors import DataError
 
@@ -27,8 +27,15 @@ def all_windows(dataset):
 
 @pytest.mark.parametrize(
     ("suffix", "dtype"),
-    [(suffix, dtype) for suffix in (".npy", ".bin") for dtype in ("uint8", "uint16", "int32", "uint32")]
-    + [(".npy", "int64"), (".npy", ">u2")],  # a raw file has no other type in its config, and this machine's byte order
+    [
+        (suffix, dtype)
+        for suffix in (".npy", ".bin")
+        for dtype in ("uint8", "uint16", "int32", "uint32")
+    ]
+    + [
+        (".npy", "int64"),
+        (".npy", ">u2"),
+    ],  # a raw file has no other type in its config, and this machine's byte order
 )
 def test_every_integer_type_reads_as_the_same_tokens(build, tmp_path, suffix, dtype):
     ids = IDS % 200
@@ -43,11 +50,15 @@ def test_windows_predict_each_token_once(build, tmp_path, num_tokens):
     dataset = build("tokens", **write(tmp_path / "x.npy", np.arange(num_tokens)), eval_fraction=0)
     train, _ = all_windows(dataset)
     assert dataset.num_examples == (num_tokens - 1) // 16
-    np.testing.assert_array_equal(train["targets"].ravel(), np.arange(1, 1 + 16 * dataset.num_examples))
+    np.testing.assert_array_equal(
+        train["targets"].ravel(), np.arange(1, 1 + 16 * dataset.num_examples)
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [993, 994, 995, 1000])
-def test_held_out_windows_are_the_tail_and_share_no_token_with_training(build, tmp_path, num_tokens):
+def test_held_out_windows_are_the_tail_and_share_no_token_with_training(
+    build, tmp_path, num_tokens
+):
     dataset = build("tokens", **write(tmp_path / "x.npy", np.arange(num_tokens)), eval_fraction=0.2)
     train, held_out = all_windows(dataset)
     assert train["targets"].max() < held_out["inputs"].min()
@@ -71,7 +82,8 @@ def test_content_decides_the_fingerprint(build, tmp_path, change):
     other = IDS.copy()
     other[change] += 1
     first, again, changed = (
-        build("tokens", **write(tmp_path / f"{i}.npy", ids)).fingerprint for i, ids in enumerate((IDS, IDS, other))
+        build("tokens", **write(tmp_path / f"{i}.npy", ids)).fingerprint
+        for i, ids in enumerate((IDS, IDS, other))
     )
     assert first == again != changed
 
@@ -83,7 +95,9 @@ def test_digest_of_a_large_array_sees_its_length_and_both_ends(monkeypatch):
     ends = [ids.copy(), ids.copy()]
     ends[0][0] += 1
     ends[1][-1] += 1
-    assert len({windows.digest(array) for array in (ids, ids[:-1], *ends, ids.astype(np.uint32))}) == 5
+    assert (
+        len({windows.digest(array) for array in (ids, ids[:-1], *ends, ids.astype(np.uint32))}) == 5
+    )
     assert windows.digest(ids) == windows.digest(ids.copy())
 
 
@@ -103,11 +117,21 @@ def test_digest_of_a_large_array_sees_its_length_and_both_ends(monkeypatch):
             {},
             r"holds float32 of shape \(2000,\), not a flat array of integers. Write ",
         ),
-        ("x.npy", IDS.reshape(20, 100), {}, r"holds int64 of shape \(20, 100\), not a flat array of integers. Write "),
+        (
+            "x.npy",
+            IDS.reshape(20, 100),
+            {},
+            r"holds int64 of shape \(20, 100\), not a flat array of integers. Write ",
+        ),
         ("x.npy", np.array(3), {}, r"holds int64 of shape \(\), not a flat array of integers"),
         ("x.npy", IDS[:0], {}, r"holds no ids. Use "),
         ("x.bin", IDS[:0], {}, r"holds no ids. Use "),
-        ("x.npy", IDS + 2**31, {}, r"holds the id 2147485647, but batches are int32 .* Use the type"),
+        (
+            "x.npy",
+            IDS + 2**31,
+            {},
+            r"holds the id 2147485647, but batches are int32 .* Use the type",
+        ),
         (
             "x.bin",
             IDS.astype(np.uint8)[:999],
@@ -116,7 +140,9 @@ def test_digest_of_a_large_array_sees_its_length_and_both_ends(monkeypatch):
         ),
     ],
 )
-def test_a_file_that_is_not_token_ids_is_refused_with_the_remedy(build, tmp_path, name, ids, settings, fault):
+def test_a_file_that_is_not_token_ids_is_refused_with_the_remedy(
+    build, tmp_path, name, ids, settings, fault
+):
     with pytest.raises(DataError, match=rf"^data=tokens data.path=.*{name}: {fault}"):
         build("tokens", **write(tmp_path / name, ids) | settings)
 
@@ -150,9 +176,16 @@ def test_a_header_that_is_made_to_harm_its_reader_is_refused(build, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     header = HOSTILE[kind].encode()
     # what numpy would unpickle, were it let
-    content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + b"cos\nmkdir\n(Vmade\ntR."
+    content = (
+        b"\x93NUMPY\x01\x00"
+        + len(header).to_bytes(2, "little")
+        + header
+        + b"cos\nmkdir\n(Vmade\ntR."
+    )
     (tmp_path / "x.npy").write_bytes(content)
-    with pytest.raises(DataError, match=r"x.npy: cannot be read \(.{1,200}\)\. Write the ids again"):
+    with pytest.raises(
+        DataError, match=r"x.npy: cannot be read \(.{1,200}\)\. Write the ids again"
+    ):
         build("tokens", path=str(tmp_path / "x.npy"))
     assert not (tmp_path / "made").exists()
 
@@ -165,7 +198,9 @@ def test_a_header_of_gigabytes_is_not_read(build, tmp_path):
         build("tokens", path=str(path))
 
 
-@pytest.mark.parametrize(("name", "fault"), [("gone.npy", "no such file"), ("text.txt", "is neither .npy nor .bin")])
+@pytest.mark.parametrize(
+    ("name", "fault"), [("gone.npy", "no such file"), ("text.txt", "is neither .npy nor .bin")]
+)
 def test_a_path_to_something_else_is_refused_with_the_remedy(build, tmp_path, name, fault):
     with pytest.raises(DataError, match=rf"{name}: {fault}\. (Use|Write) "):
         build("tokens", path=str(tmp_path / name))

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ppctl.data.bpe import SPECIAL, train_bpe, write_tokenizer
-from ppctl.data.chat import CHATML, ChatTemplate, render
-from ppctl.data.documents import Fields, Source
+from ppctl.data.chat_templates import CHATML, ChatTemplate, render
+from ppctl.data.document_files import Fields, Source
 from ppctl.data.tokenizer import byte_tokenizer, load_tokenizer, turn_end
+from ppctl.data.train_bpe import SPECIAL, train_bpe, write_tokenizer
 from ppctl.errors import DataError
 
 TEXT = "the quick brown fox jumps over the lazy dog; 12 dogs, naïve füchse\n" * 40
@@ -38,7 +38,10 @@ def directory(tmp_path_factory):
 
 
 def test_the_same_text_gives_the_same_tokenizer(directory, tmp_path):
-    digests = [hashlib.sha256((trained(d) / "tokenizer.json").read_bytes()).hexdigest() for d in (directory, tmp_path)]
+    digests = [
+        hashlib.sha256((trained(d) / "tokenizer.json").read_bytes()).hexdigest()
+        for d in (directory, tmp_path)
+    ]
     assert digests[0] == digests[1]
 
 
@@ -55,16 +58,23 @@ def test_any_text_is_encoded_without_loss_and_as_it_stands(directory, text):
 
 def test_a_file_of_tokenizer_json_and_its_directory_are_the_same(directory):
     a, b = (load_tokenizer(str(path), None) for path in (directory, directory / "tokenizer.json"))
-    assert a.fingerprint == b.fingerprint != load_tokenizer(str(directory), "<|im_end|>").fingerprint
+    assert (
+        a.fingerprint == b.fingerprint != load_tokenizer(str(directory), "<|im_end|>").fingerprint
+    )
 
 
 def test_what_a_post_processor_puts_before_a_text_starts_documents(directory, tmp_path):
     made = json.loads((directory / "tokenizer.json").read_text())
     made["post_processor"] = {
         "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "single": [
+            {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
         "pair": [],
-        "special_tokens": {"<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}},
+        "special_tokens": {
+            "<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}
+        },
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(made))
     assert load_tokenizer(str(tmp_path), "<|im_end|>").start == (1,)
@@ -75,13 +85,20 @@ def test_the_assistants_tokens_are_those_of_its_words(directory, template):
     tokenizer = load_tokenizer(str(directory), None)
     chat = render(ChatTemplate(template), CHAT)
     ids, is_learned = tokenizer.encode_chat(chat.text, chat.answers)
-    assert chat.text.startswith("<|im_start|>user\nhow many?<|im_end|>\n<|im_start|>assistant\ntwelve dogs<|im_end|>\n")
+    assert chat.text.startswith(
+        "<|im_start|>user\nhow many?<|im_end|>\n<|im_start|>assistant\ntwelve dogs<|im_end|>\n"
+    )
     assert tokenizer.decode(ids.tolist()) == chat.text
     end = "" if template == CHATML else "\n"
-    assert tokenizer.decode(ids[is_learned].tolist()) == f"twelve dogs<|im_end|>{end}one<|im_end|>{end}"
+    assert (
+        tokenizer.decode(ids[is_learned].tolist())
+        == f"twelve dogs<|im_end|>{end}one<|im_end|>{end}"
+    )
     assert 2 in ids, "special tokens of a template are special"
     of_bytes = byte_tokenizer().encode_chat(chat.text, chat.answers)
-    assert bytes(of_bytes[0][of_bytes[1]]).decode() == f"twelve dogs<|im_end|>{end}one<|im_end|>{end}"
+    assert (
+        bytes(of_bytes[0][of_bytes[1]]).decode() == f"twelve dogs<|im_end|>{end}one<|im_end|>{end}"
+    )
 
 
 def test_a_template_knows_the_special_tokens_and_jinja_of_others():
@@ -109,7 +126,10 @@ TURNS = "{% for m in messages %}{{ m.role + ': ' + m.content + END + '\n' }}{% e
 def test_what_ends_a_turn_is_the_special_token_behind_an_answer(directory, template, expected):
     tokens = (("eos_token", "<|endoftext|>"),)
     found = turn_end(
-        replace(load_tokenizer(str(directory), None), template=template and ChatTemplate(template, tokens))
+        replace(
+            load_tokenizer(str(directory), None),
+            template=template and ChatTemplate(template, tokens),
+        )
     )
     assert found == (None if expected is None else SPECIAL.index(expected))
 
@@ -131,7 +151,11 @@ def test_a_template_that_fails_or_reaches_out_is_refused(template, message):
 
 @pytest.mark.parametrize(
     ("messages", "message"),
-    [("hi", '"hi" is no list of messages'), ([], "no list"), ([{"content": "x"}], 'write {"role": ..., "content"')],
+    [
+        ("hi", '"hi" is no list of messages'),
+        ([], "no list"),
+        ([{"content": "x"}], 'write {"role": ..., "content"'),
+    ],
 )
 def test_what_are_no_messages_is_refused(messages, message):
     with pytest.raises(DataError, match=message):
@@ -143,25 +167,42 @@ def test_a_chat_template_is_found_where_tokenizers_have_it(directory, tmp_path, 
     (tmp_path / "tokenizer.json").write_text((directory / "tokenizer.json").read_text())
     settings = {"eos_token": {"content": "<|im_end|>"}, "chat_template": "config"}
     if place == "list":
-        settings["chat_template"] = [{"name": "tool", "template": "x"}, {"name": "default", "template": "config"}]
+        settings["chat_template"] = [
+            {"name": "tool", "template": "x"},
+            {"name": "default", "template": "config"},
+        ]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     if place == "chat_template.jinja":
         (tmp_path / place).write_text("file")
     tokenizer = load_tokenizer(str(tmp_path), None)
     assert tokenizer.end == SPECIAL.index("<|im_end|>")
-    assert tokenizer.template == ChatTemplate("file" if "jinja" in place else "config", (("eos_token", "<|im_end|>"),))
+    assert tokenizer.template == ChatTemplate(
+        "file" if "jinja" in place else "config", (("eos_token", "<|im_end|>"),)
+    )
 
 
 @pytest.mark.parametrize(
     ("write", "end_token", "message"),
     [
-        (None, None, r"tokenizer.json cannot be read \(No such file or directory\)\. Use bytes, a tokenizer.json"),
+        (
+            None,
+            None,
+            r"tokenizer.json cannot be read \(No such file or directory\)\. Use bytes, a "
+            r"tokenizer.json",
+        ),
         ("{}", None, "is no tokenizer of the tokenizers library"),
-        ("good", None, r"no eos_token in a tokenizer_config.json says .* Use data.end_token=TOKEN .*<|im_end|>\)"),
+        (
+            "good",
+            None,
+            r"no eos_token in a tokenizer_config.json says .* Use data.end_token=TOKEN "
+            r".*<|im_end|>\)",
+        ),
         ("good", "</s>", r"</s> is none of its tokens\. Use data.end_token=TOKEN"),
     ],
 )
-def test_what_is_no_tokenizer_is_refused_with_the_remedy(directory, tmp_path, write, end_token, message):
+def test_what_is_no_tokenizer_is_refused_with_the_remedy(
+    directory, tmp_path, write, end_token, message
+):
     if write is not None:
         good = (directory / "tokenizer.json").read_text()
         (tmp_path / "tokenizer.json").write_text(good if write == "good" else write)
@@ -170,6 +211,8 @@ def test_what_is_no_tokenizer_is_refused_with_the_remedy(directory, tmp_path, wr
 
 
 def test_bytes_have_no_special_tokens():
-    with pytest.raises(DataError, match=r"data.end_token=x: data.tokenizer=bytes has no special tokens"):
+    with pytest.raises(
+        DataError, match=r"data.end_token=x: data.tokenizer=bytes has no special tokens"
+    ):
         load_tokenizer("bytes", "x")
     assert np.array_equal(byte_tokenizer().encode(["é"])[0], [0xC3, 0xA9])

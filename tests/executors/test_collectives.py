@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.collectives import Collective, axes_of, collectives
+from ppctl.executors.hlo_collectives import Collective, axes_of, collectives
 
 # As compilers write them: loops in loops, a branch, instructions that start, tuples.
 TEXT = """\
@@ -59,7 +59,9 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 
 def test_loops_multiply_branches_are_at_most_and_a_loop_of_unknown_turns_is_said_to_be():
     found = collectives(TEXT, {"x": 2})
-    assert {(each.kind, each.times, each.is_at_most): (each.instructions, each.bytes) for each in found} == {
+    assert {
+        (each.kind, each.times, each.is_at_most): (each.instructions, each.bytes) for each in found
+    } == {
         ("collective-permute", 15, False): (1, 32),
         ("all-reduce", 15, False): (1, 32 + 16),
         ("all-gather", 5, True): (1, 32),
@@ -94,10 +96,18 @@ def test_they_are_those_of_a_program_that_this_compiler_makes(turns):
 def test_each_says_along_which_axes_devices_communicate():
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("x", "y", "z"))
 
-    @partial(jax.shard_map, mesh=mesh, in_specs=P(("x", "y", "z")), out_specs=P(("x", "y", "z")), check_vma=False)
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=P(("x", "y", "z")),
+        out_specs=P(("x", "y", "z")),
+        check_vma=False,
+    )
     def program(a):
         a = jax.lax.ppermute(a, "y", [(0, 1), (1, 0)])
-        return jax.lax.all_gather(a, "x").sum(0) * jax.lax.psum(a, ("x", "z")) + jax.lax.pmax(a, ("x", "y", "z"))
+        return jax.lax.all_gather(a, "x").sum(0) * jax.lax.psum(a, ("x", "z")) + jax.lax.pmax(
+            a, ("x", "y", "z")
+        )
 
     text = jax.jit(program).lower(jax.ShapeDtypeStruct((8, 6), jnp.float32)).compile().as_text()
     assert {(each.kind, each.axes) for each in collectives(text, mesh.shape)} == {
@@ -122,7 +132,10 @@ GROUPS = {  # as compilers write them, of devices x=2, y=3
 
 @pytest.mark.parametrize("groups", GROUPS)
 def test_groups_are_read_as_they_are_written(groups):
-    assert axes_of(f"%c = f32[8]{{0}} all-reduce(%x), channel_id=1, {groups}", {"x": 2, "y": 3}) == GROUPS[groups]
+    assert (
+        axes_of(f"%c = f32[8]{{0}} all-reduce(%x), channel_id=1, {groups}", {"x": 2, "y": 3})
+        == GROUPS[groups]
+    )
 
 
 def test_a_program_without_any_has_none():

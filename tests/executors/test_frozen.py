@@ -1,4 +1,6 @@
-"""Frozen parameters have no gradient, no sum, no optimizer state and no work in W; all others have the reference's."""
+"""Frozen parameters have no gradient, no sum, no optimizer state and no work in W; all others have
+the reference's.
+"""
 
 from dataclasses import replace
 
@@ -7,21 +9,30 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.cases import COMPILE_FAST, MLP, TRANSFORMER, Case, difference, make_batch, make_params, staged_step
+from support.cases import (
+    COMPILE_FAST,
+    MLP,
+    TRANSFORMER,
+    Case,
+    difference,
+    make_batch,
+    make_params,
+    staged_step,
+)
 from support.mpmd_cases import MpmdCase, engine_of
-from support.selection import few
+from support.selection import full, full_except
 
 import ppctl
 from ppctl.errors import ConfigError
 from ppctl.executors.reference import reference
-from ppctl.executors.stage.embedding_head import add_head_grads
-from ppctl.executors.stage.flops import matmul_flops
-from ppctl.executors.stage.layers import LayerPrograms
+from ppctl.executors.stage.embedding_head_grads import add_head_grads
+from ppctl.executors.stage.jaxpr_flops import matmul_flops
+from ppctl.executors.stage.layer_programs import LayerPrograms
 from ppctl.model import cross_entropy
 from ppctl.model.lora import Lora
 from ppctl.model.mlp import mlp
 from ppctl.model.stack import init
-from ppctl.model.trainable import trained_part
+from ppctl.model.trainable_parameters import trained_part
 from ppctl.model.transformer import transformer
 from ppctl.schedule.remat import Remat
 
@@ -32,10 +43,16 @@ BLOCKS = {"activation": "swiglu", "num_kv_heads": 2, "lora": Lora(2, 8.0)}
 STACKS = {
     "lora": transformer(num_layers=4, **(TRANSFORMER | BLOCKS), dtype=jnp.float64),
     "lora tied": transformer(
-        num_layers=4, **(TRANSFORMER | {"tied": True, "lora": Lora(2, 8.0, ("q", "down"))}), dtype=jnp.float64
+        num_layers=4,
+        **(TRANSFORMER | {"tied": True, "lora": Lora(2, 8.0, ("q", "down"))}),
+        dtype=jnp.float64,
     ),
-    "biases": replace(MLP_STACK, trainable={"ends": True, "layers": {"bias": True, "kernel": False}}),
-    "head": replace(MLP_STACK, trainable={"ends": {"embed": False, "head": True}, "layers": False}),
+    "biases": replace(
+        MLP_STACK, trainable={"embed_head": True, "layers": {"bias": True, "kernel": False}}
+    ),
+    "head": replace(
+        MLP_STACK, trainable={"embed_head": {"embed": False, "head": True}, "layers": False}
+    ),
 }
 FEW = [  # stack, executor, schedule, (dp, pp, fsdp), remat, more
     ("biases", "mpmd", "zb_h1", (1, 2, 2), "layer", {}),
@@ -70,7 +87,9 @@ def loss_and_grads(stack, params, batch):
     return jax.jit(step, compiler_options=COMPILE_FAST)(params, batch)
 
 
-@pytest.mark.parametrize(("name", "executor", "schedule", "mesh", "remat", "more"), few(CASES, len(FEW)))
+@pytest.mark.parametrize(
+    ("name", "executor", "schedule", "mesh", "remat", "more"), full_except(CASES, *FEW)
+)
 def test_gradients_are_those_of_the_whole_model(name, executor, schedule, mesh, remat, more):
     stack = STACKS[name]
     params, batch = make_params(stack), make_batch("tied swiglu" if "lora" in name else "mlp", 64)
@@ -81,11 +100,15 @@ def test_gradients_are_those_of_the_whole_model(name, executor, schedule, mesh, 
         layout = case.layout()
         staged = layout.to_staged(params)
         shardings = layout.shardings(layout.staged_specs(staged))
-        step = jax.jit(staged_step(case, stack), in_shardings=(shardings, None), compiler_options=COMPILE_FAST)
+        step = jax.jit(
+            staged_step(case, stack), in_shardings=(shardings, None), compiler_options=COMPILE_FAST
+        )
         found_loss, found = step(staged, batch)
         found = layout.to_natural(jax.tree.map(np.asarray, found))
     else:
-        engine = engine_of(MpmdCase(schedule, mesh, remat=remat, num_layers=4, **more), stack, params, batch)
+        engine = engine_of(
+            MpmdCase(schedule, mesh, remat=remat, num_layers=4, **more), stack, params, batch
+        )
         found_loss, found = engine.loss_and_grads(engine.new_state(), engine.put(batch))
         found = jax.tree.map(np.asarray, found)
     assert abs(found_loss - loss) <= TOLERANCE * abs(loss)
@@ -94,7 +117,9 @@ def test_gradients_are_those_of_the_whole_model(name, executor, schedule, mesh, 
 
 @pytest.mark.full
 @pytest.mark.parametrize("executor", ["spmd", "mpmd"])
-@pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 4}, {"cp": 2}, {"tp": 2, "sequence_parallel": False}], ids=str)
+@pytest.mark.parametrize(
+    "axes", [{"tp": 2}, {"tp": 4}, {"cp": 2}, {"tp": 2, "sequence_parallel": False}], ids=str
+)
 def test_adapters_of_divided_stages_have_the_gradients_of_whole_ones(executor, axes):
     stack = STACKS["lora"]
     batch = make_batch("tied swiglu", 16)
@@ -112,7 +137,11 @@ def test_adapters_of_divided_stages_have_the_gradients_of_whole_ones(executor, a
         **how,
     )
     params = jax.tree.map(jnp.asarray, make_params(stack))
-    natural = {"params": params, "optimizer": pipe.optimizer.init({}), "step": jnp.zeros((), jnp.int32)}
+    natural = {
+        "params": params,
+        "optimizer": pipe.optimizer.init({}),
+        "step": jnp.zeros((), jnp.int32),
+    }
     loss, grads = loss_and_grads(stack, params, batch)
     found_loss, found = pipe.loss_and_grads(pipe.from_natural(natural), batch)
     assert float(found_loss) == pytest.approx(float(loss), rel=TOLERANCE)
@@ -120,19 +149,29 @@ def test_adapters_of_divided_stages_have_the_gradients_of_whole_ones(executor, a
 
 
 def pipe_of(stack, batch, **how):
-    given = {"schedule": "1f1b", "num_microbatches": 4, "executor": "spmd", "mesh": ppctl.mesh(pp=2), **how}
+    given = {
+        "schedule": "1f1b",
+        "num_microbatches": 4,
+        "executor": "spmd",
+        "mesh": ppctl.mesh(pp=2),
+        **how,
+    }
     optimizer = optax.adamw(1e-2, weight_decay=0.1)
-    return ppctl.pipeline(stack, batch=batch, optimizer=optimizer, dtype=jnp.float64, clip_norm=CLIP_NORM, **given)
+    return ppctl.pipeline(
+        stack, batch=batch, optimizer=optimizer, dtype=jnp.float64, clip_norm=CLIP_NORM, **given
+    )
 
 
-@pytest.mark.parametrize("executor", few(["mpmd", "spmd"], 1))
+@pytest.mark.parametrize("executor", ["mpmd", full("spmd")])
 def test_steps_leave_frozen_weights_as_they_are_and_clip_by_the_norm_of_the_rest(executor):
     stack, batch = STACKS["biases"], make_batch("mlp", 16)
     pipe = pipe_of(stack, batch, executor=executor)
     before = jax.tree.map(np.asarray, pipe.to_natural(pipe.init()))
     _, grads = loss_and_grads(stack, before["params"], batch)
     own = trained_part(before["params"], stack.trainable)
-    assert len(jax.tree.leaves(before["optimizer"])) == 1 + 2 * len(jax.tree.leaves(own))  # count, mu and nu
+    assert len(jax.tree.leaves(before["optimizer"])) == 1 + 2 * len(
+        jax.tree.leaves(own)
+    )  # count, mu and nu
     state, metrics = pipe.step(pipe.init(), batch)
     norm = float(metrics["grad_norm"])
     assert norm == pytest.approx(float(optax.tree.norm(grads)), rel=1e-9)
@@ -148,30 +187,42 @@ def test_steps_leave_frozen_weights_as_they_are_and_clip_by_the_norm_of_the_rest
 
 
 def test_w_is_the_products_of_adapters_alone():
-    """Of every linear map [in, out] x^T (g B^T) and (x A)^T g: the frozen map's x^T g would be in*out of a row."""
+    """Of every linear map [in, out] x^T (g B^T) and (x A)^T g: the frozen map's x^T g would be
+    in*out of a row.
+    """
     stack, rank, rows = STACKS["lora"], 2, 3 * 8
-    layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), jax.eval_shape(lambda: init(stack, 0)))
+    layer = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), jax.eval_shape(lambda: init(stack, 0))
+    )
     x = jax.ShapeDtypeStruct((3, 8, TRANSFORMER["d_model"]), jnp.float64)
-    programs = LayerPrograms(stack.layer, Remat.NONE, layer["layers"], x, None, stack.trains("layers"))
-    widths = [(16, 16), (16, 8), (16, 8), (16, 16), (16, 32), (16, 32), (32, 16)]  # q k v o gate up down
+    programs = LayerPrograms(stack.layer, Remat.NONE, layer["layers"], x, stack.trains("layers"))
+    widths = [
+        (16, 16),
+        (16, 8),
+        (16, 8),
+        (16, 16),
+        (16, 32),
+        (16, 32),
+        (32, 16),
+    ]  # q k v o gate up down
     flops = matmul_flops(programs.weight_grad, layer["layers"], programs.pending)
     assert flops == sum(2 * rows * rank * (num_in + num_out) for num_in, num_out in widths)
-    assert jax.tree.structure(jax.eval_shape(programs.weight_grad, layer["layers"], programs.pending)) == (
-        jax.tree.structure(trained_part(layer["layers"], stack.trains("layers")))
-    )
+    assert jax.tree.structure(
+        jax.eval_shape(programs.weight_grad, layer["layers"], programs.pending)
+    ) == (jax.tree.structure(trained_part(layer["layers"], stack.trains("layers"))))
 
 
 @pytest.mark.parametrize("few_logits", [2**25, 0], ids=["whole", "chunked"])
 def test_a_frozen_head_makes_no_gradient_of_its_matrix(few_logits, monkeypatch):
     monkeypatch.setattr(cross_entropy, "FEW_LOGITS", few_logits)
     stack, tokens = STACKS["lora"], 3 * 8
-    ends = jax.eval_shape(lambda: init(stack, 0))["ends"]
+    embed_head = jax.eval_shape(lambda: init(stack, 0))["embed_head"]
     y = jax.ShapeDtypeStruct((3, 8, TRANSFORMER["d_model"]), jnp.float64)
     targets = jax.ShapeDtypeStruct((3, 8), jnp.int32)
     flops = [
         matmul_flops(
             lambda e, y, t, sums, which=which: add_head_grads(stack.head, e, y, t, sums, which)[:2],
-            *(ends, y, targets, trained_part(ends, which)),
+            *(embed_head, y, targets, trained_part(embed_head, which)),
         )
         for which in (False, True)
     ]
@@ -188,7 +239,12 @@ def test_a_frozen_head_makes_no_gradient_of_its_matrix(few_logits, monkeypatch):
 @pytest.mark.full
 def test_the_step_of_adapters_has_no_product_of_the_shape_of_a_frozen_weight():
     batch = make_batch("tied swiglu", 12)  # microbatches of 24 rows, a width that no weight has
-    weights = {"16x16", "8x16", "16x32", "32x16"}  # of a block, of embedding and head; of keys transposed
+    weights = {
+        "16x16",
+        "8x16",
+        "16x32",
+        "32x16",
+    }  # of a block, of embedding and head; of keys transposed
 
     def made(stack):
         text = pipe_of(stack, batch, schedule="zb_h1").engine.lower_train_step().as_text()
@@ -203,8 +259,14 @@ def test_the_step_of_adapters_has_no_product_of_the_shape_of_a_frozen_weight():
     ("trainable", "message"),
     [
         (False, "trainable leaves no parameter to train. Set it True for some."),
-        ({"ends": True}, "trainable is no tree of booleans like that of the parameters: it is PyTreeDef"),
-        ({"ends": True, "layers": "kernel"}, "trainable has 'kernel'; of each parameter it must be True or False."),
+        (
+            {"embed_head": True},
+            "trainable is no tree of booleans like that of the parameters: it is PyTreeDef",
+        ),
+        (
+            {"embed_head": True, "layers": "kernel"},
+            "trainable has 'kernel'; of each parameter it must be True or False.",
+        ),
     ],
 )
 def test_what_trainable_cannot_be_is_refused(trainable, message):
@@ -213,13 +275,16 @@ def test_what_trainable_cannot_be_is_refused(trainable, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("executor", few(["mpmd", "spmd"], 1))
+@pytest.mark.parametrize("executor", ["mpmd", full("spmd")])
 def test_part_of_a_network_is_frozen(executor):
     """The first layer's matrix and the second's bias; the leaves of a layer are packed apart."""
 
     def initial(key):
         return {
-            name: {"w": jax.random.normal(jax.random.fold_in(key, i), (4, 4)), "b": jnp.full(4, 0.1)}
+            name: {
+                "w": jax.random.normal(jax.random.fold_in(key, i), (4, 4)),
+                "b": jnp.full(4, 0.1),
+            }
             for i, name in enumerate(("first", "second"))
         }
 
@@ -248,7 +313,9 @@ def test_part_of_a_network_is_frozen(executor):
     params = jax.tree.map(np.asarray, export(pipe.to_natural(pipe.init(0))["params"]))
     state, _ = pipe.step(pipe.init(0), batch)
     found = jax.tree.map(np.asarray, export(pipe.to_natural(state)["params"]))
-    mean = lambda p: (lambda pair: pair[0] / pair[1])(loss(apply(p, batch["inputs"]), batch["targets"]))  # noqa: E731
+    mean = lambda p: (lambda pair: pair[0] / pair[1])(
+        loss(apply(p, batch["inputs"]), batch["targets"])
+    )
     grads = jax.grad(mean)(params)
     for name, flags in frozen.items():
         for key, is_trained in flags.items():

@@ -1,4 +1,6 @@
-"""Gradients added to their sums as they are made: equal to autodiff's, no arrays besides, and layer after layer."""
+"""Gradients added to their sums as they are made: equal to autodiff's, no arrays besides, and layer
+after layer.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +9,9 @@ import pytest
 from support import cases
 from support.mpmd_cases import MpmdCase, make_engine
 
-from ppctl.executors.stage.embedding_head import add_head_grads
-from ppctl.executors.stage.jaxprs import add_outputs, demand, depending_only, flatten
-from ppctl.executors.stage.layers import LayerPrograms
+from ppctl.executors.stage.embedding_head_grads import add_head_grads
+from ppctl.executors.stage.jaxpr_tools import add_outputs, demand, depending_only, flatten
+from ppctl.executors.stage.layer_programs import LayerPrograms
 from ppctl.executors.stage.stage import Stage
 from ppctl.model import cross_entropy as module
 from ppctl.schedule.remat import Remat
@@ -17,50 +19,67 @@ from ppctl.schedule.remat import Remat
 TOKENS, WIDTH, VOCAB_SIZE = 12, 6, 11
 
 
-# --- the head --------------------------------------------------------------------------------------------------------
+# --- the head -----------------------------------------------------------------------------------
 
 
 def head(is_tied):
-    def run(ends, y, targets):
-        x = y * ends["scale"]
-        return module.cross_entropy(x, ends["matrix"], targets, is_tied=is_tied), jnp.float32(TOKENS)
+    def run(embed_head, y, targets):
+        x = y * embed_head["scale"]
+        return module.cross_entropy(x, embed_head["matrix"], targets, is_tied=is_tied), jnp.float32(
+            TOKENS
+        )
 
     return run
 
 
 def arrays(is_tied, dtype="float64"):
     draw = np.random.default_rng(0)
-    some = lambda *shape: jnp.asarray(draw.standard_normal(shape), dtype)  # noqa: E731
-    ends = {"matrix": some(*(VOCAB_SIZE, WIDTH)[:: 1 if is_tied else -1]), "scale": some(WIDTH)}
-    return ends, some(TOKENS, WIDTH), jnp.asarray(draw.integers(VOCAB_SIZE, size=TOKENS))
+    some = lambda *shape: jnp.asarray(draw.standard_normal(shape), dtype)
+    embed_head = {
+        "matrix": some(*(VOCAB_SIZE, WIDTH)[:: 1 if is_tied else -1]),
+        "scale": some(WIDTH),
+    }
+    return embed_head, some(TOKENS, WIDTH), jnp.asarray(draw.integers(VOCAB_SIZE, size=TOKENS))
 
 
 @pytest.fixture(params=[1, 3], ids=["one chunk", "three chunks"])
 def chunks(request, monkeypatch):
-    for name, size in {"LEAST_TOKENS": TOKENS // request.param, "MOST_LOGITS": 1, "FEW_LOGITS": 1}.items():
+    for name, size in {
+        "LEAST_TOKENS": TOKENS // request.param,
+        "MOST_LOGITS": 1,
+        "FEW_LOGITS": 1,
+    }.items():
         monkeypatch.setattr(module, name, size)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_sums_with_the_gradients_of_a_head_by_chunks_are_those_of_autodiff(is_tied, chunks):
     with jax.enable_x64(True):
-        ends, y, targets = arrays(is_tied)
-        total = jax.tree.map(jnp.cos, ends)
-        loss, pull, number = jax.vjp(lambda ends, y: head(is_tied)(ends, y, targets), ends, y, has_aux=True)
-        ends_grad, y_grad = pull(jnp.ones_like(loss))
-        wanted = y_grad, jax.tree.map(jnp.add, total, ends_grad), loss, number
-        found = jax.jit(lambda *args: add_head_grads(head(is_tied), *args))(ends, y, targets, total)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-13), found, wanted)
+        embed_head, y, targets = arrays(is_tied)
+        total = jax.tree.map(jnp.cos, embed_head)
+        loss, pull, number = jax.vjp(
+            lambda embed_head, y: head(is_tied)(embed_head, y, targets), embed_head, y, has_aux=True
+        )
+        embed_head_grad, y_grad = pull(jnp.ones_like(loss))
+        wanted = y_grad, jax.tree.map(jnp.add, total, embed_head_grad), loss, number
+        found = jax.jit(lambda *args: add_head_grads(head(is_tied), *args))(
+            embed_head, y, targets, total
+        )
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-13), found, wanted
+        )
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_the_gradient_of_a_head_by_chunks_is_no_array_by_itself(is_tied, chunks):
     """Before the chunks, or behind them: the sum goes through their loop, in its own precision."""
-    ends, y, targets = arrays(is_tied, "bfloat16")
-    total = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), ends)
-    jaxpr = jax.make_jaxpr(lambda *args: add_head_grads(head(is_tied), *args))(ends, y, targets, total).jaxpr
+    embed_head, y, targets = arrays(is_tied, "bfloat16")
+    total = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), embed_head)
+    jaxpr = jax.make_jaxpr(lambda *args: add_head_grads(head(is_tied), *args))(
+        embed_head, y, targets, total
+    ).jaxpr
     needed, _ = demand(jaxpr, [True] * len(jaxpr.outvars))
-    shape = ends["matrix"].shape
+    shape = embed_head["matrix"].shape
     made = [
         eqn.primitive.name
         for i, eqn in enumerate(jaxpr.eqns)
@@ -71,35 +90,55 @@ def test_the_gradient_of_a_head_by_chunks_is_no_array_by_itself(is_tied, chunks)
     assert made == ["scan"]
 
 
-HEADS = {  # of ends {"scale", "w"}, y [4, 3], targets [4, 3]
-    "a scalar and an array that are not read": lambda ends, y, t: (jnp.square(y - t).sum(), y.size),
-    "a scalar": lambda ends, y, t: (ends["scale"] * (y * t).sum(), y.size),
-    "ends alone": lambda ends, y, t: (ends["scale"] + ends["w"].sum(), 1),
-    "a product twice": lambda ends, y, t: ((y @ ends["w"] + jnp.tanh(y @ ends["w"])).sum(), y.size),
+HEADS = {  # of embed_head {"scale", "w"}, y [4, 3], targets [4, 3]
+    "a scalar and an array that are not read": lambda embed_head, y, t: (
+        jnp.square(y - t).sum(),
+        y.size,
+    ),
+    "a scalar": lambda embed_head, y, t: (embed_head["scale"] * (y * t).sum(), y.size),
+    "the parameters alone": lambda embed_head, y, t: (
+        embed_head["scale"] + embed_head["w"].sum(),
+        1,
+    ),
+    "a product twice": lambda embed_head, y, t: (
+        (y @ embed_head["w"] + jnp.tanh(y @ embed_head["w"])).sum(),
+        y.size,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_any_head_has_the_sums_of_autodiff(name):
     y, targets = jnp.arange(12.0).reshape(4, 3), jnp.ones((4, 3))
-    ends = {"scale": jnp.asarray(2.0), "w": jnp.arange(6.0).reshape(3, 2)}
-    total, run = jax.tree.map(jnp.cos, ends), lambda ends, y: HEADS[name](ends, y, targets)[0]
-    loss, (grads, y_grad) = jax.value_and_grad(run, argnums=(0, 1))(ends, y)
-    found = jax.jit(lambda *args: add_head_grads(HEADS[name], *args))(ends, y, targets, total)
-    wanted = y_grad, jax.tree.map(jnp.add, total, grads), loss, HEADS[name](ends, y, targets)[1]
+    embed_head = {"scale": jnp.asarray(2.0), "w": jnp.arange(6.0).reshape(3, 2)}
+    total, run = (
+        jax.tree.map(jnp.cos, embed_head),
+        lambda embed_head, y: HEADS[name](embed_head, y, targets)[0],
+    )
+    loss, (grads, y_grad) = jax.value_and_grad(run, argnums=(0, 1))(embed_head, y)
+    found = jax.jit(lambda *args: add_head_grads(HEADS[name], *args))(embed_head, y, targets, total)
+    wanted = (
+        y_grad,
+        jax.tree.map(jnp.add, total, grads),
+        loss,
+        HEADS[name](embed_head, y, targets)[1],
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-13), found, wanted)
 
 
 def test_a_scalar_of_a_layer_that_is_not_read_has_its_sum():
     layer = LayerPrograms(
-        lambda w, x: x * 2, Remat.of("layer"), w := {"scale": jnp.asarray(1.0)}, x := jnp.ones((2, 3))
+        lambda w, x: x * 2,
+        Remat.of("layer"),
+        w := {"scale": jnp.asarray(1.0)},
+        x := jnp.ones((2, 3)),
     )
     gx, sums = layer.add_grads("redo", (w, x, x), {"scale": jnp.asarray(5.0)})
     np.testing.assert_array_equal(gx, 2 * x)
     assert float(sums["scale"]) == 5
 
 
-# --- products --------------------------------------------------------------------------------------------------------
+# --- products -----------------------------------------------------------------------------------
 
 
 def test_a_product_is_rounded_as_its_sum_is():
@@ -119,13 +158,15 @@ def test_a_product_that_something_else_reads_stays_as_it_is():
         return product, jnp.tanh(product)
 
     jaxpr = jax.make_jaxpr(
-        lambda *args: add_outputs(flatten(jax.make_jaxpr(program)(g, x)), args, (jnp.zeros((3, 5)), None))
+        lambda *args: add_outputs(
+            flatten(jax.make_jaxpr(program)(g, x)), args, (jnp.zeros((3, 5)), None)
+        )
     )
     dots = [eqn for eqn in jaxpr(g, x).jaxpr.eqns if eqn.primitive.name == "dot_general"]
     assert [eqn.outvars[0].aval.dtype for eqn in dots] == [jnp.bfloat16]
 
 
-# --- the order of layers ---------------------------------------------------------------------------------------------
+# --- the order of layers ------------------------------------------------------------------------
 
 
 def block(w, x):
@@ -138,14 +179,22 @@ def backward_of(num_layers, remat):
     x = jnp.ones((2, 4))
     stage, w = Stage(block, Remat.of(remat), w0, x, in_order=True), [w0] * num_layers
     stash = stage.stash_shapes(w)
-    args = {"w": w, "stash": jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), stash), "gy": x, "sums": w}
+    args = {
+        "w": w,
+        "stash": jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), stash),
+        "gy": x,
+        "sums": w,
+    }
 
     def run(args):
-        return stage.backward(args["w"], None, args["stash"], lambda _: (args["gy"], ()), args["sums"])
+        return stage.backward(
+            args["w"], None, args["stash"], lambda _: (args["gy"], ()), args["sums"]
+        )
 
     jaxpr = jax.make_jaxpr(run)(args).jaxpr
     names = [
-        path[0].key + str(path[1].idx if len(path) > 1 else "") for path, _ in jax.tree_util.tree_leaves_with_path(args)
+        path[0].key + str(path[1].idx if len(path) > 1 else "")
+        for path, _ in jax.tree_util.tree_leaves_with_path(args)
     ]
     return jaxpr, names
 
@@ -155,22 +204,32 @@ def test_a_layer_is_recomputed_when_the_layers_behind_it_are_done(absent):
     """Else XLA for GPUs recomputes all layers of a stage before the backward of the last one."""
     jaxpr, names = backward_of(3, "layer")
     before = depending_only(jaxpr, [name != absent for name in names])
-    products = [eqn.outvars[0] in before for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    products = [
+        eqn.outvars[0] in before for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"
+    ]
     of_layer = len(products) // 3
     done = {"gy": 0, "sums2": of_layer, "sums1": 2 * of_layer}[absent]
     assert products == [True] * done + [False] * (len(products) - done)
 
 
-# --- after the tasks -------------------------------------------------------------------------------------------------
+# --- after the tasks ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["untied gelu", "tied swiglu"])
 def test_what_finishes_the_gradients_of_a_rank_copies_none_of_them(model):
     engine, _ = make_engine(MpmdCase("1f1b", (1, 2, 1), model=model, num_layers=4))
-    found = engine.programs(lambda ops: [op for op in ops if op.program and op.program.kind == "finish"])
+    found = engine.programs(
+        lambda ops: [op for op in ops if op.program and op.program.kind == "finish"]
+    )
     for program in found.programs:
         leaves = jax.tree.leaves(program.traced.out_info[1:])
-        if model == "tied swiglu" and 0 in program.ranks:  # the sum of both ranks' embeddings is a result once more
-            leaves.remove(next(a for a in leaves if a.shape == (cases.VOCAB_SIZE, cases.TRANSFORMER["d_model"])))
+        if (
+            model == "tied swiglu" and 0 in program.ranks
+        ):  # the sum of both ranks' embeddings is a result once more
+            leaves.remove(
+                next(
+                    a for a in leaves if a.shape == (cases.VOCAB_SIZE, cases.TRANSFORMER["d_model"])
+                )
+            )
         aliased = program.compiled.memory_analysis().alias_size_in_bytes
         assert aliased >= sum(a.size * a.dtype.itemsize for a in leaves)

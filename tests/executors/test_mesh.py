@@ -1,4 +1,6 @@
-"""Devices of several hosts as a mesh: which axes go over hosts, and what their collectives cross once compiled."""
+"""Devices of several hosts as a mesh: which axes go over hosts, and what their collectives cross
+once compiled.
+"""
 
 from math import prod
 from types import SimpleNamespace
@@ -9,15 +11,17 @@ from support.cuda_plugin import needs_cuda_plugin
 
 from ppctl import config
 from ppctl.errors import ConfigError
-from ppctl.executors.collectives import collectives
-from ppctl.executors.mesh import AXES, hosts_text, laid_out, mesh_of
-from ppctl.training.job import assemble
+from ppctl.executors.device_mesh import AXES, hosts_text, laid_out, mesh_of
+from ppctl.executors.hlo_collectives import collectives
+from ppctl.training.pipeline.job import assemble
 
 
 def gpus(num_hosts, num_gpus):
     """As JAX gives them: each host is a slice."""
     return [
-        SimpleNamespace(platform="gpu", id=k, slice_index=k // num_gpus, process_index=k // num_gpus)
+        SimpleNamespace(
+            platform="gpu", id=k, slice_index=k // num_gpus, process_index=k // num_gpus
+        )
         for k in range(num_hosts * num_gpus)
     ]
 
@@ -30,7 +34,8 @@ def num_hosts_along(devices):
     """How many hosts each axis goes over."""
     hosts = np.vectorize(lambda device: device.slice_index)(devices)
     return {
-        axis: len(np.unique(np.moveaxis(hosts, k, 0).reshape(hosts.shape[k], -1)[:, 0])) for k, axis in enumerate(AXES)
+        axis: len(np.unique(np.moveaxis(hosts, k, 0).reshape(hosts.shape[k], -1)[:, 0]))
+        for k, axis in enumerate(AXES)
     }
 
 
@@ -60,20 +65,33 @@ def test_axes_go_over_hosts_in_their_order(hosts, shape, order, over):
 
 def test_neighbours_of_a_host_are_along_the_last_axis_of_the_order():
     assert ids(laid_out(gpus(2, 4), (2, 2, 2, 1, 1)))[:, 0, :, 0, 0].tolist() == [[0, 1], [2, 3]]
-    assert ids(laid_out(gpus(2, 4), (2, 2, 2, 1, 1), "pp-fsdp-dp"))[:, 0, :, 0, 0].tolist() == [[0, 2], [1, 3]]
-    assert ids(laid_out(gpus(1, 8), (2, 2, 2, 1, 1), "pp-dp-fsdp"))[0, :, 0, 0, 0].tolist() == [0, 4]
+    assert ids(laid_out(gpus(2, 4), (2, 2, 2, 1, 1), "pp-fsdp-dp"))[:, 0, :, 0, 0].tolist() == [
+        [0, 2],
+        [1, 3],
+    ]
+    assert ids(laid_out(gpus(1, 8), (2, 2, 2, 1, 1), "pp-dp-fsdp"))[0, :, 0, 0, 0].tolist() == [
+        0,
+        4,
+    ]
     assert ids(laid_out(gpus(1, 8), (2, 2, 2, 1, 1))).ravel().tolist() == [*range(8)]
 
 
 def test_tp_stays_inside_a_host_and_takes_its_nearest_devices():
-    assert ids(laid_out(gpus(2, 4), (1, 2, 1, 2, 2)))[0, :, 0].tolist() == [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]
-    with pytest.raises(ConfigError, match=r"^mesh.tp=8 would go over 2 hosts of 4 devices: .* Use mesh.tp=4, and more"):
+    assert ids(laid_out(gpus(2, 4), (1, 2, 1, 2, 2)))[0, :, 0].tolist() == [
+        [[0, 2], [1, 3]],
+        [[4, 6], [5, 7]],
+    ]
+    with pytest.raises(
+        ConfigError,
+        match=r"^mesh.tp=8 would go over 2 hosts of 4 devices: .* Use mesh.tp=4, and more",
+    ):
         laid_out(gpus(2, 4), (1, 1, 1, 8, 1))
 
 
 def test_hosts_of_different_sizes_are_refused():
     with pytest.raises(
-        ConfigError, match=r"^2 hosts of 2 to 4 devices make no mesh of \(1, 6, 1, 1, 1\): each must have as m"
+        ConfigError,
+        match=r"^2 hosts of 2 to 4 devices make no mesh of \(1, 6, 1, 1, 1\): each must have as m",
     ):
         laid_out([*gpus(2, 4)][:6], (1, 6, 1, 1, 1))
 
@@ -82,7 +100,9 @@ def test_slices_of_tpus_are_joined_by_pp():
     pytest.importorskip("libtpu")
     from jax.experimental import topologies
 
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4", num_slices=2).devices
+    devices = topologies.get_topology_desc(
+        platform="tpu", topology_name="v5e:2x4", num_slices=2
+    ).devices
     found = laid_out(devices, (2, 4, 2, 1, 1))
     assert tuple(num_hosts_along(found).values()) == (1, 2, 1, 1, 1)
     assert hosts_text(mesh_of(found)) == "2 slices: pp over 2"

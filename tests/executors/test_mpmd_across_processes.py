@@ -1,4 +1,6 @@
-"""The mpmd executor on several processes: the reference's losses and parameters, wherever the ranks' devices are."""
+"""The mpmd executor on several processes: the reference's losses and parameters, wherever the
+ranks' devices are.
+"""
 
 import json
 import os
@@ -17,19 +19,32 @@ from support.cases import COMPILE_FAST, difference, make_batch, make_params, mak
 from support.mpmd_cases import LR_SCHEDULE, MpmdCase, make_optimizer
 
 from ppctl.executors.reference import reference
-from ppctl.training.train_step import init_state, train_step
+from ppctl.training.pipeline.train_step import init_state, train_step
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.full,
+]  # make test: four processes of tests/promises/test_goes_on.py
 WORKER = Path(__file__).parents[1] / "support/mpmd_worker.py"
 LIMIT_S = 600  # of a machine that does much else
 MLP = {"model": "mlp", "num_layers": 6, "num_microbatches": 4, "batch_size": 16, "remat": "layer"}
-LAUNCHES = {  # (processes, devices of each) -> name -> (settings of the case, of what the worker does)
+# (processes, devices of each) -> name -> (settings of the case, of what the worker does)
+LAUNCHES = {
     (4, 1): {
         "many chunks and microbatches, late hosts": (
-            {"schedule": "interleaved", "mesh": (1, 4, 1), "num_chunks": 3, "num_layers": 12, "num_microbatches": 8},
+            {
+                "schedule": "interleaved",
+                "mesh": (1, 4, 1),
+                "num_chunks": 3,
+                "num_layers": 12,
+                "num_microbatches": 8,
+            },
             {"slow": True},
         ),
-        "tied embeddings": ({"schedule": "zb_h1", "mesh": (1, 4, 1), "model": "tied swiglu", "num_layers": 4}, {}),
+        "tied embeddings": (
+            {"schedule": "zb_h1", "mesh": (1, 4, 1), "model": "tied swiglu", "num_layers": 4},
+            {},
+        ),
         "a split backward, no barrier": (
             {"schedule": "zb_h1", "mesh": (1, 4, 1)},
             {"post_validation": True, "clip_norm": 2.0},  # which one step of three meets
@@ -37,9 +52,20 @@ LAUNCHES = {  # (processes, devices of each) -> name -> (settings of the case, o
     },
     (2, 2): {
         "two ranks a process, no barrier, uneven stages, the vocabulary on all": (
-            {"mesh": (1, 4, 1), "model": "tied swiglu", "num_layers": 2, "sizes": (1, 0, 1, 0), "has_parts": True}
+            {
+                "mesh": (1, 4, 1),
+                "model": "tied swiglu",
+                "num_layers": 2,
+                "sizes": (1, 0, 1, 0),
+                "has_parts": True,
+            }
             | {"schedule": "1f1b"},
-            {"post_validation": True, "clip_norm": 3.2, "evaluate": True, "round_trip": True},  # which one step meets
+            {
+                "post_validation": True,
+                "clip_norm": 3.2,
+                "evaluate": True,
+                "round_trip": True,
+            },  # which one step meets
         ),
     },
     (4, 2): {
@@ -55,7 +81,9 @@ NAMES = [(launch, name) for launch, cases in LAUNCHES.items() for name in cases]
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """(processes, devices of each) -> (the directory with their results, how they ended if not well)."""
+    """(processes, devices of each) -> (the directory with their results, how they ended if not
+    well).
+    """
 
     @cache
     def launch(num_processes, num_devices):
@@ -68,9 +96,20 @@ def launched(tmp_path_factory):
         logs = [out / f"{i}.log" for i in range(num_processes)]
         processes = []
         for i, log in enumerate(logs):
-            command = [sys.executable, WORKER, address, str(num_processes), str(i), str(num_devices), out, text]
+            command = [
+                sys.executable,
+                WORKER,
+                address,
+                str(num_processes),
+                str(i),
+                str(num_devices),
+                out,
+                text,
+            ]
             with log.open("w") as file:
-                processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ))
+                processes.append(
+                    subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ)
+                )
         deadline = time.monotonic() + LIMIT_S
         while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
             if any(p.poll() for p in processes):
@@ -81,7 +120,10 @@ def launched(tmp_path_factory):
             process.kill()
             process.wait()
         ends = zip(codes, logs, strict=True)
-        told = "\n".join(f"--- process {i}: {code}\n{log.read_text()[-3000:]}" for i, (code, log) in enumerate(ends))
+        told = "\n".join(
+            f"--- process {i}: {code}\n{log.read_text()[-3000:]}"
+            for i, (code, log) in enumerate(ends)
+        )
         return out, None if codes == [0] * num_processes else told
 
     return launch
@@ -89,7 +131,9 @@ def launched(tmp_path_factory):
 
 @cache
 def by_reference(model, num_layers, batch_size, clip_norm):
-    """(losses and norms of three steps and the loss of one more batch, the state after them) on one device."""
+    """(losses and norms of three steps and the loss of one more batch, the state after them) on one
+    device.
+    """
     stack, optimizer = make_stack(model, num_layers), make_optimizer(clip_norm)
     build = partial(reference, stack, num_microbatches=1, remat="none", unroll=0, dtype=jnp.float64)
     step = jax.jit(train_step(build(), optimizer, LR_SCHEDULE), compiler_options=COMPILE_FAST)
@@ -106,7 +150,7 @@ def by_reference(model, num_layers, batch_size, clip_norm):
 
 @pytest.mark.parametrize(
     ("launch", "name"),
-    [pytest.param(launch, name, id=name, marks=() if launch == (2, 2) else pytest.mark.full) for launch, name in NAMES],
+    [pytest.param(launch, name, id=name) for launch, name in NAMES],
 )
 def test_several_processes_train_the_model_of_one(launched, launch, name):
     settings, how = LAUNCHES[launch][name]
@@ -114,7 +158,9 @@ def test_several_processes_train_the_model_of_one(launched, launch, name):
     out, failure = launched(*launch)
     assert failure is None, failure
     found = dict(np.load(out / f"{name}.npz"))
-    expected, state = by_reference(case.model, case.num_layers, case.batch_size, how.get("clip_norm", 0.05))
+    expected, state = by_reference(
+        case.model, case.num_layers, case.batch_size, how.get("clip_norm", 0.05)
+    )
     if not how.get("evaluate"):
         expected = {key: values for key, values in expected.items() if key != "eval_loss"}
     for key, values in expected.items():

@@ -1,4 +1,6 @@
-"""What the mpmd executor runs: in which order, with which collectives, how much it keeps, how often it compiles."""
+"""What the mpmd executor runs: in which order, with which collectives, how much it keeps, how often
+it compiles.
+"""
 
 import re
 import weakref
@@ -10,21 +12,26 @@ import jax
 import numpy as np
 import pytest
 from support.mpmd_cases import MpmdCase, make_engine
-from support.selection import few
+from support.selection import full
 
-from ppctl.executors import compiler_preset
-from ppctl.executors.mpmd.plan import last_uses
-from ppctl.executors.mpmd.runtime import MOST_STARTED
-from ppctl.schedule import FAMILIES
+from ppctl.executors import compiler_options as compiler_preset
+from ppctl.executors.mpmd.dispatch_plan import last_uses
+from ppctl.executors.mpmd.mpmd_runtime import MOST_STARTED
 from ppctl.schedule.costs import task_costs
-from ppctl.schedule.simulate import peak_activations, simulate
+from ppctl.schedule.families.registry import FAMILIES
+from ppctl.schedule.simulator import peak_activations, simulate
 
-COLLECTIVES = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
+COLLECTIVES = re.compile(
+    r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
+)
 TASKS = ("E", "F", "B", "I", "W")
 
 
 def case_of(schedule, **changes):
-    return MpmdCase(schedule, **({"mesh": (1, 4, 1), "model": "mlp", "num_layers": 9, "remat": "layer"} | changes))
+    return MpmdCase(
+        schedule,
+        **({"mesh": (1, 4, 1), "model": "mlp", "num_layers": 9, "remat": "layer"} | changes),
+    )
 
 
 def ops_of(case, what="step"):
@@ -33,7 +40,9 @@ def ops_of(case, what="step"):
 
 
 @pytest.mark.parametrize("schedule", FAMILIES)
-def test_every_rank_gets_its_tasks_in_program_order_and_the_host_dispatches_readers_after_writers(schedule):
+def test_every_rank_gets_its_tasks_in_program_order_and_the_host_dispatches_readers_after_writers(
+    schedule,
+):
     engine, ops = ops_of(case_of(schedule))
     program = case_of(schedule).program()
     for rank, tasks in enumerate(program.ranks):
@@ -48,14 +57,20 @@ def test_every_rank_gets_its_tasks_in_program_order_and_the_host_dispatches_read
 
 
 @pytest.mark.parametrize("schedule", FAMILIES)
-def test_a_receiver_begins_nothing_after_a_move_that_it_could_have_begun_before_the_value_was_there(schedule):
+def test_a_receiver_begins_nothing_after_a_move_that_it_could_have_begun_before_the_value_was_there(
+    schedule,
+):
     case = case_of(schedule)
     _, ops = ops_of(case)
     times = simulate(case.program(), task_costs(case.remat))
     begins = [op.program and op.task and times.start_s[op.task] for op in ops]
     for i, move in enumerate(ops):
         if move.program is None and move.task is not None:
-            later = [s for s, op in zip(begins[i:], ops[i:], strict=True) if op.rank == move.rank and s is not None]
+            later = [
+                s
+                for s, op in zip(begins[i:], ops[i:], strict=True)
+                if op.rank == move.rank and s is not None
+            ]
             assert all(start_s >= times.end_s[move.task] for start_s in later), move
 
 
@@ -79,13 +94,15 @@ def test_nothing_lives_after_its_last_use(schedule):
 
 @pytest.mark.parametrize(
     "schedule",
-    few(["1f1b", "zb_h1", "gpipe", "interleaved", "zb_v"], 1),
+    ["1f1b", full("zb_h1"), full("gpipe"), full("interleaved"), full("zb_v")],
 )
 def test_live_buffers_peak_where_the_simulator_says(schedule):
     case = case_of(schedule)
     engine, batch = make_engine(case)
     walk = engine.walk("step")
-    held = defaultdict(lambda: defaultdict(list))  # rank -> (stage, microbatch) -> buffers of its stash or pending
+    held = defaultdict(
+        lambda: defaultdict(list)
+    )  # rank -> (stage, microbatch) -> buffers of its stash or pending
     peak = [0] * 4
 
     def watched(op, call):
@@ -96,13 +113,18 @@ def test_live_buffers_peak_where_the_simulator_says(schedule):
                 if key[0] in ("stash", "pending"):
                     held[op.rank][key[1:]] += [weakref.ref(leaf) for leaf in jax.tree.leaves(value)]
             if op.task is not None and op.task.kind == "F" and op.program is not None:
-                alive = lambda refs: any(ref() is not None and not ref().is_deleted() for ref in refs)  # noqa: E731
+                alive = lambda refs: any(
+                    ref() is not None and not ref().is_deleted() for ref in refs
+                )
                 peak[op.rank] = max(peak[op.rank], sum(map(alive, held[op.rank].values())))
             return written
 
         return run
 
-    steps = tuple((watched(op, call), *rest) for op, (call, *rest) in zip(walk.entries, walk.steps, strict=True))
+    steps = tuple(
+        (watched(op, call), *rest)
+        for op, (call, *rest) in zip(walk.entries, walk.steps, strict=True)
+    )
     engine.walks["step"] = replace(walk, steps=steps)
     jax.block_until_ready(engine.step(engine.new_state(), engine.put(batch)))
     schedule = case.program()
@@ -155,15 +177,25 @@ def test_parameters_and_optimizer_state_live_on_their_rank_only():
     state = engine.new_state()
     devices = jax.devices()
     for rank, tree in enumerate(state):
-        assert {device for leaf in jax.tree.leaves(tree) for device in leaf.devices()} == {devices[rank]}
-    ends = [sorted(path[0].key for path, _ in jax.tree_util.tree_leaves_with_path(t["params"]["ends"])) for t in state]
-    assert ends == [["embedding"], [], [], ["embedding", "norm"]]
-    copies = [np.asarray(state[rank]["params"]["ends"]["embedding"]) for rank in (0, 3)]
+        assert {device for leaf in jax.tree.leaves(tree) for device in leaf.devices()} == {
+            devices[rank]
+        }
+    embed_head = [
+        sorted(
+            path[0].key
+            for path, _ in jax.tree_util.tree_leaves_with_path(t["params"]["embed_head"])
+        )
+        for t in state
+    ]
+    assert embed_head == [["embedding"], [], [], ["embedding", "norm"]]
+    copies = [np.asarray(state[rank]["params"]["embed_head"]["embedding"]) for rank in (0, 3)]
     np.testing.assert_array_equal(*copies)
 
 
 def test_the_host_waits_before_a_device_has_as_many_programs_under_way_as_xla_lets_it_have():
-    """Or threads of XLA that start programs wait for each other: with several devices of a rank in a process."""
+    """Or threads of XLA that start programs wait for each other: with several devices of a rank in
+    a process.
+    """
 
     class Turn:
         def __init__(self):
@@ -178,7 +210,9 @@ def test_the_host_waits_before_a_device_has_as_many_programs_under_way_as_xla_le
         runtime.pass_turn(1, Turn())
         assert len(under_way) <= MOST_STARTED // 2
     alone = make_engine(case_of("1f1b", mesh=(1, 2, 1)))[0].runtime
-    assert alone.under_way == [None, None], "XLA starts the programs of one device in the host's own thread"
+    assert alone.under_way == [None, None], (
+        "XLA starts the programs of one device in the host's own thread"
+    )
 
 
 def test_an_option_that_this_compiler_does_not_have_is_left_out(monkeypatch):
@@ -187,6 +221,6 @@ def test_an_option_that_this_compiler_does_not_have_is_left_out(monkeypatch):
     engine, _ = make_engine(case_of("1f1b", mesh=(1, 2, 1), num_layers=2))
     once = {"xla_cpu_no_such_option": False, "xla_backend_optimization_level": 0}
     monkeypatch.setitem(compiler_preset.CPU_OPTIONS, "once", once)
-    monkeypatch.setattr(compiler_preset, "NOT_EVERYWHERE", "xla_cpu_no_such_option")
+    monkeypatch.setattr(compiler_preset, "EMITTERS", "xla_cpu_no_such_option")
     engine.runtime.options = {}
     assert engine.runtime._options(None) == {"xla_backend_optimization_level": 0}

@@ -1,4 +1,5 @@
-"""Loss and gradients of the spmd executor equal the reference in float64, where a wrong schedule cannot hide.
+"""Loss and gradients of the spmd executor equal the reference in float64, where a wrong schedule
+cannot hide.
 
 `make test` runs a covering selection of cases, `make test-full` every pair of settings.
 """
@@ -21,13 +22,21 @@ from support.spmd_cases import (
 )
 
 from ppctl.executors.reference import reference
-from ppctl.schedule import ON_RING
+from ppctl.schedule.families.registry import ON_RING
 
 DEFAULT = [
     Case("gpipe", (2, 4, 1), remat="none", model="mlp"),
     Case("eager_1f1b", (1, 2, 4), remat="layer", model="mlp", unroll=0, gather="tick"),
     Case("interleaved", (2, 2, 2), num_chunks=2, num_layers=4, remat="full", model="tied swiglu"),
-    Case("interleaved", (1, 4, 1), num_chunks=2, num_layers=9, remat="none", model="untied swiglu grouped", unroll=0),
+    Case(
+        "interleaved",
+        (1, 4, 1),
+        num_chunks=2,
+        num_layers=9,
+        remat="none",
+        model="untied swiglu grouped",
+        unroll=0,
+    ),
     Case("gpipe", (1, 4, 1), 5, num_layers=7, batch_size=60, model="tied gelu grouped"),
     Case("interleaved", (1, 8, 1), num_chunks=4, num_layers=33, remat="full", model="mlp"),
 ]
@@ -60,19 +69,21 @@ def test_every_pair_of_settings_occurs_in_the_full_cases():
             "mesh": case.mesh,
             "layers": "even" if case.num_layers % num_stages == 0 else "uneven",
         }
-        found |= pairs(values | {name: getattr(case, name) for name in FACTORS if name not in values})
+        found |= pairs(
+            values | {name: getattr(case, name) for name in FACTORS if name not in values}
+        )
     assert found == ALL_PAIRS
     schedule_by_mesh = {pair for pair in found if pair[0][0] == "mesh" and pair[1][0] == "schedule"}
     assert len(schedule_by_mesh) == len(FACTORS["mesh"]) * len(FACTORS["schedule"])
     assert len(PAIRWISE) <= 75  # each compiles for some seconds
 
 
-# --- without gradients -----------------------------------------------------------------------------------------------
+# --- without gradients --------------------------------------------------------------------------
 
 
 FORWARD_ONLY = [
     Case("gpipe", (2, 4, 1), remat="none", model="mlp"),
-    Case("interleaved", (2, 2, 2), num_chunks=2, num_layers=7, remat="full", model="mlp", skip_idle=False),
+    Case("interleaved", (2, 2, 2), num_chunks=2, num_layers=7, remat="full", model="mlp"),
     Case("1f1b", (8, 1, 1), remat="layer", model="mlp"),
 ]
 
@@ -89,7 +100,9 @@ def test_forwards_alone_give_the_loss_of_the_reference(case):
 def test_the_reference_alone_gives_the_loss_without_gradients():
     params, batch, loss, _ = run_reference("mlp", 8, 64)
     stack = make_stack("mlp", 8)
-    step = reference(stack, num_microbatches=4, remat="none", unroll=16, dtype=jnp.float64, with_grads=False)
+    step = reference(
+        stack, num_microbatches=4, remat="none", unroll=16, dtype=jnp.float64, with_grads=False
+    )
     found, number = jax.jit(step)(params, batch)
     assert number == batch["targets"].size
     assert abs(found - loss) <= TOLERANCE * abs(loss)

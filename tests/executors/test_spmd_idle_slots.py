@@ -1,6 +1,7 @@
-"""Garbage that an idle rank computes, or that lies in a slot nobody wrote, reaches neither loss nor gradients.
+"""Garbage in a slot that no task wrote reaches neither loss nor gradients.
 
-The layer of this model divides by the norm of its product: zeros, which empty slots and padding hold, give NaN.
+The layer of this model divides by the norm of its product: zeros, which empty slots and padding
+hold, give NaN.
 """
 
 import jax
@@ -23,25 +24,27 @@ def test_the_layer_gives_nan_for_what_an_empty_slot_or_padding_holds():
 
 
 SCHEDULES = [("1f1b", 4, 1, 7), ("gpipe", 4, 1, 8), ("interleaved", 2, 2, 5)]  # pp, chunks, layers
-CASES = [
-    (*schedule, remat, skip) for schedule in SCHEDULES for remat in ("none", "layer", "full") for skip in (False, True)
-]
-BY_DEFAULT = [(*SCHEDULES[0], "none", False), (*SCHEDULES[2], "layer", True)]
+CASES = [(*schedule, remat) for schedule in SCHEDULES for remat in ("none", "layer", "full")]
+BY_DEFAULT = [(*SCHEDULES[0], "none"), (*SCHEDULES[2], "layer")]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "pp", "num_chunks", "num_layers", "remat", "skip_idle"),
+    ("schedule", "pp", "num_chunks", "num_layers", "remat"),
     [pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.full) for case in CASES],
 )
-def test_nan_of_idle_ranks_and_empty_slots_goes_nowhere(schedule, pp, num_chunks, num_layers, remat, skip_idle):
-    case = Case(schedule, (1, pp, 1), 4, num_chunks, num_layers, batch_size=8, remat=remat, skip_idle=skip_idle)
+def test_nan_of_empty_slots_goes_nowhere(schedule, pp, num_chunks, num_layers, remat):
+    case = Case(schedule, (1, pp, 1), 4, num_chunks, num_layers, batch_size=8, remat=remat)
     stack, (params, batch) = normalizing_stack(num_layers), normalizing_inputs(num_layers, 8)
-    expected_loss, expected = jax.jit(reference(stack, num_microbatches=1, remat="none", unroll=16, dtype=jnp.float64))(
-        params, batch
-    )
+    expected_loss, expected = jax.jit(
+        reference(stack, num_microbatches=1, remat="none", unroll=16, dtype=jnp.float64)
+    )(params, batch)
     layout = case.layout()
-    loss, grads = jax.jit(staged_step(case, stack), compiler_options=COMPILE_FAST)(layout.to_staged(params), batch)
+    loss, grads = jax.jit(staged_step(case, stack), compiler_options=COMPILE_FAST)(
+        layout.to_staged(params), batch
+    )
     assert loss == pytest.approx(float(expected_loss), rel=1e-12)
     assert difference(layout.to_natural(jax.tree.map(np.asarray, grads)), expected) <= 1e-10
     padding = np.arange(layout.counts.max()) >= layout.counts[..., None]
-    assert not np.asarray(grads["layers"]["kernel"])[padding].any()  # zero, so that padding stays zero for ever
+    assert not np.asarray(grads["layers"]["kernel"])[
+        padding
+    ].any()  # zero, so that padding stays zero for ever

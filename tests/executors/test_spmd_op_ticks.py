@@ -1,4 +1,6 @@
-"""Split backwards and V-shaped placements in one program: the gradients of the reference, in bounded memory."""
+"""Split backwards and V-shaped placements in one program: the gradients of the reference, in
+bounded memory.
+"""
 
 import re
 
@@ -8,26 +10,30 @@ import numpy as np
 import pytest
 from support.cases import COMPILE_FAST, Case, difference, run_reference, staged_step
 from support.normalizing import normalizing_inputs, normalizing_stack
-from support.selection import few
+from support.selection import full, full_except
 from support.spmd_cases import SINGLE_OP, TOLERANCE, check, name_of
 from support.spmd_programs import called, collectives, compiled, computations, sizes, temp_bytes
 
-from ppctl.errors import ConfigError
 from ppctl.executors.reference import reference
-from ppctl.schedule import LOOPED_WHOLE, ON_RING
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.ticks import ticks
+from ppctl.schedule.families.registry import LOOPED_WHOLE, ON_RING
+from ppctl.schedule.tick_lowering import ticks
 
 REMATS = ("none", "layer", "full")
 
 
 def case(schedule, mesh, *settings, **more):
-    return Case(schedule, mesh, *settings, num_chunks=SINGLE_OP[schedule], **({"model": "mlp"} | more))
+    return Case(
+        schedule, mesh, *settings, num_chunks=SINGLE_OP[schedule], **({"model": "mlp"} | more)
+    )
 
 
 DEFAULT = [
     # every family, remat and loops taking turns
-    *(case(name, (1, 4, 1), remat=REMATS[i % 3], loops=i % 2 == 0) for i, name in enumerate(SINGLE_OP)),
+    *(
+        case(name, (1, 4, 1), remat=REMATS[i % 3], loops=i % 2 == 0)
+        for i, name in enumerate(SINGLE_OP)
+    ),
     case("zb_h1", (2, 2, 2), remat="none", gather="tick", model="tied swiglu"),
     case("zb_v", (2, 2, 2), remat="full", model="untied gelu"),
     # 10 layers on 4 x 2 stages, unrolled and scanned
@@ -37,11 +43,20 @@ DEFAULT = [
     case("zb_h1", (8, 1, 1), remat="layer"),
 ]
 MORE = [  # of `make test-full`; `make exhaustive` has the whole product
-    *(case(name, (2, 2, 1), remat=REMATS[(i + 1) % 3], loops=i % 2 == 1) for i, name in enumerate(SINGLE_OP)),
+    *(
+        case(name, (2, 2, 1), remat=REMATS[(i + 1) % 3], loops=i % 2 == 1)
+        for i, name in enumerate(SINGLE_OP)
+    ),
     *(case("zb_h1", (1, 4, 1), remat=remat, model="untied swiglu grouped") for remat in REMATS),
     *(case("zb_v", (1, 4, 1), remat=remat, unroll=0) for remat in REMATS),
-    *(case(name, (1, 3, 1), 6, remat="none", num_layers=7, batch_size=60, unroll=0) for name in SINGLE_OP),
-    *(case(name, (1, 8, 1), remat="full", num_layers=17, gather="tick") for name in ("v_min", "dualpipe_v")),
+    *(
+        case(name, (1, 3, 1), 6, remat="none", num_layers=7, batch_size=60, unroll=0)
+        for name in SINGLE_OP
+    ),
+    *(
+        case(name, (1, 8, 1), remat="full", num_layers=17, gather="tick")
+        for name in ("v_min", "dualpipe_v")
+    ),
     *(case(name, (1, 2, 4), remat=remat) for name in ("zb_h1", "dualpipe_v") for remat in REMATS),
 ]
 
@@ -51,7 +66,20 @@ def test_each_family_that_does_not_run_in_pairs_is_here():
     assert all(case(name, (1, 4, 1)).program().num_chunks == V for name, V in SINGLE_OP.items())
 
 
-@pytest.mark.parametrize("one", few([*DEFAULT, *MORE], 2), ids=name_of)
+QUICK = (
+    "hanayo",
+    "interleaved_zb",
+)  # on 1x4; the covering cases of test_spmd_equals_reference.py have every family
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        one if one in DEFAULT[: len(SINGLE_OP)] and one.schedule in QUICK else full(one)
+        for one in [*DEFAULT, *MORE]
+    ],
+    ids=name_of,
+)
 def test_loss_and_gradients_equal_the_reference(one):
     check(one)
 
@@ -66,7 +94,9 @@ def test_forwards_alone_give_the_loss_of_the_reference(name, remat):
     assert abs(found - loss) <= TOLERANCE * abs(loss)
 
 
-@pytest.mark.parametrize(("name", "remat"), few([("dualpipe_v", "none"), ("zb_h1", "layer"), ("zb_v", "full")], 2))
+@pytest.mark.parametrize(
+    ("name", "remat"), [("dualpipe_v", "none"), ("zb_h1", "layer"), full(("zb_v", "full"))]
+)
 def test_nan_of_empty_slots_and_padding_goes_nowhere(name, remat):
     num_layers = 4 * SINGLE_OP[name] + 1  # one rank of the first chunk has two, the others padding
     one = case(name, (1, 4, 1), 4, num_layers=num_layers, batch_size=8, remat=remat)
@@ -74,18 +104,23 @@ def test_nan_of_empty_slots_and_padding_goes_nowhere(name, remat):
     whole = reference(stack, num_microbatches=1, remat="none", unroll=16, dtype=jnp.float64)
     expected_loss, expected = jax.jit(whole)(params, batch)
     layout = one.layout()
-    loss, grads = jax.jit(staged_step(one, stack), compiler_options=COMPILE_FAST)(layout.to_staged(params), batch)
+    loss, grads = jax.jit(staged_step(one, stack), compiler_options=COMPILE_FAST)(
+        layout.to_staged(params), batch
+    )
     assert loss == pytest.approx(float(expected_loss), rel=1e-12)
     assert difference(layout.to_natural(jax.tree.map(np.asarray, grads)), expected) <= TOLERANCE
     padding = np.arange(layout.counts.max()) >= layout.counts[..., None]
-    assert not np.asarray(grads["layers"]["kernel"])[padding].any()  # zero, so that padding stays zero for ever
+    assert not np.asarray(grads["layers"]["kernel"])[
+        padding
+    ].any()  # zero, so that padding stays zero for ever
 
 
-# --- what the program is made of -------------------------------------------------------------------------------------
+# --- what the program is made of ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "num_hops"), few([("zb_h1", (2, 2, 2), 1), ("zb_v", (2, 4, 1), 2), ("zb_v", (8, 1, 1), 0)], 2)
+    ("name", "mesh", "num_hops"),
+    [("zb_h1", (2, 2, 2), 1), ("zb_v", (2, 4, 1), 2), full(("zb_v", (8, 1, 1), 0))],
 )
 def test_a_tick_moves_its_one_output_and_nothing_else(name, mesh, num_hops):
     whole, loops = collectives(case(name, mesh))
@@ -96,7 +131,7 @@ def test_a_tick_moves_its_one_output_and_nothing_else(name, mesh, num_hops):
 
 @pytest.mark.parametrize(
     ("name", "remat"),
-    few([("zb_h1", "none"), ("zb_h1", "full"), ("zb_v", "none")], 1),
+    [("zb_h1", "none"), full(("zb_h1", "full")), full(("zb_v", "none"))],
 )
 def test_memory_does_not_grow_with_the_number_of_microbatches(name, remat):
     few, many = (temp_bytes(name, SINGLE_OP[name], m, remat) for m in (16, 64))
@@ -104,7 +139,7 @@ def test_memory_does_not_grow_with_the_number_of_microbatches(name, remat):
     assert many < 0.5 * temp_bytes("gpipe", 1, 64, remat)
 
 
-@pytest.mark.parametrize("remat", few(REMATS, 1))
+@pytest.mark.parametrize("remat", full_except(REMATS, "none"))
 def test_no_tick_copies_the_slots(remat):
     """A copy of all slots in every tick would outweigh the tasks."""
     one = case("zb_h1", (1, 4, 1), 16, batch_size=16 * 64, remat=remat)
@@ -114,19 +149,15 @@ def test_no_tick_copies_the_slots(remat):
     shapes = {f"f64[{count},64,16]" for count in slots.values() if count}
     lines = [line for name in called(program, body) for line in program[name]]
     assert any(shape in line for line in lines for shape in shapes)
-    assert not [line for line in lines for shape in shapes if re.search(rf"= {re.escape(shape)}\S* copy\(", line)]
+    assert not [
+        line
+        for line in lines
+        for shape in shapes
+        if re.search(rf"= {re.escape(shape)}\S* copy\(", line)
+    ]
 
 
-@pytest.mark.parametrize("name", few(["dualpipe_v", "zb_h1"], 1))
+@pytest.mark.parametrize("name", ["dualpipe_v", full("zb_h1")])
 def test_program_size_does_not_depend_on_the_number_of_microbatches(name):
     few, many = (sizes(case(name, (1, 4, 1), m, batch_size=2 * m)) for m in (16, 64))
     assert few == many
-
-
-def test_masking_idle_ranks_is_refused():
-    with pytest.raises(ConfigError) as error:
-        staged_step(case("zb_h1", (1, 4, 1), skip_idle=False))
-    assert str(error.value) == (
-        "executor.idle=compute masks what idle ranks compute in ticks of an F, then a B; zb_h1 runs in ticks of one "
-        "task of any kind. Use executor.idle=skip, or schedule=interleaved."
-    )

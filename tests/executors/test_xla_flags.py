@@ -1,4 +1,6 @@
-"""Options of XLA's compiler: which devices get which, what is refused, and what they change in a compiled program."""
+"""Options of XLA's compiler: which devices get which, what is refused, and what they change in a
+compiled program.
+"""
 
 import re
 from types import SimpleNamespace
@@ -9,10 +11,10 @@ from support.cuda_plugin import needs_cuda_plugin
 from ppctl import config
 from ppctl.errors import ConfigError
 from ppctl.executors import xla_flags
-from ppctl.executors.compiler_preset import total_bytes
+from ppctl.executors.compiler_options import total_bytes
 from ppctl.executors.xla_flags import GPU_FLAGS, flags_for, text_of
-from ppctl.planner.memory import predicted_memory
-from ppctl.training.job import assemble
+from ppctl.planner.cost.rank_memory import predicted_memory
+from ppctl.training.pipeline.job import assemble
 
 H100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
 OTHERS = [("cpu", "cpu"), ("tpu", "TPU v5 lite"), ("gpu", "AMD Instinct MI300X")]
@@ -20,7 +22,9 @@ OTHERS = [("cpu", "cpu"), ("tpu", "TPU v5 lite"), ("gpu", "AMD Instinct MI300X")
 
 def test_nvidia_gpus_get_all_that_this_xla_knows(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
-    assert {GPU_FLAGS[0], GPU_FLAGS[-1]} <= set(flags_for("auto", H100)) <= set(GPU_FLAGS)  # jaxlib 0.12 has not all
+    assert (
+        {GPU_FLAGS[0], GPU_FLAGS[-1]} <= set(flags_for("auto", H100)) <= set(GPU_FLAGS)
+    )  # jaxlib 0.12 has not all
     monkeypatch.setattr(xla_flags, "GPU_FLAGS", (*GPU_FLAGS[:2], ("xla_gpu_of_tomorrow", True)))
     assert flags_for("auto", H100) == GPU_FLAGS[:2]
 
@@ -47,9 +51,13 @@ def test_what_is_asked_for_takes_the_place_of_auto():
     [
         (
             "xla_gpu_foo=true",
-            "xla_gpu_foo=True is refused by XLA of jaxlib .*: No such compile option: 'xla_gpu_foo'. L",
+            "xla_gpu_foo=True is refused by XLA of jaxlib .*: No such compile option: "
+            "'xla_gpu_foo'. L",
         ),
-        ("xla_gpu_enable_triton_gemm=maybe", "'maybe' is not a valid bool value. Leave it out, or use executor.xla_fl"),
+        (
+            "xla_gpu_enable_triton_gemm=maybe",
+            "'maybe' is not a valid bool value. Leave it out, or use executor.xla_fl",
+        ),
     ],
 )
 def test_what_xla_does_not_know_is_refused(flag, reason):
@@ -93,12 +101,16 @@ def test_what_ranks_hand_on_travels_while_the_backward_computes(flags):
 @needs_cuda_plugin
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_no_tick_copies_sums_of_gradients(schedule):
-    """Square weights of the layers are 64 x 64; outside of the loops they are copied where they begin as zeros."""
+    """Square weights of the layers are 64 x 64; outside of the loops they are copied where they
+    begin as zeros.
+    """
     text, inside = compiled_for_gpus(schedule, ranks=4), []
     for part in re.split(r"\n(?=%|ENTRY )", text):
         name = part.split(" ", 1)[0]
         inside += (
-            [name] * (not name.startswith(("ENTRY", "%fused"))) * len(re.findall(r"= f32\[64,64\]\S* copy\(", part))
+            [name]
+            * (not name.startswith(("ENTRY", "%fused")))
+            * len(re.findall(r"= f32\[64,64\]\S* copy\(", part))
         )
     assert "tick_" in text
     assert inside == []
@@ -106,9 +118,13 @@ def test_no_tick_copies_sums_of_gradients(schedule):
 
 @needs_cuda_plugin
 def test_what_weight_gradients_gather_over_tp_travels_beside_products():
-    """In a backward of two layers: gathers of what weight gradients read start before a product and end behind it."""
+    """In a backward of two layers: gathers of what weight gradients read start before a product and
+    end behind it.
+    """
     request = config.Config(
-        model=config.Transformer(num_layers=4, d_model=512, num_heads=4, seq_len=512, attention="xla"),
+        model=config.Transformer(
+            num_layers=4, d_model=512, num_heads=4, seq_len=512, attention="xla"
+        ),
         mesh=config.Mesh(1, 2, 1, 4),
         schedule=config.Schedule("1f1b", 4),
         executor=config.Spmd(remat="none"),
@@ -123,7 +139,9 @@ def test_what_weight_gradients_gather_over_tp_travels_beside_products():
         open_gathers: dict[str, bool] = {}  # whether a product has run since
         beside = 0
         for line in part.splitlines():
-            op = re.search(r"%?(\S+) = .* (all-gather-start|all-gather-done|custom-call)\(%?([\w.\-]+)", line)
+            op = re.search(
+                r"%?(\S+) = .* (all-gather-start|all-gather-done|custom-call)\(%?([\w.\-]+)", line
+            )
             if op is None:
                 continue
             if op[2] == "all-gather-start":
@@ -138,7 +156,9 @@ def test_what_weight_gradients_gather_over_tp_travels_beside_products():
 
 @needs_cuda_plugin
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 1), ("zb_h1", 2)])
-def test_one_layer_is_recomputed_at_a_time_and_cublas_adds_the_gradients_of_all_matrices(schedule, ranks):
+def test_one_layer_is_recomputed_at_a_time_and_cublas_adds_the_gradients_of_all_matrices(
+    schedule, ranks
+):
     tokens, vocab_size = 4096, 16384  # of a microbatch
     request = config.Config(
         model=config.Transformer(num_layers=8, d_model=1024, num_heads=8, seq_len=tokens // 2),
@@ -152,7 +172,11 @@ def test_one_layer_is_recomputed_at_a_time_and_cublas_adds_the_gradients_of_all_
     job = assemble(request)
     compiled = job.pipe.engine.compile_program(job.pipe.engine.lower_train_step())
     assert sum(predicted_memory(job)[0].values()) == pytest.approx(total_bytes(compiled), rel=0.05)
-    products = [line for line in compiled.as_text().splitlines() if "cublas" in line and " = (f32[" in line]
-    assert any(f" = (f32[1024,{vocab_size}]" in line for line in products)  # the gradient of the head
+    products = [
+        line for line in compiled.as_text().splitlines() if "cublas" in line and " = (f32[" in line
+    ]
+    assert any(
+        f" = (f32[1024,{vocab_size}]" in line for line in products
+    )  # the gradient of the head
     alone = [line for line in products if "output_to_operand_aliasing={{0}: (2, {})}" not in line]
     assert all(f" = (f32[{tokens},{vocab_size}]" in line for line in alone)  # the logits

@@ -1,5 +1,8 @@
-"""What README and docs/ show is so: commands compose, Python runs, links lead somewhere, charts are as drawn."""
+"""What README and docs/ show is so: commands compose, Python runs, links lead somewhere, charts are
+as drawn.
+"""
 
+import ast
 import os
 import re
 import shlex
@@ -12,19 +15,35 @@ from support.selection import full
 
 import ppctl
 from ppctl.cli import main
-from ppctl.schedule import FAMILIES, build
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.simulate import simulate
-from ppctl.schedule.ticks import ticks
+from ppctl.schedule.families.registry import FAMILIES, build
+from ppctl.schedule.simulator import simulate
+from ppctl.schedule.tick_lowering import ticks
 
 ROOT = Path(__file__).parents[2]
-PAGES = {"README.md": ROOT / "README.md"} | {f"docs/{path.name}": path for path in sorted(ROOT.glob("docs/*.md"))}
+PAGES = {"README.md": ROOT / "README.md"} | {
+    f"docs/{path.name}": path for path in sorted(ROOT.glob("docs/*.md"))
+}
 TEXTS = {name: path.read_text() for name, path in PAGES.items()}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 OTHER_COMMANDS = {  # they compose no whole config
-    *("schedule", "tokenize", "import", "export", "generate", "evaluate", "runs", "report", "examples", "init"),
+    *(
+        "schedule",
+        "tokenize",
+        "import",
+        "export",
+        "generate",
+        "evaluate",
+        "runs",
+        "report",
+        "examples",
+        "init",
+    ),
 }
-SLOW = ("docs/models.md", "docs/quickstart.md")  # what they show, README.md, docs/api.md and other tests run too
+SLOW = (
+    "docs/models.md",
+    "docs/quickstart.md",
+)  # what they show, README.md, docs/api.md and other tests run too
 NEEDS_A_RUN = ("docs/runs.md",)  # its Python reads what `ppctl train recipes=tiny` left
 
 
@@ -42,19 +61,29 @@ def transcripts(text):
 
 def commands(text):
     """Every line of shell, and every command inside a sentence or table, that starts with ppctl."""
-    lines = [line for block in blocks(text, "sh") for line in block.replace("\\\n", " ").splitlines()]
+    lines = [
+        line for block in blocks(text, "sh") for line in block.replace("\\\n", " ").splitlines()
+    ]
     lines += [command for command, _ in transcripts(text)]
     lines += re.findall(r"`(ppctl [^`]+)`", FENCE.sub("", text))
-    words = [shlex.split(command, comments=True) for line in lines for command in line.split(" && ")]
-    return sorted({shlex.join(line) for line in words if line[:1] == ["ppctl"] and "..." not in line})
+    words = [
+        shlex.split(command, comments=True) for line in lines for command in line.split(" && ")
+    ]
+    return sorted(
+        {shlex.join(line) for line in words if line[:1] == ["ppctl"] and "..." not in line}
+    )
 
 
 def fails(command):
     """Whether a page shows the command with the message that it ends with."""
-    return any(shown == command and printed.startswith("ppctl: ") for shown, printed in ALL_TRANSCRIPTS)
+    return any(
+        shown == command and printed.startswith("ppctl: ") for shown, printed in ALL_TRANSCRIPTS
+    )
 
 
-ALL_TRANSCRIPTS = list(dict.fromkeys(shown for text in TEXTS.values() for shown in transcripts(text)))
+ALL_TRANSCRIPTS = list(
+    dict.fromkeys(shown for text in TEXTS.values() for shown in transcripts(text))
+)
 
 
 def composable():
@@ -64,26 +93,38 @@ def composable():
         of_a_project = not {"recipes=mine", "recipes=imported"}.isdisjoint(
             words
         )  # which `ppctl init` and `import` write
-        of_a_file = "--published" in words  # its requests are those of a file
-        if of_a_file:
-            continue
-        if name not in OTHER_COMMANDS and words and "--help" not in words and not of_a_project and not fails(command):
+        if (
+            name not in OTHER_COMMANDS
+            and words
+            and "--help" not in words
+            and not of_a_project
+            and not fails(command)
+        ):
             yield command
 
 
 @pytest.mark.parametrize("command", [*composable()])
 def test_commands_compose(command, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = [word for word in shlex.split(command)[1:] if word not in ("-m", "--cfg", "job", "--json")]
+    words = [
+        word for word in shlex.split(command)[1:] if word not in ("-m", "--cfg", "job", "--json")
+    ]
     words = [word for word in words if not word.startswith("hydra")]
-    words = [re.sub(r"=(?:tag\(log,interval\()?([\w-]+),.*", r"=\1", word) for word in words]  # a job of a sweep
+    words = [
+        re.sub(r"=(?:tag\(log,interval\()?([\w-]+),.*", r"=\1", word) for word in words
+    ]  # a job of a sweep
     assert main([*words, "--cfg", "job"]) == 0
     assert "num_microbatches" in capsys.readouterr().out
 
 
 def schedule_commands():
-    found = {command for text in TEXTS.values() for command in commands(text) if command.startswith("ppctl schedule ")}
-    slow = ("schedule=auto", "certify", "curves", ".csv")  # each has tests of its own
+    found = {
+        command
+        for text in TEXTS.values()
+        for command in commands(text)
+        if command.startswith("ppctl schedule ")
+    }
+    slow = ("schedule=auto", "curves", ".csv")  # each has tests of its own
     return sorted(command for command in found if not any(word in command for word in slow))
 
 
@@ -94,7 +135,9 @@ def test_schedule_commands_run(command, capsys, tmp_path, monkeypatch):
 
 
 def test_messages_are_as_printed(capsys):
-    shown = [(command, printed) for command, printed in ALL_TRANSCRIPTS if printed.startswith("ppctl: ")]
+    shown = [
+        (command, printed) for command, printed in ALL_TRANSCRIPTS if printed.startswith("ppctl: ")
+    ]
     assert shown
     for command, printed in shown:
         assert main(shlex.split(command)[1:]) == 2
@@ -103,31 +146,43 @@ def test_messages_are_as_printed(capsys):
 
 
 def test_charts_are_as_drawn(capsys):
-    shown = [(command, printed) for command, printed in ALL_TRANSCRIPTS if command.startswith("ppctl schedule show ")]
+    shown = [
+        (command, printed)
+        for command, printed in ALL_TRANSCRIPTS
+        if command.startswith("ppctl schedule show ")
+    ]
     assert shown
     for command, expected in shown:
         assert main(shlex.split(command)[1:]) == 0
         drawn = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-        assert [line for line in expected.splitlines() if line] == [line for line in drawn if line][:-1]  # no legend
+        assert [line for line in expected.splitlines() if line] == [line for line in drawn if line][
+            :-1
+        ]  # no legend
 
 
 SHOWN = [page for page, text in TEXTS.items() if blocks(text, "python")]
-QUICK = tuple(page for page in SHOWN if page not in (*NEEDS_A_RUN, *SLOW))
+QUICK = tuple(
+    page for page in SHOWN if page not in ("README.md", *NEEDS_A_RUN, *SLOW)
+)  # README.md: tests/promises/
 
 
-@pytest.mark.parametrize("pages", [QUICK, *(full(((page,),)) for page in (*NEEDS_A_RUN, *SLOW))], ids=" ".join)
+@pytest.mark.parametrize(
+    "pages", [QUICK, *(full(((page,),)) for page in (*NEEDS_A_RUN, *SLOW))], ids=" ".join
+)
 def test_python_runs(pages, tmp_path):
     """Those that take seconds in one process, each with names of its own."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "0", "PYTHONPATH": paths}
     del environment["JAX_NUM_CPU_DEVICES"]  # a page's own mesh simulates its devices
     if pages == NEEDS_A_RUN:
-        quick = ["run.num_steps=5", "run.eval_every=null", "run.tensorboard=false"]
+        quick = ["run.num_steps=5", "run.eval_every=null", "run.trackers=[]"]
         train = [sys.executable, "-m", "ppctl.cli", "train", "recipes=tiny", *quick]
         subprocess.run(train, cwd=tmp_path, env=environment, check=True, capture_output=True)
     codes = ["\n".join(blocks(TEXTS[page], "python")) for page in pages]
     code = f"for code in {codes}:\n    exec(code, {{'__name__': '__main__'}})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -140,7 +195,9 @@ def test_the_readme_is_read_in_two_minutes():
     lines = TEXTS["README.md"].splitlines()
     assert len(lines) <= 150
     first_screen = "\n".join(lines[:30])
-    assert all(word in first_screen for word in ("docs/images/", "make train", "eval_loss", "verify"))
+    assert all(
+        word in first_screen for word in ("docs/images/", "make train", "eval_loss", "verify")
+    )
 
 
 def test_links_lead_somewhere():
@@ -151,22 +208,34 @@ def test_links_lead_somewhere():
             if "://" in link:
                 continue
             target = (PAGES[page].parent / path) if path else PAGES[page]
-            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if target.suffix == ".md" else []
-            slugs = {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+            headings = (
+                re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+                if target.suffix == ".md"
+                else []
+            )
+            slugs = {
+                re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-")
+                for heading in headings
+            }
             if not target.exists() or (anchor and anchor not in slugs):
                 dead.append(f"{page}: {link}")
     assert not dead, "\n".join(dead)
 
 
 def test_every_page_is_in_the_navigation():
-    navigation = re.findall(r"(\S+\.md)$", (ROOT / "docs/site/mkdocs.yml").read_text(), re.MULTILINE)
+    navigation = re.findall(
+        r"(\S+\.md)$", (ROOT / "docs/site/mkdocs.yml").read_text(), re.MULTILINE
+    )
     assert sorted(f"docs/{page}" for page in navigation) == sorted(PAGES.keys() - {"README.md"})
 
 
 def test_architecture_names_every_room_and_folder():
     named = set(re.findall(r"`(ppctl/[\w/.]+)`", TEXTS["docs/architecture.md"]))
     folders = {path.parent for path in (ROOT / "ppctl").rglob("*.py")} - {ROOT / "ppctl"}
-    there = {f"{folder.relative_to(ROOT)}/" for folder in folders} | {"ppctl/errors.py", "ppctl/__init__.py"}
+    there = {f"{folder.relative_to(ROOT)}/" for folder in folders} | {
+        "ppctl/errors.py",
+        "ppctl/__init__.py",
+    }
     assert named == there
 
 
@@ -176,7 +245,11 @@ def test_files_named_in_backticks_exist():
     missing = []
     for page, text in TEXTS.items():
         for name in re.findall(named, text):
-            if name == "recipes/tuned.yaml" or (ROOT / name).exists() or (ROOT / "ppctl" / name).exists():
+            if (
+                name == "recipes/tuned.yaml"
+                or (ROOT / name).exists()
+                or (ROOT / "ppctl" / name).exists()
+            ):
                 continue
             missing.append(f"{page}: {name}")
     assert not missing, "\n".join(missing)
@@ -189,15 +262,33 @@ def test_the_api_page_names_the_whole_api():
 
 
 def test_every_family_stands_in_the_schedule_table():
-    assert set(re.findall(r"^\| `(\w+)`[^|]*\| ", TEXTS["docs/schedules.md"], re.MULTILINE)) >= set(FAMILIES)
+    assert set(re.findall(r"^\| `(\w+)`[^|]*\| ", TEXTS["docs/schedules.md"], re.MULTILINE)) >= set(
+        FAMILIES
+    )
 
 
 def test_the_schedule_table_says_what_lockstep_costs():
-    costs, found = Costs(), dict(re.findall(r"^\| `(\w+)`.* \| ([^|]+) \|$", TEXTS["docs/schedules.md"], re.MULTILINE))
+    costs, found = (
+        Costs(),
+        dict(re.findall(r"^\| `(\w+)`.* \| ([^|]+) \|$", TEXTS["docs/schedules.md"], re.MULTILINE)),
+    )
     for family in FAMILIES:
         schedule = build(family, 8, 32)
         stretch = ticks(schedule, costs).makespan_s(costs) / simulate(schedule, costs).makespan_s
         assert found[family] == f"{stretch:.2f}", family
+
+
+def test_each_promise_quotes_the_readme():
+    """Each test of tests/promises/ has a sentence of README.md as its docstring."""
+    plain = " ".join(TEXTS["README.md"].split())
+    quotes = {
+        f"{file.name}: {node.name}": " ".join((ast.get_docstring(node) or "no docstring").split())
+        for file in sorted(ROOT.glob("tests/promises/test_*.py"))
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+    assert len(quotes) >= 20
+    assert not {test: quote for test, quote in quotes.items() if quote not in plain}
 
 
 def test_make_targets_exist():

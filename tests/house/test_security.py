@@ -1,4 +1,6 @@
-"""What docs/security.md says: which files never execute code nor are written out of, and what does execute code."""
+"""What docs/security.md says: which files never execute code nor are written out of, and what does
+execute code.
+"""
 
 import ast
 import os
@@ -11,30 +13,48 @@ import yaml
 
 import ppctl
 from ppctl import cli
-from ppctl.launch.sweep.jobs import MARK
-from ppctl.reports.foreign import FAST_LOADER
+from ppctl.launch.sweep.sweep_jobs import MARK
+from ppctl.reports.foreign_files import FAST_LOADER
 from ppctl.reports.run_files import WRITTEN
 
 PACKAGE = Path(ppctl.__file__).parent
 PAGE = (PACKAGE.parent / "docs/security.md").read_text()
-TREES = {str(file.relative_to(PACKAGE)): ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
+TREES = {
+    str(file.relative_to(PACKAGE)): ast.parse(file.read_text())
+    for file in sorted(PACKAGE.rglob("*.py"))
+}
 # by what files of others could execute code, and the only files of ppctl that have it
 EXECUTE = {
     "eval": (),
     "exec": (),
     "compile": (),
     "__import__": (),
-    "exec_module": ("training/user_code.py",),
+    "exec_module": ("training/pipeline/user_code.py",),
     "import_module": (
-        *("__init__.py", "schedule/__init__.py", "schedule/families/registry.py"),  # names of ppctl's own
+        *(
+            "__init__.py",
+            "schedule/__init__.py",
+            "schedule/families/registry.py",
+        ),  # names of ppctl's own
         *("cli/completion.py", "cli/entry.py"),  # of its commands
-        "training/user_code.py",
+        "training/pipeline/user_code.py",
     ),
 }
-MODULES = ("pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "zipfile", "tarfile", "hydra.utils")
+MODULES = (
+    "pickle",
+    "cloudpickle",
+    "dill",
+    "joblib",
+    "marshal",
+    "shelve",
+    "zipfile",
+    "tarfile",
+    "hydra.utils",
+)
 TINY = (
-    "model=mlp model.num_layers=2 model.d_model=8 data=regression data.batch_size=8 data.num_rows=256 mesh=1x1 "
-    "schedule=gpipe schedule.num_microbatches=2 run.platform=cpu run.eval_every=null run.num_steps=1"
+    "model=mlp model.num_layers=2 model.d_model=8 data=regression data.batch_size=8 "
+    "data.num_rows=256 mesh=1x1 schedule=gpipe schedule.num_microbatches=2 run.platform=cpu "
+    "run.eval_every=null run.num_steps=1"
 )
 
 
@@ -59,30 +79,49 @@ def test_no_reader_can_execute_what_it_reads():
         found += [f"{file} imports {name}" for name in imported(tree) if name in MODULES]
         for name, call in calls(tree):
             is_method = isinstance(call.func, ast.Attribute)
-            plain = name in ("eval", "exec", "compile", "__import__") and is_method  # re.compile, engine.compile
+            plain = (
+                name in ("eval", "exec", "compile", "__import__") and is_method
+            )  # re.compile, engine.compile
             if name in EXECUTE and not plain and file not in EXECUTE[name]:
                 found.append(f"{file}:{call.lineno} {name}")
             if is_method and ast.unparse(call.func) in ("yaml.load", "np.load", "numpy.load"):
                 loader = [ast.unparse(each) for each in call.args[1:]]
                 if loader not in (["_PlainLoader"], ["FAST_LOADER"]):
                     found.append(f"{file}:{call.lineno} {ast.unparse(call)}")
-            found += [f"{file}:{call.lineno} allow_pickle" for each in call.keywords if each.arg == "allow_pickle"]
+            found += [
+                f"{file}:{call.lineno} allow_pickle"
+                for each in call.keywords
+                if each.arg == "allow_pickle"
+            ]
     assert not found, "\n".join(found)
     assert issubclass(FAST_LOADER, yaml.constructor.SafeConstructor)
 
 
 def test_the_page_names_all_that_executes_code():
-    for name in ("model.target", "data.target", "submitit", "PYTHONPATH", "plugins", "--config-dir", "_target_"):
+    for name in (
+        "model.target",
+        "data.target",
+        "submitit",
+        "PYTHONPATH",
+        "plugins",
+        "--config-dir",
+        "_target_",
+    ):
         assert name in PAGE, name
     for name in WRITTEN:
         assert name.split(".")[0] in PAGE, name
 
 
 def snapshot(directory):
-    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(directory.rglob("*"))}
+    return {
+        str(path): path.read_bytes() if path.is_file() else None
+        for path in sorted(directory.rglob("*"))
+    }
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "status.jsonl", "metrics.jsonl", "memory.json", "checkpoints/1"])
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "status.jsonl", "metrics.jsonl", "memory.json", "checkpoints/1"]
+)
 def test_training_writes_nothing_out_of_its_run_directory(tmp_path, capsys, name):
     outside, run = tmp_path / "outside", tmp_path / "run"
     (outside / "there").mkdir(parents=True)
@@ -92,7 +131,10 @@ def test_training_writes_nothing_out_of_its_run_directory(tmp_path, capsys, name
     before = snapshot(tmp_path)
     assert cli.main(["train", *TINY.split(), f"run.dir={run}"]) == 2
     said = capsys.readouterr().err
-    assert re.fullmatch(rf"ppctl: run.dir=\S+ cannot be written: {name} is a link to \S+, outside of it\. .*\n", said)
+    assert re.fullmatch(
+        rf"ppctl: run.dir=\S+ cannot be written: {name} is a link to \S+, outside of it\. .*\n",
+        said,
+    )
     assert snapshot(tmp_path) == before
 
 
@@ -104,7 +146,10 @@ def test_a_sweep_writes_nothing_out_of_its_directory(tmp_path, capsys, name):
     (sweep / name).symlink_to(tmp_path / "precious")
     words = ["--multirun", *TINY.split(), "optim.lr=0.1,0.2", f"run.dir={sweep}"]
     assert cli.main(["train", *words]) == 2
-    assert f"{name.rpartition('/')[2]} is a link to {tmp_path / 'precious'}, outside of it" in capsys.readouterr().err
+    assert (
+        f"{name.rpartition('/')[2]} is a link to {tmp_path / 'precious'}, outside of it"
+        in capsys.readouterr().err
+    )
     assert (tmp_path / "precious").read_text() == "precious\n"
     assert os.listdir(sweep) == [name.partition("/")[0]]
 
@@ -114,11 +159,20 @@ def test_a_run_directory_and_a_schedule_import_nothing(tmp_path, monkeypatch, ca
     (tmp_path / "evil.py").write_text("import pathlib\npathlib.Path('made').touch()\n")
     run = tmp_path / "runs/a"
     run.mkdir(parents=True)
-    settings = "model:\n  name: custom\n  target: evil.model\n  num_layers: 4\nrun:\n  num_steps: 1\n"
+    settings = (
+        "model:\n  name: custom\n  target: evil.model\n  num_layers: 4\nrun:\n  num_steps: 1\n"
+    )
     (run / "config.yaml").write_text(settings)
-    (run / "status.jsonl").write_text('{"status": "started", "overrides": ["model=custom", "model.target=evil.model"]}')
+    (run / "status.jsonl").write_text(
+        '{"status": "started", "overrides": ["model=custom", "model.target=evil.model"]}'
+    )
     (tmp_path / "evil.csv").write_text("evil.model\n")
-    for words in (["runs"], ["runs", "show", "a"], ["report", "a"], ["schedule", "check", "evil.csv"]):
+    for words in (
+        ["runs"],
+        ["runs", "show", "a"],
+        ["report", "a"],
+        ["schedule", "check", "evil.csv"],
+    ):
         assert cli.main(words) in (0, 1)
     assert "evil" not in sys.modules
     assert not (tmp_path / "made").exists()
@@ -129,7 +183,9 @@ def test_a_run_directory_and_a_schedule_import_nothing(tmp_path, monkeypatch, ca
 def test_a_config_instantiates_nothing(tmp_path, monkeypatch, capsys, flags):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "evil.py").write_text("import pathlib\npathlib.Path('made').touch()\nclass Evil: ...\n")
+    (tmp_path / "evil.py").write_text(
+        "import pathlib\npathlib.Path('made').touch()\nclass Evil: ...\n"
+    )
     (tmp_path / "hydra/callbacks").mkdir(parents=True)
     (tmp_path / "hydra/callbacks/evil.yaml").write_text("evil:\n  _target_: evil.Evil\n")
     words = ["--config-dir", str(tmp_path), "hydra/callbacks=evil", *flags]

@@ -1,4 +1,6 @@
-"""The type checker knows the settings of each part: a misspelt one is an error before anything runs."""
+"""The type checker knows the settings of each part: a misspelt one is an error before anything
+runs.
+"""
 
 import json
 import subprocess
@@ -10,12 +12,12 @@ import pytest
 import ppctl
 
 PYRIGHT = Path(sys.executable).parent / "pyright"
-HEAD = "from ppctl.config import Config, Spmd\n\n\ndef read(config: Config) -> None:\n"
+HEAD = "from ppctl.config import Config, Mpmd\n\n\ndef read(config: Config) -> None:\n"
 CLASSES_WITHOUT = {  # an expression: the classes that lack its last name
     "config.executor.remat": [],
-    "isinstance(config.executor, Spmd) and config.executor.idle": [],
+    "isinstance(config.executor, Mpmd) and config.executor.context": [],
     "config.executor.remta": ["Mpmd", "Reference", "Spmd"],
-    "config.executor.idle": ["Mpmd", "Reference"],
+    "config.executor.context": ["Reference", "Spmd"],
     "config.optim.lrr": ["AdamW", "SGD"],
     "config.model.d_model": ["CustomModel"],
     "config.hardware.peak_flops": ["AutoHardware"],
@@ -24,7 +26,9 @@ CLASSES_WITHOUT = {  # an expression: the classes that lack its last name
 
 @pytest.mark.full  # starts the type checker
 def test_a_setting_that_a_part_may_lack_fails_the_type_check(tmp_path):
-    (tmp_path / "request.py").write_text(HEAD + "".join(f"    print({text})\n" for text in CLASSES_WITHOUT))
+    (tmp_path / "request.py").write_text(
+        HEAD + "".join(f"    print({text})\n" for text in CLASSES_WITHOUT)
+    )
     options = {"extraPaths": [str(Path(ppctl.__file__).parents[1])], "pythonVersion": "3.11"}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(options))
     command = [PYRIGHT, "--outputjson", "--pythonpath", sys.executable, "--project", tmp_path]

@@ -1,4 +1,6 @@
-"""A few kills of `make chaos`: of every process of a run of two, while it joins, compiles and saves, and of sweeps."""
+"""A few kills of `make chaos`: of every process of a run of two, while it joins, compiles and
+saves, and of sweeps.
+"""
 
 import random
 import sys
@@ -32,7 +34,9 @@ KILLS = {
 @pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the processes in /proc")
 @pytest.mark.parametrize("name", KILLS)
-def test_kill_9_of_any_process_leaves_none_and_costs_at_most_what_the_last_checkpoint_lacks(name, tmp_path):
+def test_kill_9_of_any_process_leaves_none_and_costs_at_most_what_the_last_checkpoint_lacks(
+    name, tmp_path
+):
     rounds = KILLS[name]
     wanted = [turn.victim for turn in rounds for _ in range(turn.kills or 0)]
     done, chains = chaos(rounds, len(wanted), random.Random(0), tmp_path, num_steps=24)

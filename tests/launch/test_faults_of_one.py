@@ -9,11 +9,20 @@ from support.processes import processes
 NUM_STEPS = 8
 SETTINGS = (  # each process saves megabytes; the records of steps are far from 100 kB
     *("mesh=1x2", "model.num_layers=2", "model.d_model=256", f"run.num_steps={NUM_STEPS}"),
-    *("run.checkpoint.every=2", "run.checkpoint.keep=9", "run.checkpoint.timeout_s=10"),
+    *("run.checkpoint.every=2", "run.checkpoint.keep=9"),
 )
+# How long one waits for another that does not save.
+QUICK = """
+from ppctl import cli
+from ppctl.training.checkpoint import checkpoint
 
+checkpoint.SAVE_TIMEOUT_S = 10
+"""
+PLAIN = QUICK + "cli.console_script()"
 # The process's disk is full while step 4 is saved.
-FULL = """
+FULL = (
+    QUICK
+    + """
 import resource
 from ppctl import cli
 from ppctl.training.checkpoint.checkpoint import Checkpoints
@@ -27,8 +36,12 @@ def limited(self, step, *args):
 Checkpoints.save = limited
 cli.console_script()
 """
-# The process cannot write where the checkpoints are to be. (Rights do not bind the user who may run the tests.)
-READ_ONLY = """
+)
+# The process cannot write where the checkpoints are to be. (Rights do not bind the user who may run
+# the tests.)
+READ_ONLY = (
+    QUICK
+    + """
 import errno, os
 from ppctl import cli
 from ppctl.training.checkpoint.checkpoint import Checkpoints
@@ -39,6 +52,7 @@ def probe(self):
 Checkpoints._probe = probe
 cli.console_script()
 """
+)
 
 
 def results(run_dir):
@@ -47,7 +61,9 @@ def results(run_dir):
 
 
 def checksums(run_dir):
-    return json.loads((run_dir / "checkpoints" / str(NUM_STEPS) / "meta" / "data.json").read_text())["checksums"]
+    return json.loads(
+        (run_dir / "checkpoints" / str(NUM_STEPS) / "meta" / "data.json").read_text()
+    )["checksums"]
 
 
 def steps(run_dir):
@@ -63,7 +79,7 @@ def said_of(started, what):
 def test_a_full_disk_of_one_costs_one_checkpoint_and_a_flipped_byte_another(tmp_path):
     run_dir = tmp_path / "run"
     words = (*SETTINGS, "run.checkpoint.on_failure=continue")
-    with processes(2, run_dir, *words, programs={1: FULL}) as started:
+    with processes(2, run_dir, *words, programs={0: PLAIN, 1: FULL}) as started:
         assert [process.end() for process in started] == [0, 0], said_of(started, "")
     [note] = said_of(started, "could not be written")
     assert note.startswith(f"note: Checkpoint {run_dir}/checkpoints/4 could not be written: ")
@@ -80,8 +96,8 @@ def test_a_full_disk_of_one_costs_one_checkpoint_and_a_flipped_byte_another(tmp_
         assert [process.end() for process in started] == [0, 0], said_of(started, "")
     [line] = said_of(started, "cannot be read")
     assert re.fullmatch(
-        rf"Checkpoint {run_dir}/checkpoints/8 cannot be read: \S+ does not have the checksum it was saved with"
-        r"( \(.*\))?\. It is now 8\.damaged; trying step 6\n",
+        rf"Checkpoint {run_dir}/checkpoints/8 cannot be read: \S+ does not have the checksum it "
+        r"was saved with( \(.*\))?\. It is now 8\.damaged; trying step 6\n",
         line,
     )
     assert len(said_of(started, "resuming after step 6")) == 1
@@ -92,11 +108,15 @@ def test_a_full_disk_of_one_costs_one_checkpoint_and_a_flipped_byte_another(tmp_
 @pytest.mark.full
 def test_a_full_disk_of_the_first_process_ends_both(tmp_path):
     run_dir = tmp_path / "run"
-    with processes(2, run_dir, *SETTINGS, programs={0: FULL}) as started:
+    with processes(2, run_dir, *SETTINGS, programs={0: FULL, 1: PLAIN}) as started:
         assert [process.end(timeout_s=100) for process in started] == [2, 2]
     [line] = said_of(started, "could not be written")
     assert line.startswith(f"ppctl: Checkpoint {run_dir}/checkpoints/4 could not be written: ")
-    assert re.search(r"File too large.* \(process 0\); step 2 is the newest .* Training stopped after step \d+; ", line)
+    assert re.search(
+        r"File too large.* \(process 0\); step 2 is the newest .* Training stopped after step "
+        r"\d+; ",
+        line,
+    )
     assert said_of(started, "Traceback") == []
     assert {name for name in steps(run_dir) if name.isdecimal()} == {"2"}
 
@@ -104,11 +124,12 @@ def test_a_full_disk_of_the_first_process_ends_both(tmp_path):
 @pytest.mark.full
 def test_a_directory_that_one_cannot_write_ends_both_before_anything_is_compiled(tmp_path):
     run_dir = tmp_path / "run"
-    with processes(2, run_dir, *SETTINGS, programs={1: READ_ONLY}) as started:
+    with processes(2, run_dir, *SETTINGS, programs={0: PLAIN, 1: READ_ONLY}) as started:
         assert [process.end(timeout_s=100) for process in started] == [2, 2]
     [line] = said_of(started, "Read-only file system")
     assert line.startswith(
-        f"ppctl: Checkpoints cannot be written to {run_dir}/checkpoints: Read-only file system (process 1)"
+        f"ppctl: Checkpoints cannot be written to {run_dir}/checkpoints: Read-only file system "
+        "(process 1)"
     )
     assert said_of(started, "Checkpoints cannot be written") == [line]
     assert said_of(started, "compiling") == said_of(started, "Traceback") == []

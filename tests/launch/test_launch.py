@@ -1,4 +1,6 @@
-"""Processes that are started together end together, lose no line, leave no orphan, and have each their devices."""
+"""Processes that are started together end together, lose no line, leave no orphan, and have each
+their devices.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +18,26 @@ from support.environment import BY_USER
 
 from ppctl import config as c
 from ppctl.errors import ConfigError
-from ppctl.launch.local import children, device_groups
-from ppctl.launch.supervise import Ending
+from ppctl.launch.local_processes import children, device_groups
+from ppctl.launch.supervisor import Ending
 
-# A process that runs a group of small scripts and prints how it ended; the last line of its stderr is that.
+# A process that runs a group of small scripts and prints how it ended; the last line of its stderr
+# is that.
 STARTER = """
 import json, sys
-from ppctl.launch.supervise import Child, run_group, stop_requests
+from ppctl.launch.supervisor import Child, run_group, stop_requests
 
 scripts, settings = json.loads(sys.argv[1])
 with stop_requests() as events:
-    ending = run_group([Child([sys.executable, "-c", script]) for script in scripts], events, **settings)
+    children = [Child([sys.executable, "-c", script]) for script in scripts]
+    ending = run_group(children, events, **settings)
 print(json.dumps(ending), file=sys.stderr)
 sys.exit(ending.code)
 """
 # Each child holds a lock on a file as long as it lives, whoever is to reap it.
 CHILD = """
 import fcntl, os, signal, sys, time
-from ppctl.launch.supervise import end_with_starter
+from ppctl.launch.supervisor import end_with_starter
 end_with_starter()
 lock = open({path!r}, "w")
 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -42,7 +46,8 @@ lock.flush()
 """
 HANG = "time.sleep(60)"
 STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(60)"
-# Short sleeps: a signal between Python's look for signals and the start of a sleep is answered only after that sleep.
+# Short sleeps: a signal between Python's look for signals and the start of a sleep is answered only
+# after that sleep.
 SAVING = """
 def save(number, _):
     print("saving after", signal.Signals(number).name)
@@ -60,7 +65,10 @@ class Group:
 
     def __init__(self, folder, *scripts, crash_grace_s=0.2, exit_grace_s=20.0, **settings):
         self.locks = [folder / f"child{i}" for i in range(len(scripts))]
-        whole = [CHILD.format(path=str(lock)) + script for lock, script in zip(self.locks, scripts, strict=True)]
+        whole = [
+            CHILD.format(path=str(lock)) + script
+            for lock, script in zip(self.locks, scripts, strict=True)
+        ]
         settings |= {"crash_grace_s": crash_grace_s, "exit_grace_s": exit_grace_s}
         self.popen = subprocess.Popen(
             [sys.executable, "-W", "error", "-c", STARTER, json.dumps([whole, settings])],
@@ -114,7 +122,7 @@ def wait_until(reached, timeout_s=20.0):
         time.sleep(0.01)
 
 
-# --- output ----------------------------------------------------------------------------------------------------------
+# --- output -------------------------------------------------------------------------------------
 
 
 def test_every_line_arrives_once_in_order_behind_its_childs_number(tmp_path):
@@ -131,8 +139,13 @@ print("no newline at the end", end="")
     for child in range(3):
         mine = [line for line in out if line.startswith(f"[{child}] ")]
         dots = "." * 40
-        assert mine == [*(f"[{child}] out {i} {dots}" for i in range(count)), f"[{child}] no newline at the end"]
-        assert [line for line in err if line.startswith(f"[{child}] ")] == [f"[{child}] err {i}" for i in range(count)]
+        assert mine == [
+            *(f"[{child}] out {i} {dots}" for i in range(count)),
+            f"[{child}] no newline at the end",
+        ]
+        assert [line for line in err if line.startswith(f"[{child}] ")] == [
+            f"[{child}] err {i}" for i in range(count)
+        ]
     assert (len(out), len(err)) == (3 * (count + 1), 3 * count)
 
 
@@ -158,7 +171,9 @@ def test_an_error_that_all_meet_is_shown_once(tmp_path):
 
 
 def test_one_process_alone_has_its_output_to_itself(tmp_path):
-    with Group(tmp_path, "print('a'); print('b', file=sys.stderr); os.kill(os.getpid(), 9)") as group:
+    with Group(
+        tmp_path, "print('a'); print('b', file=sys.stderr); os.kill(os.getpid(), 9)"
+    ) as group:
         ending, out, err = group.end()
     assert (out, err) == (["a"], ["b"])
     assert ending == Ending(137, False, "process 0 of 1 was killed by SIGKILL")
@@ -172,7 +187,7 @@ def test_a_reader_that_leaves_ends_the_group(tmp_path):
         wait_until(lambda: not any(is_held(lock) for lock in group.locks))
 
 
-# --- ends ------------------------------------------------------------------------------------------------------------
+# --- ends ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -190,20 +205,32 @@ def test_the_first_child_that_crashes_ends_all_and_is_named(tmp_path, crashed, s
     with Group(tmp_path, *scripts) as group:
         ending, _, err = group.end()
     others = " and ".join(str(i) for i in range(3) if i != crashed)
-    assert ending == Ending(code, False, f"process {crashed} of 3 {how}; processes {others} had to be killed")
+    assert ending == Ending(
+        code, False, f"process {crashed} of 3 {how}; processes {others} had to be killed"
+    )
     assert any("RuntimeError: boom" in line for line in err) == ("boom" in script)
 
 
 def test_the_others_may_still_say_why(tmp_path):
     with Group(
-        tmp_path, "sys.exit(7)", "time.sleep(0.5); print('lost process 0'); sys.exit(8)", crash_grace_s=10
+        tmp_path,
+        "sys.exit(7)",
+        "time.sleep(0.5); print('lost process 0'); sys.exit(8)",
+        crash_grace_s=10,
     ) as group:
         ending, out, _ = group.end()
-    assert (ending, out) == (Ending(7, False, "process 0 of 2 ended with exit code 7"), ["[1] lost process 0"])
+    assert (ending, out) == (
+        Ending(7, False, "process 0 of 2 ended with exit code 7"),
+        ["[1] lost process 0"],
+    )
 
 
 def test_the_cause_is_not_the_child_that_only_noticed(tmp_path):
-    scripts = ["sys.exit(75)", "os.abort()", "time.sleep(0.5); os.kill(os.getpid(), signal.SIGSEGV)"]
+    scripts = [
+        "sys.exit(75)",
+        "os.abort()",
+        "time.sleep(0.5); os.kill(os.getpid(), signal.SIGSEGV)",
+    ]
     with Group(tmp_path, *scripts, crash_grace_s=10, symptoms=[75]) as group:
         ending, _, _ = group.end()
     assert ending == Ending(139, False, "process 2 of 3 was killed by SIGSEGV")
@@ -213,7 +240,9 @@ def test_one_that_finishes_has_the_others_finish(tmp_path):
     with Group(tmp_path, "pass", "time.sleep(0.5); print('done')") as group:
         assert group.end()[:2] == (Ending(0, False, None), ["[1] done"])
     with Group(tmp_path, HANG, "pass", exit_grace_s=0.3) as group:
-        assert group.end()[0] == Ending(1, False, "process 1 finished, but process 0 had to be killed")
+        assert group.end()[0] == Ending(
+            1, False, "process 1 finished, but process 0 had to be killed"
+        )
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -246,7 +275,9 @@ def test_who_hangs_after_the_others_left_is_killed(tmp_path):
 
 def test_a_save_that_fails_is_not_hidden_by_the_stop_request(tmp_path):
     fails = SAVING.replace("sys.exit(143)", "sys.exit(2)")
-    with Group(tmp_path, fails, SAVING.replace("print(", "time.sleep(0.5); print("), crash_grace_s=10) as group:
+    with Group(
+        tmp_path, fails, SAVING.replace("print(", "time.sleep(0.5); print("), crash_grace_s=10
+    ) as group:
         group.wait_until_ready()
         group.popen.terminate()
         assert group.end()[0] == Ending(2, True, "process 0 of 2 ended with exit code 2")
@@ -263,7 +294,7 @@ def test_kill_9_of_the_starter_leaves_no_orphan(tmp_path):
 CRASH, KILLED, DONE = (Ending(code, False, None) for code in (1, 137, 0))
 
 
-# --- what is started -------------------------------------------------------------------------------------------------
+# --- what is started ----------------------------------------------------------------------------
 
 
 def config_of(processes, mesh=(2, 4), **run):
@@ -290,16 +321,21 @@ def test_gpus_are_divided_evenly_in_order(processes, visible, platform, groups):
 
 
 def test_too_few_visible_gpus_are_refused():
-    with pytest.raises(ConfigError, match=r"=0,1 names 2 devices, but mesh=2x4 has 8 .*processes=2. Name 8, or use"):
+    with pytest.raises(
+        ConfigError, match=r"=0,1 names 2 devices, but mesh=2x4 has 8 .*processes=2. Name 8, or use"
+    ):
         device_groups(config_of(2), {"CUDA_VISIBLE_DEVICES": "0,1"})
 
 
 def test_each_process_learns_its_number_and_its_devices():
-    words = ["train", "--json", "mesh=2x4", "launch.processes=2", "launch.crash_grace_s=1"]
-    first, second = children(config_of(2), words, ["0,1,2,3", "4,5,6,7"], is_own=False)
-    assert first.command[:8] == [sys.executable, "-m", "ppctl.cli", *words]
-    assert "launch.processes=1" in first.command[8:]
-    assert [child.command[-1] for child in (first, second)] == ["run.process_id=0", "run.process_id=1"]
+    words = ["train", "--json", "mesh=2x4", "launch.processes=2"]
+    first, second = children(config_of(2), words, ["0,1,2,3", "4,5,6,7"], False)
+    assert first.command[:7] == [sys.executable, "-m", "ppctl.cli", *words]
+    assert "launch.processes=1" in first.command[7:]
+    assert [child.command[-1] for child in (first, second)] == [
+        "run.process_id=0",
+        "run.process_id=1",
+    ]
     assert first.command[:-1] == second.command[:-1]
     assert [child.env for child in (first, second)] == [
         {"CUDA_VISIBLE_DEVICES": "0,1,2,3"},
@@ -309,6 +345,10 @@ def test_each_process_learns_its_number_and_its_devices():
 
 def test_run_resume_never_holds_for_what_was_there_before():
     words = ["train", "run.resume=never"]
-    for resume, is_own, last in (("never", True, "run.resume=auto"), ("never", False, None), ("must", True, None)):
-        [child] = children(config_of(1, resume=resume), words, [None], is_own=is_own)
+    for resume, is_own, last in (
+        ("never", True, "run.resume=auto"),
+        ("never", False, None),
+        ("must", True, None),
+    ):
+        [child] = children(config_of(1, resume=resume), words, [None], is_own)
         assert (child.command[-1] == "run.resume=auto") == (last is not None)

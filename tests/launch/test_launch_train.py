@@ -1,4 +1,6 @@
-"""A model trained by local processes that one command starts: the same numbers, whatever happens to a process."""
+"""A model trained by local processes that one command starts: the same numbers, whatever happens to
+a process.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,10 @@ from ppctl import cli
 
 NUM_STEPS, EVERY = 200, 20
 WORDS = (
-    "train model=mlp model.num_layers=2 model.d_model=16 data=regression data.batch_size=8 data.num_rows=1024 "
-    "data.num_features=5 data.num_targets=3 mesh=1x2 schedule=gpipe schedule.num_microbatches=2 run.platform=cpu "
-    f"run.num_steps={NUM_STEPS} run.eval_every=null run.checkpoint.every={EVERY} run.tensorboard=false --json"
+    "train model=mlp model.num_layers=2 model.d_model=16 data=regression data.batch_size=8 "
+    "data.num_rows=1024 data.num_features=5 data.num_targets=3 mesh=1x2 schedule=gpipe "
+    f"schedule.num_microbatches=2 run.platform=cpu run.num_steps={NUM_STEPS} run.eval_every=null "
+    f"run.checkpoint.every={EVERY} run.trackers=[] --json"
 ).split()
 pytestmark = [
     pytest.mark.slow,
@@ -35,7 +38,9 @@ class Launch:
         self.run_dir = run_dir
         self.errors = run_dir.with_suffix(".stderr").open("w+")
         command = [sys.executable, "-m", "ppctl.cli", *WORDS, f"run.dir={run_dir}", *words]
-        self.popen = subprocess.Popen(command, env=BY_USER, text=True, stdout=subprocess.PIPE, stderr=self.errors)
+        self.popen = subprocess.Popen(
+            command, env=BY_USER, text=True, stdout=subprocess.PIPE, stderr=self.errors
+        )
 
     def __enter__(self):
         return self
@@ -72,7 +77,9 @@ def records(run_dir):
 
 
 def results(run_dir):
-    return [[record[key] for key in ("step", "loss", "grad_norm", "lr")] for record in records(run_dir)]
+    return [
+        [record[key] for key in ("step", "loss", "grad_norm", "lr")] for record in records(run_dir)
+    ]
 
 
 def is_there(pid):
@@ -94,20 +101,9 @@ def two_processes(tmp_path_factory):
 
 
 @pytest.mark.full
-def test_two_processes_train_what_one_does(tmp_path, two_processes):
-    with Launch(tmp_path / "run") as one:
-        code, out = one.end()
-        assert code == 0, one.said()
-    run_dir, out_of_two = two_processes
-    assert [json.loads(text)["step"] for text in (out, out_of_two)] == [NUM_STEPS, NUM_STEPS]  # one JSON document each
-    for mine, other in zip(results(tmp_path / "run"), results(run_dir), strict=True):
-        assert mine == pytest.approx(other, rel=1e-5)
-
-
-@pytest.mark.full
 def test_after_kill_9_of_a_process_the_run_goes_on_by_itself_bit_for_bit(tmp_path, two_processes):
     run_dir = tmp_path / "run"
-    with Launch(run_dir, "launch.processes=2", "launch.max_restarts=1", "launch.crash_grace_s=1") as launch:
+    with Launch(run_dir, "launch.processes=2", "launch.max_restarts=1") as launch:
         launch.wait_until(lambda: len(records(run_dir)) > EVERY + 5)
         before = launch.processes()
         os.kill(before[1], signal.SIGKILL)
@@ -115,8 +111,14 @@ def test_after_kill_9_of_a_process_the_run_goes_on_by_itself_bit_for_bit(tmp_pat
         said = launch.said()
     assert code == 0, said
     assert json.loads(out)["status"] == "finished"
-    assert re.search(r"^ppctl: process 1 of 2 was killed by SIGKILL.* \(last step logged: \d+\)\.$", said, re.MULTILINE)
-    found = re.search(r"^ppctl: restart 1 of 1, from the checkpoint of step (\d+)\.$", said, re.MULTILINE)
+    assert re.search(
+        r"^ppctl: process 1 of 2 was killed by SIGKILL.* \(last step logged: \d+\)\.$",
+        said,
+        re.MULTILINE,
+    )
+    found = re.search(
+        r"^ppctl: restart 1 of 1, from the checkpoint of step (\d+)\.$", said, re.MULTILINE
+    )
     assert found is not None, said
     assert f"resuming after step {found[1]}\n" in said
     assert not any(map(is_there, before))
@@ -125,20 +127,28 @@ def test_after_kill_9_of_a_process_the_run_goes_on_by_itself_bit_for_bit(tmp_pat
 
 @pytest.mark.full
 def test_a_process_killed_while_all_compile_ends_the_run_with_its_name(tmp_path):
-    with Launch(tmp_path / "run", "launch.processes=2", "launch.crash_grace_s=1") as launch:
+    with Launch(tmp_path / "run", "launch.processes=2") as launch:
         launch.wait_until(lambda: "[0] compiling" in launch.said())
         processes = launch.processes()
         os.kill(processes[0], signal.SIGKILL)
         code, out = launch.end(60)
         assert (code, json.loads(out)["error"]["kind"]) == (3, "process_lost")
-        assert re.match(r"ppctl: process 0 of 2 was killed by SIGKILL", launch.said().splitlines()[-1])
+        assert re.match(
+            r"ppctl: process 0 of 2 was killed by SIGKILL", launch.said().splitlines()[-1]
+        )
     assert len(processes) == 2
     assert not any(map(is_there, processes))
 
 
-def test_a_stop_request_saves_the_same_step_on_all_and_one_process_goes_on_as_one_would(tmp_path, capsys):
+def test_a_stop_request_saves_the_same_step_on_all_and_one_process_goes_on_as_one_would(
+    tmp_path, capsys
+):
     run_dir, alone_dir = tmp_path / "run", tmp_path / "alone"
-    same = ("optim.warmup_steps=0", "optim.min_lr_fraction=1", "run.dtype=float64")  # whatever run.num_steps is
+    same = (
+        "optim.warmup_steps=0",
+        "optim.min_lr_fraction=1",
+        "run.dtype=float64",
+    )  # whatever run.num_steps is
     words = (*same, "launch.processes=2", "launch.max_restarts=1", "run.num_steps=100000")
     with Launch(run_dir, *words) as launch:
         launch.wait_until(lambda: len(records(run_dir)) > 5)

@@ -12,24 +12,23 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from rich.console import Console
-from support.selection import every_other
 
 from ppctl.cli.compose import compose
-from ppctl.cli.searches import values_of
+from ppctl.cli.optuna_sweeper import distribution
 from ppctl.config import Config, Run
-from ppctl.config.sweep import Search
+from ppctl.config.groups.sweep_settings import Search, SideBySide
 from ppctl.errors import ConfigError
-from ppctl.launch.sweep import processes
-from ppctl.launch.sweep.jobs import STUDY, Choices, Job, Span, Sweep
+from ppctl.launch.sweep import job_processes as processes
+from ppctl.launch.sweep.job_runner import run_jobs
 from ppctl.launch.sweep.live_table import LiveTable
-from ppctl.launch.sweep.optuna_study import OptunaStudy, distribution
-from ppctl.launch.sweep.runner import run_jobs
-from ppctl.launch.sweep.sweep import run_sweep
+from ppctl.launch.sweep.optuna_study import OptunaStudy
+from ppctl.launch.sweep.run_sweep import run_sweep
+from ppctl.launch.sweep.sweep_jobs import STUDY, Job, Sweep
 
 NUM_STEPS = 20
 FAST = [sys.executable, "-I", "-S", "-c"]  # starts in a few milliseconds
 TOP = Path("runs/s")
-LR = {"optim.lr": Span(1e-4, 1.0, is_log=True)}
+LR = {"optim.lr": FloatDistribution(1e-4, 1.0, log=True)}
 BEST = 0.03
 
 # what a run leaves: a loss that is least at BEST, and a last checkpoint
@@ -47,7 +46,9 @@ def directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def job_command(job):
-        text = RUNS.format(run_dir=str(job.run_dir), num_steps=NUM_STEPS, lr=job.values["optim.lr"], best=BEST)
+        text = RUNS.format(
+            run_dir=str(job.run_dir), num_steps=NUM_STEPS, lr=job.values["optim.lr"], best=BEST
+        )
         return [*FAST, text]
 
     monkeypatch.setattr(processes, "job_command", job_command)
@@ -67,7 +68,7 @@ def searched(space=LR, make=made, fixed=("recipes=tiny",), side=1, **settings):
     study = OptunaStudy(Search(**settings), space, fixed, TOP, make)
     study.check()
     study.open()
-    sweep = Sweep("train", TOP, [], num_parallel=side, study=study)
+    sweep = Sweep("train", TOP, [], SideBySide(jobs=side), study=study)
     with LiveTable(sweep, Console(file=io.StringIO(), width=200)) as table:
         outcomes, _ = run_jobs(sweep, table)
     return sweep.jobs, [outcome.status for outcome in outcomes], study.study
@@ -89,7 +90,9 @@ def test_the_page_shows_the_search(monkeypatch):
     assert ">The search</h2>" in text
     assert 'aria-label="final_loss, by job; best so far' in text
     assert "lowest final_loss: " in text
-    assert [each["status"] for each in json.loads((TOP / "sweep.json").read_text())] == ["finished"] * 4
+    assert [each["status"] for each in json.loads((TOP / "sweep.json").read_text())] == [
+        "finished"
+    ] * 4
 
 
 def test_a_search_goes_on_where_it_ended():
@@ -126,7 +129,15 @@ def test_a_run_that_diverges_is_the_worst_there_is(monkeypatch):
 def test_values_that_are_impossible_together_are_no_trial():
     def make(index, overrides):
         job = made(index, overrides)
-        return Job(job.index, job.swept, job.values, job.words, job.run_dir, None, "they do not go together.")
+        return Job(
+            job.index,
+            job.swept,
+            job.values,
+            job.words,
+            job.run_dir,
+            None,
+            "they do not go together.",
+        )
 
     _, outcomes, study = searched(n_trials=2, make=make)
     assert outcomes == ["failed"] * 2
@@ -134,7 +145,9 @@ def test_values_that_are_impossible_together_are_no_trial():
 
 
 def test_nothing_is_tried_twice():
-    jobs, outcomes, _ = searched(space={"optim.lr": Choices(("0.1", "0.2"))}, n_trials=10)
+    jobs, outcomes, _ = searched(
+        space={"optim.lr": CategoricalDistribution(("0.1", "0.2"))}, n_trials=10
+    )
     assert sorted(job.name for job in jobs) == ["optim.lr=0.1", "optim.lr=0.2"]
     assert outcomes == ["finished"] * 2
 
@@ -143,8 +156,11 @@ def test_nothing_is_tried_twice():
     ("changed", "message"),
     [
         ({"metric": "eval_loss"}, r"of another search \(metric: final_loss then, eval_loss now\)"),
-        ({"fixed": ("recipes=big",)}, "of another search .fixed: .'recipes=tiny'. then, .'recipes=big'. now"),
-        ({"space": {"optim.lr": Span(0.1, 0.2)}}, "of another search .space: "),
+        (
+            {"fixed": ("recipes=big",)},
+            "of another search .fixed: .'recipes=tiny'. then, .'recipes=big'. now",
+        ),
+        ({"space": {"optim.lr": FloatDistribution(0.1, 0.2)}}, "of another search .space: "),
     ],
 )
 def test_another_search_in_its_place_is_refused(changed, message):
@@ -160,7 +176,9 @@ def test_a_search_in_which_nothing_ended_well_may_be_changed(monkeypatch):
     monkeypatch.setattr(processes, "job_command", lambda job: [*FAST, "raise SystemExit(2)"])
     assert searched(n_trials=2)[1] == ["failed"] * 2
     monkeypatch.setattr(processes, "job_command", good)
-    jobs, outcomes, study = searched(n_trials=3, fixed=("recipes=other",), space={"optim.lr": Span(0.1, 0.2)})
+    jobs, outcomes, study = searched(
+        n_trials=3, fixed=("recipes=other",), space={"optim.lr": FloatDistribution(0.1, 0.2)}
+    )
     assert outcomes == ["finished"] * 3
     assert all(0.1 <= job.values["optim.lr"] <= 0.2 for job in jobs)
     assert len(study.trials) == 3
@@ -175,7 +193,9 @@ def test_a_file_of_something_else_stays():
 
 
 def test_a_number_that_runs_do_not_record():
-    with pytest.raises(ConfigError, match=r"metric=rows_per_s: job 0 .optim.lr=.*. has finished without it"):
+    with pytest.raises(
+        ConfigError, match=r"metric=rows_per_s: job 0 .optim.lr=.*. has finished without it"
+    ):
         searched(n_trials=3, metric="rows_per_s")
 
 
@@ -194,30 +214,34 @@ def test_a_number_that_runs_do_not_record():
     ],
 )
 def test_what_is_typed_is_what_is_searched(text, expected):
-    assert distribution(values_of(OverridesParser.create().parse_override(f"x={text}"))) == expected
+    assert distribution(OverridesParser.create().parse_override(f"x={text}")) == expected
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    every_other(
-        [
-            ("optim.lr=tag(log,interval(0,1))", "cannot search optim.lr in .*low=0.0, high=1.0.*log"),
-            ("optim.lr=interval(2,1)", "cannot search optim.lr"),
-            ("optim.rl=interval(0,1)", "optim.rl is not a setting of optim=adamw. Did you mean optim.lr"),
-            ("optim.lr=0.1", "nothing here has several values"),
-            (
-                "optim.lr=interval(0,1) hydra.sweeper.metric=loss",
-                "hydra.sweeper.metric=loss is not one of final_loss, eval",
-            ),
-            ("optim.lr=interval(0,1) hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials=0 must be"),
-            (
-                "optim.lr=interval(0,1) hydra.sweeper.metric=eval_loss run.eval_every=null",
-                "run.eval_every=null evaluates",
-            ),
-            ("optim.lr=interval(0,1) hydra.sweeper.trials=3", "trials"),
-            ("optim.lr=0.1,abc run.seed=1,2", "optim.lr takes a number"),  # not when it is that value's turn
-        ]
-    ),
+    [
+        ("optim.lr=tag(log,interval(0,1))", "cannot search optim.lr=tag.*low=0.0, high=1.0"),
+        ("optim.lr=interval(2,1)", "cannot search optim.lr"),
+        (
+            "optim.rl=interval(0,1)",
+            "optim.rl is not a setting of optim=adamw. Did you mean optim.lr",
+        ),
+        ("optim.lr=0.1", "nothing here has several values"),
+        (
+            "optim.lr=interval(0,1) hydra.sweeper.metric=loss",
+            "hydra.sweeper.metric=loss is not one of final_loss, eval",
+        ),
+        ("optim.lr=interval(0,1) hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials=0 must be"),
+        (
+            "optim.lr=interval(0,1) hydra.sweeper.metric=eval_loss run.eval_every=null",
+            "run.eval_every=null evaluates",
+        ),
+        ("optim.lr=interval(0,1) hydra.sweeper.trials=3", "trials"),
+        (
+            "optim.lr=0.1,abc run.seed=1,2",
+            "optim.lr takes a number",
+        ),  # not when it is that value's turn
+    ],
 )
 def test_what_cannot_be_searched_is_said_at_once(words, message):
     with pytest.raises(ConfigError, match=message) as error:
@@ -228,7 +252,12 @@ def test_what_cannot_be_searched_is_said_at_once(words, message):
 
 def test_the_values_of_a_job_reach_its_config():
     sweep = compose(
-        ["hydra/sweeper=optuna", "recipes=tiny", "optim.lr=interval(0.1,0.2)", "schedule=gpipe,1f1b"],
+        [
+            "hydra/sweeper=optuna",
+            "recipes=tiny",
+            "optim.lr=interval(0.1,0.2)",
+            "schedule=gpipe,1f1b",
+        ],
         ["--multirun"],
         ["train"],
     )

@@ -1,4 +1,4 @@
-"""Runs of several processes: what real processes on one machine train, and how they end together."""
+"""Runs of several real processes on one machine: their training and their common end."""
 
 import json
 import os
@@ -16,14 +16,14 @@ from support.processes import WORDS, Process, processes
 from ppctl import cli
 from ppctl.launch.xla_stderr import LOST, readable
 from ppctl.reports.run_files import FAILED_FILE
-from ppctl.training.heartbeat import Heartbeat, late_text
+from ppctl.training.run.heartbeat import Heartbeat, late_text
 
 TWO = ("mesh=1x2", "model.num_layers=2", "run.num_steps=1000000")
 
 # A process whose data are gone at its third step.
 FAILING = """
 from ppctl import cli
-from ppctl.training.engines.one_program import OneProgram
+from ppctl.training.pipeline.engines.one_program import OneProgram
 from ppctl.errors import DataError
 
 put, puts = OneProgram.put, []
@@ -40,7 +40,9 @@ cli.console_script()
 
 
 def losses(run_dir):
-    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def assert_losses_of_one_process(run_dir, alone_dir, num_steps):
@@ -61,9 +63,18 @@ def test_four_processes_stop_at_the_same_step_and_two_go_on_as_one_would(tmp_pat
     assert started[0].lines[-3] == f"SIGTERM: saving step {step} and leaving\n"
     assert [process.lines for process in started[1:]] == [[]] * 3
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        *("checkpoints", "config.yaml", "eval.jsonl", "memory.json", "metrics.jsonl", "status.jsonl")
+        *(
+            "checkpoints",
+            "config.yaml",
+            "eval.jsonl",
+            "memory.json",
+            "metrics.jsonl",
+            "status.jsonl",
+        )
     ]
-    with processes(2, tmp_path / "run", "mesh=1x4", f"run.num_steps={step + 4}", "--json") as started:
+    with processes(
+        2, tmp_path / "run", "mesh=1x4", f"run.num_steps={step + 4}", "--json"
+    ) as started:
         assert [process.end() for process in started] == [0, 0]
     assert any(f"resuming after step {step}" in line for line in started[0].lines)
     [summary] = [json.loads(line) for line in started[0].lines if line.startswith("{")]
@@ -86,7 +97,10 @@ def test_a_pipeline_over_four_processes_trains_as_one_process_does(tmp_path):
 @pytest.mark.parametrize(
     ("of", "message"),
     [
-        ({2: ["optim.lr=0.5"]}, "optim.lr is 0.002 on process 0 and 0.5 on process 2. All processes need the same"),
+        (
+            {2: ["optim.lr=0.5"]},
+            "optim.lr is 0.002 on process 0 and 0.5 on process 2. All processes need the same",
+        ),
         ({1: ["mesh=1x6"], 2: ["run.seed=7"]}, "mesh.pp is 3 on process 0 and 6 on process 1."),
     ],
     ids=["lr", "mesh and seed"],
@@ -102,14 +116,26 @@ def test_processes_with_different_settings_end_before_anything_is_compiled(tmp_p
 
 
 @pytest.mark.full
-def test_processes_that_a_cluster_starts_find_each_other_and_refuse_once_a_mesh_that_they_cannot_share(tmp_path):
-    words = ["mesh=1x3", "model.num_layers=3", f"run.dir={tmp_path / 'run'}", "run.distributed=auto"]
-    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
-    started = [Process(words, env=slurm | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}) for i in range(2)]
+def test_processes_of_a_cluster_find_each_other_and_refuse_a_mesh_once(tmp_path):
+    words = [
+        "mesh=1x3",
+        "model.num_layers=3",
+        f"run.dir={tmp_path / 'run'}",
+        "run.distributed=auto",
+    ]
+    slurm = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+    }
+    started = [
+        Process(words, env=slurm | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)})
+        for i in range(2)
+    ]
     assert [process.end() for process in started] == [2, 2]
     assert started[0].lines == [
-        "ppctl: mesh=1x3 has 3 devices, which 2 processes cannot share evenly. Use a mesh of 2, 4, ... devices, or "
-        "another number of processes.\n"
+        "ppctl: mesh=1x3 has 3 devices, which 2 processes cannot share evenly. Use a mesh of 2, "
+        "4, ... devices, or another number of processes.\n"
     ]
     assert started[1].lines == []
 
@@ -122,7 +148,10 @@ def test_a_process_that_fails_is_told_and_takes_the_others_along(tmp_path):
         assert started[0].end() == 3
         assert time.monotonic() - began < 30
     assert started[1].lines == ["ppctl: process 1: the rows are gone\n"]
-    assert started[0].lines[-1] == "ppctl: process 1 has failed, and all others leave: the rows are gone\n"
+    assert (
+        started[0].lines[-1]
+        == "ppctl: process 1 has failed, and all others leave: the rows are gone\n"
+    )
 
 
 @pytest.mark.full
@@ -132,8 +161,8 @@ def test_a_process_that_stands_still_or_is_killed_has_a_name(tmp_path):
         lead.wait_for("step +400/")  # by then the other has told, more than once, where it is
         other.popen.send_signal(signal.SIGSTOP)
         lead.wait_for(
-            r"ppctl: process 1 is slow: (running|reading the data of) step \d+ for \d+ s(, without a sign of life for "
-            r"\d+ s)?; 1 process waits for it\.$"
+            r"ppctl: process 1 is slow: (running|reading the data of) step \d+ for \d+ s(, "
+            r"without a sign of life for \d+ s)?; 1 process waits for it\.$"
         )
         other.popen.send_signal(signal.SIGCONT)
         steps = len(losses(tmp_path / "run"))
@@ -144,8 +173,8 @@ def test_a_process_that_stands_still_or_is_killed_has_a_name(tmp_path):
         assert lead.end(timeout_s=60) not in (0, None)
         assert other.lines == []
         assert re.fullmatch(
-            r"ppctl: process 0: lost contact with another process while \w+ .*step \d+ \(.*\); process 1 gave no sign "
-            r"of life any more\.\n",
+            r"ppctl: process 0: lost contact with another process while \w+ .*step \d+ \(.*\); "
+            r"process 1 gave no sign of life any more\.\n",
             lead.lines[-1],
         )
 
@@ -157,7 +186,9 @@ def test_no_process_outlives_the_first_and_each_says_so_in_one_line(tmp_path):
         lead.popen.kill()
         assert other.end(timeout_s=60) not in (0, None)
     [line] = other.lines
-    assert re.fullmatch(r"ppctl: process 1: lost contact.*; process 0, which all others need, has ended\.\n", line)
+    assert re.fullmatch(
+        r"ppctl: process 1: lost contact.*; process 0, which all others need, has ended\.\n", line
+    )
 
 
 def test_what_the_service_of_newer_versions_says_over_several_lines_is_dropped():
@@ -176,10 +207,17 @@ step 8/9  loss 1.0
 
 @pytest.mark.full
 def test_a_process_that_finds_no_other_says_where_it_looked(tmp_path):
-    with processes(1, tmp_path / "run", "mesh=1x2", "run.join_s=2", of={0: ["run.num_processes=2"]}) as [lead]:
+    program = (
+        "from ppctl import cli\nfrom ppctl.launch import distributed\ndistributed.JOIN_S = "
+        "2\ncli.console_script()"
+    )
+    words, programs = {0: ["run.num_processes=2"]}, {0: program}
+    with processes(1, tmp_path / "run", "mesh=1x2", of=words, programs=programs) as [lead]:
         assert lead.end() == 2
     [line] = lead.lines
-    assert re.match(r"ppctl: run.distributed: process 0 waited run.join_s=2 s by run.coordinator=127.0.0.1:\d+,", line)
+    assert re.match(
+        r"ppctl: run.distributed: process 0 waited 2 s by run.coordinator=127.0.0.1:\d+,", line
+    )
 
 
 @pytest.mark.full
@@ -192,15 +230,24 @@ def test_a_port_that_is_taken_is_refused(tmp_path):
         process = Process([*request, f"run.coordinator={address}", "run.process_id=0"])
         assert process.end() == 2
     [line] = process.lines
-    assert re.match(rf"ppctl: run.coordinator={address}: process 0 cannot listen at port \d+ \(.*in use", line)
+    assert re.match(
+        rf"ppctl: run.coordinator={address}: process 0 cannot listen at port \d+ \(.*in use", line
+    )
 
 
 @pytest.mark.parametrize("command", ["verify", "bench"])
 def test_other_commands_refuse_several_processes(command, capsys):
-    words = ["run.distributed=explicit", "run.coordinator=a:1", "run.num_processes=2", "run.process_id=0"]
+    words = [
+        "run.distributed=explicit",
+        "run.coordinator=a:1",
+        "run.num_processes=2",
+        "run.process_id=0",
+    ]
     assert cli.main([command, *WORDS, "mesh=1x2", *words]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"ppctl: ppctl {command} runs in one process, but run.distributed=explicit. Use run.")
+    assert line.startswith(
+        f"ppctl: ppctl {command} runs in one process, but run.distributed=explicit. Use run."
+    )
 
 
 REFUSED = (
@@ -208,9 +255,15 @@ REFUSED = (
         "run.distributed=explicit",
         "run.distributed=explicit needs run.coordinator=... run.num_processes=... run.process_id=",
     ),
-    ("run.process_id=1", "run.process_id=1 is of a run of several processes, but run.distributed=off."),
+    (
+        "run.process_id=1",
+        "run.process_id=1 is of a run of several processes, but run.distributed=off.",
+    ),
     ("run.distributed=auto run.coordinator=here", "run.coordinator=here is not HOST:PORT"),
-    ("run.distributed=auto run.num_processes=2 run.process_id=2", "run.process_id=2 is not one of the 2 processes"),
+    (
+        "run.distributed=auto run.num_processes=2 run.process_id=2",
+        "run.process_id=2 is not one of the 2 processes",
+    ),
 )
 
 
@@ -218,7 +271,9 @@ def test_impossible_requests_are_refused_before_jax_is_loaded():
     program = "import sys; from ppctl.cli import main\n"
     program += "".join(f"print(main(['train', *{words.split()}]))\n" for words, _ in REFUSED)
     program += "print('jax' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=BY_USER)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=BY_USER
+    )
     assert done.stdout.split() == ["2"] * len(REFUSED) + ["False"]
     for line, (_, message) in zip(done.stderr.splitlines(), REFUSED, strict=True):
         assert line.startswith(f"ppctl: {message}")
@@ -250,15 +305,30 @@ F1121 17:04:08.460899   10136 client.h:80] Terminating process because. absl::St
     ("printed", "expected"),
     [
         (OTHER_GONE, "ppctl: process 1: lost contact; process 2 gave no sign of life any more.\n"),
-        (f"{LOST}stuck in step 4\n{OTHER_GONE}", "ppctl: process 1: stuck in step 4; process 2 gave no sign of life"),
-        (FIRST_GONE, "ppctl: process 1: lost contact; process 0, which all others need, has ended.\n"),
+        (
+            f"{LOST}stuck in step 4\n{OTHER_GONE}",
+            "ppctl: process 1: stuck in step 4; process 2 gave no sign of life",
+        ),
+        (
+            FIRST_GONE,
+            "ppctl: process 1: lost contact; process 0, which all others need, has ended.\n",
+        ),
         (
             FIRST_GONE.replace("Socket closed", "recvmsg:Connection reset by peer"),
             "ppctl: process 1: lost contact; process 0, which all others need, has ended.\n",
         ),
-        ("F1121 17:04:08.460899   10136 cpu_client.cc:80] Check failed: a == b\n", "F1121 17:04:08.460899"),
+        (
+            "F1121 17:04:08.460899   10136 cpu_client.cc:80] Check failed: a == b\n",
+            "F1121 17:04:08.460899",
+        ),
     ],
-    ids=["another", "another, in a collective", "the first", "the first, by a reset", "a fault of XLA's own"],
+    ids=[
+        "another",
+        "another, in a collective",
+        "the first",
+        "the first, by a reset",
+        "a fault of XLA's own",
+    ],
 )
 def test_the_last_words_of_xla_are_one_line(printed, expected):
     [line] = readable(printed.splitlines(keepends=True), "1")
@@ -282,7 +352,8 @@ def note(step, doing, since, at=100.0):
         ),
         (
             [note(8, "run", 40), note(8, "run", 40, at=41.0)],
-            "process 1 is slow: running step 8 for 60 s, without a sign of life for 59 s; 1 process waits for it.",
+            "process 1 is slow: running step 8 for 60 s, without a sign of life for 59 s; 1 "
+            "process waits for it.",
         ),
         ([note(8, "run", 40), note(8, "run", 41)], "all 2 processes are running step 8 for 60 s."),
         (
@@ -297,11 +368,16 @@ def test_who_is_behind_is_named(notes, line):
 
 
 def test_nobody_is_slow_while_all_compile():
-    assert late_text({0: note(0, "compile", 1), 1: note(0, "compile", 2)}, 100.0, silent_after_s=30.0) is None
+    assert (
+        late_text({0: note(0, "compile", 1), 1: note(0, "compile", 2)}, 100.0, silent_after_s=30.0)
+        is None
+    )
 
 
 def test_what_all_processes_find_wrong_is_told_by_the_first_to_find_it(tmp_path):
-    first, second, third = (Heartbeat(tmp_path, process=i, num_processes=4, slow_after_s=60.0) for i in (1, 2, 3))
+    first, second, third = (
+        Heartbeat(tmp_path, process=i, num_processes=4, slow_after_s=60.0) for i in (1, 2, 3)
+    )
     assert first.fail("loss=nan")
     assert not second.fail("loss=nan")
     assert third.fail("the disk is full")

@@ -1,4 +1,6 @@
-"""`ppctl runs show SWEEP`: jobs, axes and best by the directory of a sweep, also of jobs that left nothing."""
+"""`ppctl runs show SWEEP`: jobs, axes and best by the directory of a sweep, also of jobs that left
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import pytest
 from support.run_dirs import make
 
 from ppctl import cli
-from ppctl.launch.sweep.recorded import read_sweep
+from ppctl.launch.sweep.recorded_sweep import read_sweep
 
 
 @pytest.fixture(autouse=True)
@@ -20,8 +22,16 @@ def sweep(tmp_path, monkeypatch):
         ("gpipe", "0.003", "finished"),
         ("1f1b", "0.001", "failed"),
     ):
-        words = ("recipes=tiny", f"schedule={name}", "schedule.num_microbatches=4", f"optim.lr={lr}", "run.name=s")
-        end = {"status": ending, "reason": "disk full."} if ending == "failed" else {"status": ending}
+        words = (
+            "recipes=tiny",
+            f"schedule={name}",
+            "schedule.num_microbatches=4",
+            f"optim.lr={lr}",
+            "run.name=s",
+        )
+        end = (
+            {"status": ending, "reason": "disk full."} if ending == "failed" else {"status": ending}
+        )
         place = f"s/schedule={name},optim.lr={lr}"
         make(place, *words, "run.resume=auto", started_s=1.0, ending=end, loss=1000 * float(lr))
     Path("runs/s/multirun.yaml").touch()
@@ -65,7 +75,9 @@ def test_a_sweep_may_be_named_by_its_path_and_shown_as_json(capsys):
     found = json.loads(show(capsys, "runs/s", "--json"))
     assert found["axes"] == {"schedule": ["1f1b", "gpipe"], "optim.lr": ["0.001", "0.003"]}
     assert found["counts"] == {"finished": 2, "failed": 1}
-    assert [(job["status"], job["values"]["optim.lr"], job["final_loss"]) for job in found["jobs"]] == [
+    assert [
+        (job["status"], job["values"]["optim.lr"], job["final_loss"]) for job in found["jobs"]
+    ] == [
         ("failed", "0.001", 1 / 3),
         ("finished", "0.001", 1 / 3),
         ("finished", "0.003", 1.0),
@@ -91,7 +103,12 @@ def test_jobs_that_left_no_run_come_from_the_summary_and_in_its_order(capsys):
     ]
     Path("runs/s/sweep.json").write_text(json.dumps(records))
     found = json.loads(show(capsys, "s", "--json"))
-    assert [job["values"]["schedule"] for job in found["jobs"]] == ["zb_v", "gpipe", "1f1b", "gpipe"]
+    assert [job["values"]["schedule"] for job in found["jobs"]] == [
+        "zb_v",
+        "gpipe",
+        "1f1b",
+        "gpipe",
+    ]
     assert (found["jobs"][0]["reason"], found["jobs"][0]["final_loss"]) == ("refused.", None)
     assert found["files"] == ["runs/s/sweep.json"]
 
@@ -99,7 +116,7 @@ def test_jobs_that_left_no_run_come_from_the_summary_and_in_its_order(capsys):
 @pytest.mark.parametrize("text", ["", "[", "[1]", '{"a": 1}', '[{"run_dir": 1}]'])
 def test_a_damaged_summary_is_left_out(text):
     Path("runs/s/sweep.json").write_text(text)
-    assert len(read_sweep(Path("runs/s"), lambda path: ()).jobs) == 3
+    assert len(read_sweep(Path("runs/s"), lambda path: ())["jobs"]) == 3
 
 
 def test_a_sweep_whose_jobs_have_left_nothing_is_no_error(capsys):

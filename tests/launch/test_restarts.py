@@ -12,13 +12,15 @@ import pytest
 from support.environment import BY_USER
 
 from ppctl import config as c
-from ppctl.launch.local import last_step, newest_checkpoint, with_restarts
-from ppctl.launch.supervise import Ending
+from ppctl.launch.local_processes import last_step, newest_checkpoint, with_restarts
+from ppctl.launch.supervisor import Ending
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 
 
 def restarted(endings, steps, max_restarts):
-    """(exit code, what was said, starts) where the starts end as `endings` say and find checkpoints of `steps`."""
+    """(exit code, what was said, starts) where the starts end as `endings` say and find checkpoints
+    of `steps`.
+    """
     said, starts, found = [], [], iter(steps)
 
     def start(restart):
@@ -52,7 +54,9 @@ def test_each_restart_without_progress_is_said_and_the_last_code_is_the_runs():
     ]
 
 
-@pytest.mark.parametrize("ending", [DONE, *(Ending(code, False, None) for code in (2, 4, 130, 143))])
+@pytest.mark.parametrize(
+    "ending", [DONE, *(Ending(code, False, None) for code in (2, 4, 130, 143))]
+)
 def test_what_a_restart_would_meet_again_is_final(ending):
     assert restarted([ending], [None], 3) == (ending.code, [], 1)
 
@@ -65,7 +69,11 @@ def test_the_newest_checkpoint_is_that_of_the_run(tmp_path):
     assert newest_checkpoint(tmp_path) is None
     for name in ("5", "20", "100.orbax-checkpoint-tmp"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert newest_checkpoint(tmp_path) == Checkpoints(tmp_path / "checkpoints", keep=None).latest() == 20
+    assert (
+        newest_checkpoint(tmp_path)
+        == Checkpoints(tmp_path / "checkpoints", keep=None).latest()
+        == 20
+    )
 
 
 def test_the_last_step_is_that_of_this_start(tmp_path):
@@ -76,7 +84,8 @@ def test_the_last_step_is_that_of_this_start(tmp_path):
     assert last_step(tmp_path, since_s=time.time() + 60) is None
 
 
-# A stand-in for `ppctl train` in the processes that are started: Python imports sitecustomize at its start.
+# A stand-in for `ppctl train` in the processes that are started: Python imports sitecustomize at
+# its start.
 STAND_IN = """
 import json, os, pathlib, sys, types
 
@@ -99,17 +108,32 @@ sys.modules["ppctl.cli.commands.train"].train = train
 def stand_in(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stand_in")
     (folder / "sitecustomize.py").write_text(STAND_IN)
-    return BY_USER | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [BY_USER.get("PYTHONPATH")])])}
+    return BY_USER | {
+        "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [BY_USER.get("PYTHONPATH")])])
+    }
 
 
 def test_the_command_starts_again_from_its_own_checkpoints_and_loads_no_jax(tmp_path, stand_in):
-    words = ["train", f"run.dir={tmp_path / 'run'}", "run.resume=never", "launch.max_restarts=2", "--json"]
-    code = f"import sys; from ppctl.cli import main; print(main({words!r}), 'jax' in sys.modules, file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], env=stand_in, capture_output=True, text=True, check=True)
+    words = [
+        "train",
+        f"run.dir={tmp_path / 'run'}",
+        "run.resume=never",
+        "launch.max_restarts=2",
+        "--json",
+    ]
+    code = (
+        f"import sys; from ppctl.cli import main; print(main({words!r}), 'jax' in sys.modules, "
+        "file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=stand_in, capture_output=True, text=True, check=True
+    )
     printed = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["resume"] for each in printed] == ["never", "auto", "auto"]
     assert all(each["launch"] == vars(c.Launch()) for each in printed)
-    assert [each["words"] for each in printed] == [words[1:-1]] * 3  # those of the launcher, to be stored
+    assert [each["words"] for each in printed] == [
+        words[1:-1]
+    ] * 3  # those of the launcher, to be stored
     assert done.stderr.splitlines() == [
         "ppctl: process 0 of 1 was killed by SIGKILL.",
         "ppctl: restart 1 of 2, from the checkpoint of step 10.",

@@ -1,4 +1,4 @@
-"""Jobs submitted by submitit, to this machine and to a Slurm of one node where Slurm is installed."""
+"""Jobs submitted by submitit, to this machine and, if installed, to a Slurm of one node."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import socket
@@ -19,17 +20,18 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
+import submitit
 from rich.console import Console
 
 from ppctl.config import Config, Run
-from ppctl.config.sweep import SubmititLocal, SubmititSlurm
+from ppctl.config.groups import sweep_settings
+from ppctl.config.groups.sweep_settings import SubmititLocal, SubmititSlurm
 from ppctl.errors import ConfigError
 from ppctl.launch.sweep import submitit_jobs
-from ppctl.launch.sweep.jobs import SUBMITIT, SUBMITTED, SUBMITTED_LOG, Job, Sweep
+from ppctl.launch.sweep.job_runner import run_jobs
 from ppctl.launch.sweep.live_table import LiveTable
-from ppctl.launch.sweep.runner import run_jobs
-from ppctl.launch.sweep.submitit_jobs import Submission
-from ppctl.launch.sweep.sweep import run_sweep
+from ppctl.launch.sweep.run_sweep import run_sweep
+from ppctl.launch.sweep.sweep_jobs import SUBMITIT, SUBMITTED, SUBMITTED_LOG, Job, Sweep
 
 NUM_STEPS = 20
 FAST = [sys.executable, "-I", "-S", "-c"]  # starts in a few milliseconds
@@ -43,19 +45,21 @@ def directory(tmp_path, monkeypatch):
     return tmp_path
 
 
-def sweep_of(number, submit=LOCAL):
+def sweep_of(number, launcher=LOCAL):
     jobs = []
     for index in range(number):
         run_dir = Path("runs/s") / f"run.seed={index}"
         config = Config(run=Run(dir=str(run_dir), num_steps=NUM_STEPS, seed=index))
         swept = f"run.seed={index}"
         jobs.append(Job(index, (swept,), {"run.seed": index}, ("train", swept), run_dir, config))
-    return Sweep("train", Path("runs/s"), jobs, num_parallel=submit.jobs or 1, submit=Submission(submit))
+    return Sweep("train", Path("runs/s"), jobs, launcher)
 
 
 def programs(monkeypatch, *texts):
     """What jobs run instead of ppctl, the last one for all others too."""
-    monkeypatch.setattr(submitit_jobs, "job_command", lambda job: [*FAST, texts[min(job.index, len(texts) - 1)]])
+    monkeypatch.setattr(
+        submitit_jobs, "job_command", lambda job: [*FAST, texts[min(job.index, len(texts) - 1)]]
+    )
 
 
 def told(sweep):
@@ -103,20 +107,29 @@ def test_ends_and_outputs_of_local_jobs(monkeypatch, capfd):
         ("failed", 137),
     ]
     assert [each["error"] for each in outcomes] == [None, "it is wrong.", "was killed by SIGKILL"]
-    assert [(job.run_dir / SUBMITTED_LOG).read_text() for job in sweep.jobs] == ["good\n", "ppctl: it is wrong.\n", ""]
+    assert [(job.run_dir / SUBMITTED_LOG).read_text() for job in sweep.jobs] == [
+        "good\n",
+        "ppctl: it is wrong.\n",
+        "",
+    ]
     err = capfd.readouterr().err
     assert "note: Jobs ran side by side, which slows each of them" in err
     assert "job 0: run.seed=0: running as process " in err
     assert f"output in runs/s/run.seed=0/{SUBMITTED_LOG}" in err
 
 
-@pytest.mark.filterwarnings("ignore:Exception ignored in. <function Popen.__del__")  # here no process ends with it
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <function Popen.__del__"
+)  # here no process ends with it
 def test_jobs_go_on_without_the_sweep_which_finds_them_again(monkeypatch):
     programs(monkeypatch, COUNTS)
     stop_when(lambda: Path("began").exists())
     outcomes, stop, text = told(sweep_of(1))
     assert ([each.status for each in outcomes], stop) == (["running"], signal.SIGTERM)
-    assert "SIGTERM: submitted jobs go on; the same line waits for them again, and this ends them: kill " in text
+    assert (
+        "SIGTERM: submitted jobs go on; the same line waits for them again, this ends them: "
+        "kill " in text
+    )
     threading.Timer(1.0, Path("go").touch).start()
     outcomes, stop, text = told(sweep_of(1))
     assert ([each.status for each in outcomes], stop) == (["finished"], None)
@@ -139,8 +152,9 @@ if not pathlib.Path("saved").exists(): time.sleep(30)
 
 @pytest.mark.full
 def test_a_job_saves_before_the_end_of_its_time_and_is_started_again(monkeypatch):
+    monkeypatch.setattr(sweep_settings, "SIGNAL_DELAY_S", 5)
     programs(monkeypatch, SAVES)
-    outcomes, _, _ = told(sweep_of(1, replace(LOCAL, timeout_min=0.15, signal_delay_s=5)))
+    outcomes, _, _ = told(sweep_of(1, replace(LOCAL, time=0.15)))
     assert [each.status for each in outcomes] == ["finished"]
     assert Path("saved").read_text() == str(int(signal.SIGTERM))
     assert Path("runs/s/run.seed=0", SUBMITTED_LOG).read_text() == "began\nbegan\n"
@@ -148,8 +162,10 @@ def test_a_job_saves_before_the_end_of_its_time_and_is_started_again(monkeypatch
 
 @pytest.mark.full
 def test_a_job_that_never_gets_ready_in_its_time_fails_with_the_reason(monkeypatch):
+    monkeypatch.setattr(sweep_settings, "SIGNAL_DELAY_S", 5)
+    monkeypatch.setattr(submitit_jobs, "MAX_NUM_TIMEOUT", 0)
     programs(monkeypatch, SAVES.replace('if not pathlib.Path("saved").exists(): ', ""))
-    outcomes, _, _ = told(sweep_of(1, replace(LOCAL, timeout_min=0.15, signal_delay_s=5, max_num_timeout=0)))
+    outcomes, _, _ = told(sweep_of(1, replace(LOCAL, time=0.15)))
     assert outcomes[0].status == "failed"
     assert "Job not requeued because: timed-out too many times" in outcomes[0].error
 
@@ -158,7 +174,7 @@ def test_a_job_that_never_gets_ready_in_its_time_fails_with_the_reason(monkeypat
     ("settings", "message"),
     [
         ({"jobs": 0}, "hydra.launcher.jobs=0 must be a finite number of at least 1"),
-        ({"timeout_min": 1, "signal_delay_s": 60}, "signal_delay_s=60 leaves nothing of the 60 s that a job has"),
+        ({"time": 2}, "hydra.launcher.time=2 must be a finite number of at least 3"),
     ],
 )
 def test_impossible_settings(settings, message):
@@ -168,12 +184,14 @@ def test_impossible_settings(settings, message):
 
 def test_without_slurm_nothing_is_written(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match="needs Slurm's sbatch, which is not on this machine's PATH"):
+    with pytest.raises(
+        ConfigError, match="needs Slurm's sbatch, which is not on this machine's PATH"
+    ):
         run_sweep(sweep_of(1, SubmititSlurm()))
     assert not Path("runs").exists()
 
 
-# --- Slurm -----------------------------------------------------------------------------------------------------------
+# --- Slurm --------------------------------------------------------------------------------------
 
 SLURM = """
 ClusterName=test
@@ -218,15 +236,26 @@ def slurm(tmp_path, monkeypatch):
     for name in ("state", "spool"):
         (top / name).mkdir(parents=True)
     conf = top / "slurm.conf"
-    conf.write_text(SLURM.format(host=socket.gethostname().split(".")[0], ports=ports, user=getpass.getuser(), top=top))
+    conf.write_text(
+        SLURM.format(
+            host=socket.gethostname().split(".")[0], ports=ports, user=getpass.getuser(), top=top
+        )
+    )
     monkeypatch.setenv("SLURM_CONF", str(conf))
     daemons = []
     try:
         for name in ("slurmctld", "slurmd"):
             command = [name, "-D", "-f", str(conf)]
-            daemons.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            daemons.append(
+                subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            )
         until_s = time.monotonic() + 30
-        while "idle" not in subprocess.run(["sinfo", "-h", "-o", "%T"], capture_output=True, text=True).stdout:
+        while (
+            "idle"
+            not in subprocess.run(
+                ["sinfo", "-h", "-o", "%T"], capture_output=True, text=True
+            ).stdout
+        ):
             assert time.monotonic() < until_s, (top / "slurmctld.log").read_text()[-2000:]
             time.sleep(0.2)
         yield
@@ -254,30 +283,57 @@ def test_slurm_runs_an_array_whose_jobs_go_on_without_the_sweep(slurm, monkeypat
     assert Path("began").read_text() == "x"
 
 
-@pytest.mark.full
-def test_a_job_that_slurm_drops_is_no_hang(slurm, monkeypatch):
-    monkeypatch.setattr(submitit_jobs, "QUEUE_S", 1.0)
-    monkeypatch.setattr(submitit_jobs, "GRACE_S", 2.0)
-    programs(monkeypatch, "import time; time.sleep(60)")
-    sweep = sweep_of(1, SubmititSlurm(additional_parameters={"hold": True}))
-    cancel = threading.Timer(4.0, subprocess.run, args=(["scancel", "1"],))
-    cancel.start()
-    outcomes, _, _ = told(sweep)
-    assert outcomes[0].error.startswith("Slurm job 1 has ended without a result (CANCELLED)")
+SBATCH = """#!/bin/sh
+cp "$1" sbatch.txt
+echo Submitted batch job 7
+"""
+SACCT = """#!/bin/sh
+echo 'JobID|State|NodeList'
+echo "7|$(cat state)|node0"
+"""
 
 
-@pytest.mark.full
-def test_a_slurm_that_does_not_answer_is_told_once_and_results_still_count(slurm, monkeypatch, tmp_path):
-    monkeypatch.setattr(submitit_jobs, "QUEUE_S", 0.2)
-    programs(monkeypatch, "import time; time.sleep(2)")
+@pytest.fixture
+def commands_of_slurm(tmp_path, monkeypatch):
+    """Commands that answer as Slurm's do, where no Slurm is needed. The file `state` is the state
+    of job 7.
+    """
     (tmp_path / "bin").mkdir()
-    deaf = tmp_path / "bin/squeue"
-    deaf.write_text("#!/bin/sh\necho it is down >&2\nexit 1\n")
-    deaf.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{deaf.parent}:{os.environ['PATH']}")
-    outcomes, _, text = told(sweep_of(1, SubmititSlurm()))
-    assert [each.status for each in outcomes] == ["finished"]
-    assert text.count("squeue does not say how jobs stand (it is down); waiting on") == 1
+    for name, text in (("sbatch", SBATCH), ("srun", "#!/bin/sh\n"), ("sacct", SACCT)):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(submitit_jobs, "QUEUE_S", 0.2)
+    monkeypatch.setattr(submitit.SlurmJob, "watcher", type(submitit.SlurmJob.watcher)())
+    monkeypatch.setattr(submitit.SlurmJob, "_results_timeout_s", 0.5)
+    Path("state").write_text("PENDING")
+
+
+def test_a_job_that_slurm_drops_is_no_hang(commands_of_slurm):
+    threading.Timer(1.0, Path("state").write_text, args=("RUNNING",)).start()
+    threading.Timer(2.0, Path("state").write_text, args=("CANCELLED by 0",)).start()
+    more = {"qos": "low", "tasks_per_node": 2, "mail-type": "END"}
+    outcomes, _, text = told(
+        sweep_of(1, SubmititSlurm(partition="p", gpus_per_node=2, additional_parameters=more))
+    )
+    assert outcomes[0].error.startswith("it has ended without a result (CANCELLED by 0): ")
+    assert re.findall(r"job 0: run.seed=0: (\w+(?: as Slurm job 7)?)", text) == [
+        *("queued as Slurm job 7", "running", "failed")
+    ]
+    record = json.loads(Path("runs/s/run.seed=0", SUBMITTED).read_text())
+    assert record == {"id": "7", "tasks": 2, "is_slurm": True}
+    lines = set(Path("sbatch.txt").read_text().splitlines())
+    assert lines >= {
+        f"#SBATCH --{option}"
+        for option in (
+            "partition=p",
+            "gpus-per-node=2",
+            "qos=low",
+            "ntasks-per-node=2",
+            "mail-type=END",
+            "time=60",
+        )
+    }
 
 
 @pytest.mark.full
@@ -294,15 +350,16 @@ class Evil:
         return os.mkdir, ("made",)
 
 
-def test_a_record_of_a_job_leads_to_no_pickle_elsewhere(monkeypatch):
+def test_a_record_of_a_job_leads_to_no_pickle_elsewhere():
     sweep = sweep_of(1)
     (job,) = sweep.jobs
     job.run_dir.mkdir(parents=True)
     (sweep.directory / SUBMITIT).mkdir()
-    (job.run_dir / SUBMITTED).write_text(json.dumps({"cluster": "local", "id": "../evil", "tasks": 1}))
+    (job.run_dir / SUBMITTED).write_text(
+        json.dumps({"id": "../evil", "tasks": 1, "is_slurm": False})
+    )
     (sweep.directory / "evil_0_result.pkl").write_bytes(pickle.dumps(Evil()))
-    jobs = submitit_jobs.SubmittedJobs(LOCAL, sweep, SimpleQueue())
-    monkeypatch.setattr(jobs, "_states", lambda found: {})  # as of a queue that knows no such job
+    jobs = submitit_jobs.SubmittedJobs(sweep, SimpleQueue())
     try:
         assert jobs._submitted_before(job) is None
     finally:

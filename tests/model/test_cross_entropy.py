@@ -1,4 +1,6 @@
-"""Cross-entropy by chunks of tokens against the plain formula, forward and gradients, and what it takes of memory."""
+"""Cross-entropy by chunks of tokens against the plain formula, forward and gradients, and what it
+takes of memory.
+"""
 
 from functools import partial
 
@@ -6,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.selection import few, full
+from support.selection import full
 
-from ppctl.executors.stage.flops import matmul_flops
+from ppctl.executors.stage.jaxpr_flops import matmul_flops
 from ppctl.model import cross_entropy as module
 from ppctl.model.cross_entropy import cross_entropy
 
@@ -26,29 +28,39 @@ def chunks(monkeypatch):
 def arrays(num_tokens, is_tied, dtype="float64"):
     draw = np.random.default_rng(num_tokens)
     x, w = draw.standard_normal((num_tokens, WIDTH)), draw.standard_normal((WIDTH, VOCAB_SIZE))
-    return jnp.asarray(x, dtype), jnp.asarray(w.T if is_tied else w, dtype), draw.integers(VOCAB_SIZE, size=num_tokens)
+    return (
+        jnp.asarray(x, dtype),
+        jnp.asarray(w.T if is_tied else w, dtype),
+        draw.integers(VOCAB_SIZE, size=num_tokens),
+    )
 
 
 def formula(x, w, targets, is_tied, cap=None):
     logits = np.asarray(x) @ (np.asarray(w).T if is_tied else np.asarray(w))
     logits = logits if cap is None else cap * np.tanh(logits / cap)
-    return -(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))[np.arange(len(targets)), targets].sum()
+    return -(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))[
+        np.arange(len(targets)), targets
+    ].sum()
 
 
 def plain(x, w, targets, is_tied, cap=None):
-    return module._losses(x, w, targets, is_tied, None, cap).sum()
+    return module._losses(x, w, targets, module.HeadForm(is_tied, None, cap)).sum()
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "is_tied", "cap"),
-    few([(5, False, None), (10, True, 1.5), (5, True, 1.5), (10, False, None)], 2)
+    [(5, False, None), (10, True, 1.5), full((5, True, 1.5)), full((10, False, None))]
     + [full((number, *how)) for number in (6, 13) for how in ((False, None), (True, 1.5))],
 )
-def test_any_number_of_tokens_has_the_loss_and_the_gradients_of_the_formula(num_tokens, is_tied, cap, chunks):
+def test_any_number_of_tokens_has_the_loss_and_the_gradients_of_the_formula(
+    num_tokens, is_tied, cap, chunks
+):
     x, w, targets = arrays(num_tokens, is_tied)
 
     def function(f):
-        return jax.value_and_grad(lambda x, w: 3.0 * f(x, w, jnp.asarray(targets), is_tied=is_tied, cap=cap), (0, 1))
+        return jax.value_and_grad(
+            lambda x, w: 3.0 * f(x, w, jnp.asarray(targets), is_tied=is_tied, cap=cap), (0, 1)
+        )
 
     loss, grads = function(cross_entropy)(x, w)
     assert loss == pytest.approx(3.0 * formula(x, w, targets, is_tied, cap), rel=1e-13)
@@ -75,19 +87,27 @@ def test_bfloat16_sums_in_float32(chunks):
 
 def test_nothing_is_computed_twice(chunks):
     x, w, targets = arrays(20, False)
-    there_and_back = lambda f: jax.grad(lambda x, w: f(x, w, targets, is_tied=False), (0, 1))  # noqa: E731
-    assert matmul_flops(there_and_back(cross_entropy), x, w) == matmul_flops(there_and_back(plain), x, w)
+    there_and_back = lambda f: jax.grad(lambda x, w: f(x, w, targets, is_tied=False), (0, 1))
+    assert matmul_flops(there_and_back(cross_entropy), x, w) == matmul_flops(
+        there_and_back(plain), x, w
+    )
 
 
 def test_logits_of_a_large_vocabulary_exist_for_a_chunk_at_a_time():
     tokens, vocab_size, width = 2**15, 2**15, 8
-    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((tokens, width), (width, vocab_size)))
+    x, w = (
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((tokens, width), (width, vocab_size))
+    )
     targets = jax.ShapeDtypeStruct((tokens,), jnp.int32)
 
     def temporary(f):
-        step = jax.jit(jax.value_and_grad(lambda x, w, targets: f(x, w, targets, is_tied=False), (0, 1)))
+        step = jax.jit(
+            jax.value_and_grad(lambda x, w, targets: f(x, w, targets, is_tied=False), (0, 1))
+        )
         return step.lower(x, w, targets).compile().memory_analysis().temp_size_in_bytes
 
     logits = 4 * tokens * vocab_size
     assert temporary(plain) >= logits
-    assert temporary(cross_entropy) < 0.4 * logits  # eight chunks, and what is made of each beside it
+    assert (
+        temporary(cross_entropy) < 0.4 * logits
+    )  # eight chunks, and what is made of each beside it

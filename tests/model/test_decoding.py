@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ppctl import config
-from ppctl.model.decoding import Decoder
+from ppctl.model.attention.rotary_positions import Rope
+from ppctl.model.cached_decoding import Decoder
 from ppctl.model.stack import init
 from ppctl.model.transformer import transformer
 
@@ -20,9 +18,10 @@ SIZES = {
     "num_heads": 4,
     "num_kv_heads": 2,
     "head_dim": 12,
-    "mlp_ratio": 2.0,
+    "mlp_width": 64,
     "activation": "swiglu",
     "vocab_size": 40,
+    "tied": False,
 }
 FAMILIES = {
     "plain": {},
@@ -32,7 +31,7 @@ FAMILIES = {
         "logit_softcap": 3.0,
         "window": 4,
         "window_pattern": "WF",
-        "rope_local_theta": 100.0,
+        "local_theta": 100.0,
         "post_norms": True,
         "norm_plus_one": True,
         "scale_embedding": True,
@@ -40,33 +39,29 @@ FAMILIES = {
     "biases, norms, yarn": {
         "qkv_bias": True,
         "qk_norm": True,
-        "rope_fraction": 0.5,
-        "rope_scaling": "yarn",
-        "rope_factor": 4.0,
-        "rope_original_len": 8,
+        "rope": Rope(scaling="yarn", factor=4.0, original_len=8, beta_fast=32.0, beta_slow=1.0),
     },
 }
 
 
 def decoder(sizes, params, num_devices=1, num_positions=32):
-    make = lambda mix, rotate: transformer(**sizes, dtype=jnp.float64, mix=mix, rotate=rotate)  # noqa: E731
+    make = lambda mix, rotate: transformer(**sizes, dtype=jnp.float64, mix=mix, rotate=rotate)
     kv_shape = sizes["num_kv_heads"], sizes["head_dim"]
     return Decoder(make, params, jax.devices()[:num_devices], num_positions, kv_shape, jnp.float64)
 
 
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
 def test_pieces_give_the_logits_of_the_whole(changes):
-    known = asdict(config.Transformer(**SIZES | changes))
-    sizes = {key: value for key, value in known.items() if key not in ("name", "seq_len", "attention")}
+    sizes = SIZES | changes
     stack = transformer(**sizes, dtype=jnp.float64)
     params = init(stack, 0)
     tokens = np.random.default_rng(0).integers(0, 40, (2, 11), np.int32)
 
     def whole(tokens):
-        x = stack.embed(params["ends"], tokens)
+        x = stack.embed(params["embed_head"], tokens)
         for l in range(stack.num_layers):
             x = stack.layer_of(l)(jax.tree.map(lambda a, l=l: a[l], params["layers"]), x)
-        return stack.outputs(params["ends"], x)
+        return stack.outputs(params["embed_head"], x)
 
     expected = np.array(jax.jit(whole)(tokens))
     short = np.asarray(jax.jit(whole)(tokens[1:, 3:]))  # a row whose first token is at position 3
@@ -74,7 +69,9 @@ def test_pieces_give_the_logits_of_the_whole(changes):
     cache, starts = reader.empty(2), jnp.array([0, 3], jnp.int32)
     found = []
     for first, last in ((0, 4), (4, 8), (8, 9), (9, 10), (10, 11)):
-        logits, cache = reader.read(jnp.asarray(tokens[:, first:last]), cache, first, starts, wants_all=True)
+        logits, cache = reader.read(
+            jnp.asarray(tokens[:, first:last]), cache, first, starts, wants_all=True
+        )
         found.append(np.asarray(logits))
     found = np.concatenate(found, 1)
     assert np.abs(found[0] - expected[0]).max() < 1e-10

@@ -6,14 +6,20 @@ import numpy as np
 import pytest
 from support.cases import TRANSFORMER, make_params
 
-from ppctl.config.optim import Optim
+from ppctl.config.groups.optim_settings import Optim
 from ppctl.errors import ConfigError
 from ppctl.executors.reference import outputs_of
 from ppctl.model.lora import PROJECTIONS, A, B, Lora, adapted_modules, merged, without_adapters
 from ppctl.model.stack import init
 from ppctl.model.transformer import transformer
 
-SIZES = TRANSFORMER | {"num_layers": 2, "activation": "swiglu", "num_kv_heads": 2, "qkv_bias": True, "qk_norm": True}
+SIZES = TRANSFORMER | {
+    "num_layers": 2,
+    "activation": "swiglu",
+    "num_kv_heads": 2,
+    "qkv_bias": True,
+    "qk_norm": True,
+}
 IDS = np.random.default_rng(0).integers(0, 32, (2, 8))
 
 
@@ -22,7 +28,9 @@ def logits(stack, params):
 
 
 def test_a_model_begins_as_it_is_without_adapters():
-    plain, adapted = (transformer(**SIZES, lora=lora, dtype=jnp.float64) for lora in (None, Lora(4, 8.0)))
+    plain, adapted = (
+        transformer(**SIZES, lora=lora, dtype=jnp.float64) for lora in (None, Lora(4, 8.0))
+    )
     base, params = init(plain, 3), init(adapted, 3)
     jax.tree.map(np.testing.assert_array_equal, without_adapters(params), base)
     np.testing.assert_array_equal(logits(adapted, params), logits(plain, base))
@@ -52,5 +60,12 @@ def test_targets_that_a_block_does_not_have_are_refused():
     assert tuple(PROJECTIONS) == Optim.TARGETS
     with pytest.raises(ConfigError, match="x in lora_targets is no linear map of a block"):
         Lora(targets=("x",))
-    with pytest.raises(ConfigError, match="gate in lora_targets: the model's MLP has no gate matrix"):
-        init(transformer(**SIZES | {"activation": "gelu"}, lora=Lora(targets=("gate",)), dtype=jnp.float32), 0)
+    with pytest.raises(
+        ConfigError, match="gate in lora_targets: the model's MLP has no gate matrix"
+    ):
+        init(
+            transformer(
+                **SIZES | {"activation": "gelu"}, lora=Lora(targets=("gate",)), dtype=jnp.float32
+            ),
+            0,
+        )

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ppctl.model.mlp import ACTIVATIONS, mlp
+from ppctl.config import MLP
+from ppctl.model.mlp import mlp
 from ppctl.model.stack import init
 
 B, I, D, O, L = 4, 5, 8, 3, 3
@@ -13,7 +14,9 @@ NUMPY = {"relu": lambda x: np.maximum(x, 0), "tanh": np.tanh}
 
 
 def make(activation="relu", dtype=jnp.float64):
-    return mlp(num_layers=L, d_model=D, activation=activation, input_dim=I, target_dim=O, dtype=dtype)
+    return mlp(
+        num_layers=L, d_model=D, activation=activation, input_dim=I, target_dim=O, dtype=dtype
+    )
 
 
 def random_params(stack):
@@ -23,20 +26,22 @@ def random_params(stack):
 
 
 def run(stack, params, inputs, targets):
-    x = stack.embed(params["ends"], inputs)
+    x = stack.embed(params["embed_head"], inputs)
     for l in range(L):
         x = stack.layer(jax.tree.map(lambda a, l=l: a[l], params["layers"]), x)
-    return x, *stack.head(params["ends"], x, targets)
+    return x, *stack.head(params["embed_head"], x, targets)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", MLP.ACTIVATIONS)
 def test_shapes_are_those_of_the_settings(activation):
     stack = make(activation)
     shapes = jax.tree.map(
-        lambda a: a.shape, jax.eval_shape(lambda: init(stack, 0)), is_leaf=lambda a: hasattr(a, "shape")
+        lambda a: a.shape,
+        jax.eval_shape(lambda: init(stack, 0)),
+        is_leaf=lambda a: hasattr(a, "shape"),
     )
     assert shapes["layers"] == {"kernel": (L, D, D), "bias": (L, D)}
-    assert shapes["ends"] == {
+    assert shapes["embed_head"] == {
         "embed": {"kernel": (I, D), "bias": (D,)},
         "head": {"kernel": (D, O), "bias": (O,)},
     }
@@ -45,14 +50,18 @@ def test_shapes_are_those_of_the_settings(activation):
 @pytest.mark.parametrize("activation", NUMPY)
 def test_the_loss_is_the_squared_error_of_activations_of_linear_maps(activation):
     stack, rng = make(activation), np.random.default_rng(1)
-    params, inputs, targets = random_params(stack), rng.standard_normal((B, I)), rng.standard_normal((B, O))
+    params, inputs, targets = (
+        random_params(stack),
+        rng.standard_normal((B, I)),
+        rng.standard_normal((B, O)),
+    )
     found, loss, number = run(stack, params, inputs, targets)
-    act, ends, layers = NUMPY[activation], params["ends"], params["layers"]
-    x = act(inputs @ ends["embed"]["kernel"] + ends["embed"]["bias"])
+    act, embed_head, layers = NUMPY[activation], params["embed_head"], params["layers"]
+    x = act(inputs @ embed_head["embed"]["kernel"] + embed_head["embed"]["bias"])
     for l in range(L):
         x = act(x @ layers["kernel"][l] + layers["bias"][l])
     assert np.asarray(found) == pytest.approx(x, rel=1e-12)
-    errors = x @ ends["head"]["kernel"] + ends["head"]["bias"] - targets
+    errors = x @ embed_head["head"]["kernel"] + embed_head["head"]["bias"] - targets
     assert loss == pytest.approx((errors**2).sum(), rel=1e-12)
     assert number == B * O
 

@@ -1,4 +1,6 @@
-"""Documents packed into sequences have the losses and gradients that they have alone, whatever runs the model."""
+"""Documents packed into sequences have the losses and gradients that they have alone, whatever runs
+the model.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +11,42 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.selection import few, full
+from support.selection import full
 
 import ppctl
-from ppctl.data.packing import packed
+from ppctl.data.pack_documents import packed
 from ppctl.errors import ConfigError
 from ppctl.executors.reference import reference
-from ppctl.model import chunked_attention
-from ppctl.model.attention import choose, kernel_named
+from ppctl.model.attention import chunked_attention
+from ppctl.model.attention.attention_kernels import choose, kernel_named
+from ppctl.model.attention_scores import PLAIN, Scoring
 from ppctl.model.cross_entropy import NO_TOKEN
-from ppctl.model.packing import documents_of, num_rows, split_starts, with_starts
-from ppctl.model.scoring import PLAIN, Scoring
+from ppctl.model.packed_documents import documents_of, num_rows, split_starts, with_starts
 from ppctl.model.stack import init
 
 VOCAB_SIZE, SEQ_LEN, END = 61, 20, 0
-SIZES = {"num_layers": 2, "d_model": 12, "num_heads": 2, "activation": "swiglu", "mlp_ratio": 2.0}
+SIZES = {"num_layers": 2, "d_model": 12, "num_heads": 2, "activation": "swiglu", "mlp_width": 24}
 
 
 @pytest.fixture(scope="module")
 def documents():
     """Documents of 1 to 20 tokens, each with the end behind it."""
     draw = np.random.default_rng(0)
-    return [np.append(draw.integers(1, VOCAB_SIZE, size=n), END) for n in (20, 7, 9, 4, 12, 1, 3, 16, 5, 2)]
+    return [
+        np.append(draw.integers(1, VOCAB_SIZE, size=n), END)
+        for n in (20, 7, 9, 4, 12, 1, 3, 16, 5, 2)
+    ]
 
 
 def batch_of(documents, **how):
-    how = {"name": "t", "source": "t", "content": "", "batch_size": 1, "seed": 0, "eval_fraction": 0.0} | how
+    how = {
+        "name": "t",
+        "source": "t",
+        "content": "",
+        "batch_size": 1,
+        "seed": 0,
+        "eval_fraction": 0.0,
+    } | how
     ids, ends = np.concatenate(documents), np.cumsum([len(each) for each in documents])
     dataset = packed(ids, ends, end=END, vocab_size=VOCAB_SIZE, seq_len=SEQ_LEN, **how)
     return dataset.read(np.arange(dataset.num_examples))
@@ -42,8 +54,10 @@ def batch_of(documents, **how):
 
 def rows_of(documents):
     """A row a document, filled up with what no token before it sees and no loss counts."""
-    fill = lambda a, value: np.pad(a, (0, SEQ_LEN - len(a)), constant_values=value)  # noqa: E731
-    inputs, targets = zip(*((fill(d[:-1], END), fill(d[1:], NO_TOKEN)) for d in documents), strict=True)
+    fill = lambda a, value: np.pad(a, (0, SEQ_LEN - len(a)), constant_values=value)
+    inputs, targets = zip(
+        *((fill(d[:-1], END), fill(d[1:], NO_TOKEN)) for d in documents), strict=True
+    )
     return {"inputs": np.stack(inputs), "targets": np.stack(targets)}
 
 
@@ -63,22 +77,34 @@ def expected(documents):
     return params, mean_of(stack)(params, rows_of(documents))
 
 
-@pytest.mark.parametrize("kernel", few(["chunked", "xla"], 1))
-def test_packed_documents_have_the_losses_and_gradients_of_documents_alone(documents, expected, kernel, monkeypatch):
+@pytest.mark.parametrize("kernel", ["chunked", full("xla")])
+def test_packed_documents_have_the_losses_and_gradients_of_documents_alone(
+    documents, expected, kernel, monkeypatch
+):
     monkeypatch.setattr(chunked_attention, "BLOCK", 6)  # of four blocks, the last one padded
-    stack = ppctl.transformer(vocab_size=VOCAB_SIZE, dtype=jnp.float64, packed=True, attention=kernel, **SIZES)
+    stack = ppctl.transformer(
+        vocab_size=VOCAB_SIZE, dtype=jnp.float64, packed=True, attention=kernel, **SIZES
+    )
     params, wanted = expected
     batch = batch_of(documents)
     assert len(batch["inputs"]) < len(documents)
     assert_same(mean_of(stack)(params, batch), wanted)
 
 
-@pytest.mark.parametrize("kernel", few(["xla", "chunked"], 1))
+@pytest.mark.parametrize("kernel", ["xla", full("chunked")])
 def test_windows_and_caps_stay_within_documents(documents, expected, kernel, monkeypatch):
     monkeypatch.setattr(chunked_attention, "BLOCK", 6)
-    extras = {"window": 4, "window_pattern": "WF", "attention_softcap": 5.0, "logit_softcap": 2.0, "attention": kernel}
+    extras = {
+        "window": 4,
+        "window_pattern": "WF",
+        "attention_softcap": 5.0,
+        "logit_softcap": 2.0,
+        "attention": kernel,
+    }
     alone, stack = (
-        ppctl.transformer(vocab_size=VOCAB_SIZE, dtype=jnp.float64, packed=packed, **SIZES, **extras)
+        ppctl.transformer(
+            vocab_size=VOCAB_SIZE, dtype=jnp.float64, packed=packed, **SIZES, **extras
+        )
         for packed in (False, True)
     )
     wanted = mean_of(alone)(expected[0], rows_of(documents))
@@ -108,7 +134,9 @@ def test_without_the_starts_documents_would_not_be_told_apart(documents, expecte
 def test_both_executors_have_them_too(documents, expected, executor, schedule, remat, axes):
     batch = batch_of(documents)
     rows = -len(batch["inputs"]) % 4  # of padding alone: as many for each microbatch and replica
-    batch = {name: np.pad(a, ((0, rows), (0, 0)), constant_values=NO_TOKEN) for name, a in batch.items()}
+    batch = {
+        name: np.pad(a, ((0, rows), (0, 0)), constant_values=NO_TOKEN) for name, a in batch.items()
+    }
     pipe = ppctl.pipeline(
         ppctl.transformer(vocab_size=VOCAB_SIZE, dtype=jnp.float64, packed=True, **SIZES),
         mesh=ppctl.mesh(**axes),
@@ -133,19 +161,30 @@ def there_and_back(kernel, q, k, v, documents):
 def test_the_kernel_of_tpus_keeps_documents_apart_too(scoring):
     draw = np.random.default_rng(1)
     with jax.enable_x64(False):  # as Pallas's kernels lower
-        q, k, v = (jnp.asarray(draw.standard_normal((2, 128, heads, 128)), "float32") for heads in (4, 2, 2))
+        q, k, v = (
+            jnp.asarray(draw.standard_normal((2, 128, heads, 128)), "float32")
+            for heads in (4, 2, 2)
+        )
         documents = jnp.cumsum(jnp.asarray(draw.random((2, 128)) < 0.2), axis=1, dtype=jnp.int32)
         run = partial(kernel_named("pallas", scoring), interpret=True)
-        found, plain = (there_and_back(f, q, k, v, documents) for f in (run, kernel_named("xla", scoring)))
+        found, plain = (
+            there_and_back(f, q, k, v, documents) for f in (run, kernel_named("xla", scoring))
+        )
         for a, b in zip(found, plain, strict=True):
             assert jnp.linalg.norm(a - b) < 1e-5 * jnp.linalg.norm(b)
-        on_tpu = jax.jit(partial(there_and_back, kernel_named("pallas", scoring))).trace(q, k, v, documents)
+        on_tpu = jax.jit(partial(there_and_back, kernel_named("pallas", scoring))).trace(
+            q, k, v, documents
+        )
         assert on_tpu.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == 3
 
 
-@pytest.mark.parametrize(("num_tokens", "parts", "width"), [(7, 1, 4), (8, 2, 4), (16, 4, 3), (5, 1, 16)])
+@pytest.mark.parametrize(
+    ("num_tokens", "parts", "width"), [(7, 1, 4), (8, 2, 4), (16, 4, 3), (5, 1, 16)]
+)
 def test_where_documents_start_goes_with_the_activations_exactly(num_tokens, parts, width):
-    inputs = jnp.asarray([[~5] + [6] * (num_tokens - 1), [6, ~5] * (num_tokens // 2) + [6] * (num_tokens % 2)])
+    inputs = jnp.asarray(
+        [[~5] + [6] * (num_tokens - 1), [6, ~5] * (num_tokens // 2) + [6] * (num_tokens % 2)]
+    )
     ids, is_first = split_starts(inputs)
     assert set(np.unique(ids)) == {5, 6}
     x = with_starts(jnp.ones((2, num_tokens // parts, width), jnp.bfloat16), is_first)
@@ -155,19 +194,21 @@ def test_where_documents_start_goes_with_the_activations_exactly(num_tokens, par
 
 
 def test_the_model_of_packed_sequences_knows_documents_or_is_refused():
-    h100 = type("H100", (), {"platform": "gpu", "compute_capability": "9.0", "device_kind": "H100"})()
+    h100 = type(
+        "H100", (), {"platform": "gpu", "compute_capability": "9.0", "device_kind": "H100"}
+    )()
     assert choose("auto", h100, jnp.dtype("bfloat16"), 64, 512) == "cudnn"
     assert choose("auto", h100, jnp.dtype("bfloat16"), 64, 512, packed=True) == "xla"
     assert choose("auto", h100, jnp.dtype("bfloat16"), 64, 4096, packed=True) == "chunked"
-    of_packed = partial(choose, "cudnn", num_tokens=512, dtype=jnp.dtype("bfloat16"), head_dim=64, packed=True)
-    assert of_packed(device=h100, most_documents=9) == "cudnn"
-    with pytest.raises(ConfigError, match=r"cudnn: cuDNN must know how many documents .* Use model.attention=auto"):
-        of_packed(device=h100)
-    a100 = type("A100", (), {"platform": "gpu", "compute_capability": "8.0", "device_kind": "A100"})()
-    with pytest.raises(ConfigError, match=r"of packed documents needs compute capability 9.0, and A100 has 8.0\. Use"):
-        of_packed(device=a100, most_documents=9)
+    with pytest.raises(
+        ConfigError,
+        match=r"=cudnn: cuDNN's .* packed documents \(.*\) apart\. Use model.attention=auto",
+    ):
+        choose("cudnn", h100, jnp.dtype("bfloat16"), 64, 512, packed=True)
     stack = ppctl.transformer(vocab_size=VOCAB_SIZE, packed=True, **SIZES)
-    with pytest.raises(ConfigError, match=r"cp=2 divides a sequence over devices.* Use (mesh\.)?cp=1"):
+    with pytest.raises(
+        ConfigError, match=r"cp=2 divides a sequence over devices.* Use (mesh\.)?cp=1"
+    ):
         ppctl.pipeline(
             stack,
             mesh=ppctl.mesh(pp=1, cp=2),

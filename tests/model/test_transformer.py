@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.selection import few
+from support.selection import full
 
 from ppctl.executors.reference import reference
-from ppctl.model.attention import KERNELS
-from ppctl.model.plain_attention import softmax
-from ppctl.model.rotary import Rope, rotate, rotate_reversed, rotation
+from ppctl.model.attention.attention_kernels import KERNELS
+from ppctl.model.attention.plain_attention import softmax
+from ppctl.model.attention.rotary_positions import Rope, rotate, rotate_reversed, rotation
 from ppctl.model.stack import init
 from ppctl.model.transformer import transformer
 
@@ -22,11 +22,10 @@ SETTINGS = {
     "d_model": D,
     "num_heads": HEADS,
     "num_kv_heads": None,
-    "mlp_ratio": 2.5,
+    "mlp_width": 40,
     "activation": "gelu",
     "vocab_size": V,
     "tied": False,
-    "rope_theta": 10000.0,
     "dtype": jnp.float64,
 }
 VARIANTS = [
@@ -59,7 +58,7 @@ def layer_of(params, l):
 
 def outputs(stack, params, inputs):
     """x after every layer: [B, T, D]."""
-    x = stack.embed(params["ends"], inputs)
+    x = stack.embed(params["embed_head"], inputs)
     for l in range(stack.num_layers):
         x = stack.layer(layer_of(params, l), x)
     return x
@@ -73,17 +72,22 @@ def num_params(tree):
 def test_shapes_and_sizes_are_those_of_the_settings(changes):
     stack = make(**changes)
     params = jax.eval_shape(lambda: init(stack, 0))
-    assert all(leaf.shape[0] == L and leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(params["layers"]))
+    assert all(
+        leaf.shape[0] == L and leaf.dtype == jnp.float64
+        for leaf in jax.tree.leaves(params["layers"])
+    )
     kv_width = D // HEADS * changes.get("num_kv_heads", HEADS)
     num_matrices = 3 if changes.get("activation") == "swiglu" else 2
-    assert num_params(params["layers"]) == L * (2 * D * D + 2 * D * kv_width + num_matrices * D * 40 + 2 * D)
-    assert num_params(params["ends"]) == V * D * (1 if changes.get("tied") else 2) + D
+    assert num_params(params["layers"]) == L * (
+        2 * D * D + 2 * D * kv_width + num_matrices * D * 40 + 2 * D
+    )
+    assert num_params(params["embed_head"]) == V * D * (1 if changes.get("tied") else 2) + D
     tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
-    x = jax.eval_shape(stack.embed, params["ends"], tokens)
+    x = jax.eval_shape(stack.embed, params["embed_head"], tokens)
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
     assert jax.eval_shape(stack.layer, layer, x) == x
     assert x.shape == (B, T, D)
-    loss, number = jax.eval_shape(stack.head, params["ends"], x, tokens)
+    loss, number = jax.eval_shape(stack.head, params["embed_head"], x, tokens)
     assert loss.shape == number.shape == ()
 
 
@@ -102,20 +106,25 @@ def test_a_token_never_changes_what_comes_before_it_and_always_what_comes_after(
         assert (changed[1] == 0).all()  # nor another sequence
 
 
-# --- rotary positions ------------------------------------------------------------------------------------------------
+# --- rotary positions ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("theta", [10.0, 10000.0])
 def test_scores_of_rotated_queries_and_keys_depend_on_the_distance_alone(theta):
     rng = np.random.default_rng(0)
     q_H, k_H = rng.standard_normal((2, 6))
-    repeat = lambda x_H: jnp.asarray(np.tile(x_H, (1, 12, 1, 1)))  # noqa: E731  the same vector at every position
-    q_TH, k_TH = rotate(repeat(q_H), Rope(theta))[0, :, 0], rotate(repeat(k_H), Rope(theta))[0, :, 0]
+    repeat = lambda x_H: jnp.asarray(np.tile(x_H, (1, 12, 1, 1)))
+    q_TH, k_TH = (
+        rotate(repeat(q_H), Rope(theta))[0, :, 0],
+        rotate(repeat(k_H), Rope(theta))[0, :, 0],
+    )
     scores_TS = np.asarray(q_TH @ k_TH.T)
     for distance in range(-11, 12):
         diagonal = np.diagonal(scores_TS, distance)
         assert diagonal == pytest.approx(np.full(len(diagonal), diagonal[0]), rel=1e-12)
-    assert len({round(float(np.diagonal(scores_TS, d)[0]), 9) for d in range(-11, 12)}) == 23  # and they do depend
+    assert (
+        len({round(float(np.diagonal(scores_TS, d)[0]), 9) for d in range(-11, 12)}) == 23
+    )  # and they do depend
 
 
 def test_pairs_turn_by_the_angle_of_their_frequency():
@@ -126,18 +135,12 @@ def test_pairs_turn_by_the_angle_of_their_frequency():
         number = complex(x[0, t, 0, i], x[0, t, 0, i + H // 2])
         number *= np.exp(1j * t * theta ** (-2 * i / H))
         assert (turned[i], turned[i + H // 2]) == pytest.approx((number.real, number.imag))
-    assert np.asarray(rotate(jnp.asarray(x), Rope(theta)))[0, 0, 0] == pytest.approx(x[0, 0, 0])  # position 0 stays
+    assert np.asarray(rotate(jnp.asarray(x), Rope(theta)))[0, 0, 0] == pytest.approx(
+        x[0, 0, 0]
+    )  # position 0 stays
 
 
-def test_the_rest_of_a_head_stays_where_a_fraction_is_turned():
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 5, 2, 8)))
-    for form in (rotate, rotate_reversed):
-        turned = np.asarray(form(x, Rope(50.0, fraction=0.5)))
-        np.testing.assert_array_equal(turned[..., 4:], x[..., 4:])
-        np.testing.assert_array_equal(turned[..., :4], form(x[..., :4], Rope(50.0)))
-
-
-# --- attention -------------------------------------------------------------------------------------------------------
+# --- attention ----------------------------------------------------------------------------------
 
 
 def test_attention_is_the_softmax_of_scaled_scores_over_earlier_tokens():
@@ -151,9 +154,11 @@ def test_attention_is_the_softmax_of_scaled_scores_over_earlier_tokens():
 
 def test_the_derivative_of_softmax_is_that_of_its_formula():
     scores, change = np.random.default_rng(0).standard_normal((2, 3, 5))
-    formula = lambda a: jnp.exp(a) / jnp.exp(a).sum(-1, keepdims=True)  # noqa: E731
-    ours = lambda a: softmax(a, jnp.float64)  # noqa: E731
-    for found, expected in zip(*(jax.jvp(f, (scores,), (change,)) for f in (ours, formula)), strict=True):
+    formula = lambda a: jnp.exp(a) / jnp.exp(a).sum(-1, keepdims=True)
+    ours = lambda a: softmax(a, jnp.float64)
+    for found, expected in zip(
+        *(jax.jvp(f, (scores,), (change,)) for f in (ours, formula)), strict=True
+    ):
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
     found, expected = (jax.vjp(f, scores)[1](change)[0] for f in (ours, formula))
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
@@ -178,26 +183,28 @@ def test_grouped_queries_equal_full_attention_with_the_kv_heads_repeated(num_kv_
     )
 
 
-# --- head and loss ---------------------------------------------------------------------------------------------------
+# --- head and loss ------------------------------------------------------------------------------
 
 
 def step_of(stack, dtype=jnp.float64):
     step = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype=dtype)
-    return jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})  # most time is compiling
+    return jax.jit(
+        step, compiler_options={"xla_backend_optimization_level": 0}
+    )  # most time is compiling
 
 
 def test_the_gradient_of_a_tied_embedding_is_the_sum_of_both_its_uses():
     tied, untied = make(tied=True), make()
     params, (inputs, targets) = random_params(tied), random_tokens()
     batch = {"inputs": inputs, "targets": targets}
-    ends = params["ends"] | {"head": params["ends"]["embedding"].T}
+    embed_head = params["embed_head"] | {"head": params["embed_head"]["embedding"].T}
     loss, grads = step_of(tied)(params, batch)
-    other_loss, other = step_of(untied)(params | {"ends": ends}, batch)
+    other_loss, other = step_of(untied)(params | {"embed_head": embed_head}, batch)
     assert loss == pytest.approx(float(other_loss), rel=1e-13)
-    both = np.asarray(other["ends"]["embedding"] + other["ends"]["head"].T)
-    assert np.asarray(grads["ends"]["embedding"]) == pytest.approx(both, rel=1e-10, abs=1e-14)
-    for use in (other["ends"]["embedding"], other["ends"]["head"].T):  # neither alone
-        assert np.abs(np.asarray(grads["ends"]["embedding"] - use)).max() > 1e-3
+    both = np.asarray(other["embed_head"]["embedding"] + other["embed_head"]["head"].T)
+    assert np.asarray(grads["embed_head"]["embedding"]) == pytest.approx(both, rel=1e-10, abs=1e-14)
+    for use in (other["embed_head"]["embedding"], other["embed_head"]["head"].T):  # neither alone
+        assert np.abs(np.asarray(grads["embed_head"]["embedding"] - use)).max() > 1e-3
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -211,17 +218,21 @@ def test_the_loss_of_a_model_that_knows_nothing_is_the_logarithm_of_the_vocabula
 
 def test_the_loss_is_the_cross_entropy_of_every_token():
     stack = make()
-    ends, (_, targets) = random_params(stack)["ends"], random_tokens()
+    embed_head, (_, targets) = random_params(stack)["embed_head"], random_tokens()
     x = np.random.default_rng(2).standard_normal((B, T, D))
-    loss, number = stack.head(ends, jnp.asarray(x), targets)
-    normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * ends["norm"]["scale"]
-    logits = normed @ ends["head"]
+    loss, number = stack.head(embed_head, jnp.asarray(x), targets)
+    normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * embed_head["norm"]["scale"]
+    logits = normed @ embed_head["head"]
     log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    assert loss == pytest.approx(-sum(log_probs[b, t, targets[b, t]] for b, t in np.ndindex(B, T)), rel=1e-12)
+    assert loss == pytest.approx(
+        -sum(log_probs[b, t, targets[b, t]] for b, t in np.ndindex(B, T)), rel=1e-12
+    )
     assert number == B * T
 
 
-@pytest.mark.parametrize("changes", few([{"tied": True}, {"num_kv_heads": 2, "activation": "swiglu"}], 1), ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"tied": True}, full({"num_kv_heads": 2, "activation": "swiglu"})], ids=str
+)
 def test_bfloat16_compute_keeps_losses_and_parameters_in_float32(changes):
     stack = make(dtype=jnp.float32, **changes)
     params, (inputs, targets) = random_params(stack), random_tokens()
@@ -248,6 +259,9 @@ def test_both_forms_of_rotary_positions_have_the_same_bits():
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_rotary_positions_are_concatenated_on_cpu_alone(platform):
     turn = rotation(SimpleNamespace(platform=platform))
-    there_and_back = lambda x: jax.vjp(lambda x: turn(x, Rope()), x)[1](x)  # noqa: E731
-    found = {eqn.primitive.name for eqn in jax.make_jaxpr(there_and_back)(jnp.zeros((1, 4, 2, 8))).jaxpr.eqns}
+    there_and_back = lambda x: jax.vjp(lambda x: turn(x, Rope()), x)[1](x)
+    found = {
+        eqn.primitive.name
+        for eqn in jax.make_jaxpr(there_and_back)(jnp.zeros((1, 4, 2, 8))).jaxpr.eqns
+    }
     assert ("concatenate" in found, "rev" in found) == (platform == "cpu", platform != "cpu")

@@ -6,10 +6,11 @@ from itertools import pairwise, product
 import pytest
 
 from ppctl import config
-from ppctl.planner import advise, plan
+from ppctl.planner import make_plan as plan
+from ppctl.planner.search import advise_partition as advise
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.simulate import simulate
-from ppctl.training.job import assemble
+from ppctl.schedule.simulator import simulate
+from ppctl.training.pipeline.job import assemble
 
 REQUEST = config.Config(
     model=config.Transformer(num_layers=8, d_model=32, num_heads=4, seq_len=16),
@@ -45,7 +46,9 @@ def test_the_proposal_is_the_fastest_of_all_partitions(remat):
     fastest = min(map(seconds, partitions(8, 4)))
     assert found.time_ratio == pytest.approx(fastest / seconds(pipe.partition), rel=1e-12)
     assert found.time_ratio < 0.9
-    best = assemble(replace(REQUEST, executor=config.Mpmd(remat=remat), partition=explicit(found.partition)))
+    best = assemble(
+        replace(REQUEST, executor=config.Mpmd(remat=remat), partition=explicit(found.partition))
+    )
     assert advise.propose(best.pipe, None) is None
 
 
@@ -60,7 +63,9 @@ def known(found):
 
 @pytest.mark.full
 def test_a_proposal_fits_where_the_request_does_not():
-    long = replace(REQUEST.model, seq_len=64)  # so that activations count more than the state of a layer
+    long = replace(
+        REQUEST.model, seq_len=64
+    )  # so that activations count more than the state of a layer
     request = replace(REQUEST, model=long, data=replace(REQUEST.data, vocab_size=64))
     need = known(plan.predict(request))
     limit = (need[0] + need[1]) // 2  # rank 0 of 1F1B holds the most
@@ -74,7 +79,9 @@ def test_a_proposal_fits_where_the_request_does_not():
 
 
 def test_lockstep_ticks_are_simulated_as_such():
-    request = replace(REQUEST, executor=config.Spmd(remat="none"), schedule=config.Interleaved(num_microbatches=8))
+    request = replace(
+        REQUEST, executor=config.Spmd(remat="none"), schedule=config.Interleaved(num_microbatches=8)
+    )
     pipe = assemble(request).pipe
     found = advise.propose(pipe, None)
     costs_of = pipe.relative_costs
@@ -84,5 +91,7 @@ def test_lockstep_ticks_are_simulated_as_such():
         units = costs_of.of_stages(tuple(range(low, high) for low, high in pairwise(bounds)))
         return pipe.ticks.makespan_s(Costs(units, units, units))
 
-    assert found.time_ratio == pytest.approx(seconds(found.partition) / seconds((1,) * 8), rel=1e-12)
+    assert found.time_ratio == pytest.approx(
+        seconds(found.partition) / seconds((1,) * 8), rel=1e-12
+    )
     assert found.time_ratio < 0.95

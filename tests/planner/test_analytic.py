@@ -10,10 +10,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ppctl.executors.mesh import laid_out
-from ppctl.planner.analytic import Machine, ParamBytes, PlannedLayout, op_times, overhead_s
-from ppctl.planner.op_times import LayerGathers, OpTimes, PieceTimes
-from ppctl.planner.roofline import Link, ModelWork, Op, PieceWork, Speed
+from ppctl.executors.device_mesh import laid_out
+from ppctl.planner.cost.counted_costs import (
+    Machine,
+    ParamBytes,
+    PlannedLayout,
+    op_times,
+    overhead_s,
+)
+from ppctl.planner.cost.op_times import LayerGathers, OpTimes, PieceTimes
+from ppctl.planner.cost.roofline import Link, ModelWork, Op, PieceWork, Speed
 
 NEAR, FAR = Link(0.001, 100.0), Link(0.01, 10.0)
 MACHINE = Machine(Speed(1000.0, 50.0), NEAR, FAR, host_devices=8, task_s=0.25)
@@ -25,23 +31,34 @@ PARAMS = ParamBytes(layer=120, embed_head=480, moments=2.0, compute_ratio=0.5)
 
 
 def counted(layout, machine=MACHINE, examples=2, remat="none", **options):
-    return op_times(WORK, PARAMS, machine, layout, microbatch_examples=examples, remat=remat, **options)
+    return op_times(
+        WORK, PARAMS, machine, layout, microbatch_examples=examples, remat=remat, **options
+    )
 
 
 def test_what_weight_gradients_send_travels_beside_their_products_where_gathers_go_ahead():
     sends = Op(0.0, 100.0, axis="tp")
-    work = replace(WORK, layer=PieceWork((*LAYER.forward, sends), LAYER.input_grad, (*LAYER.weight_grad, sends)))
+    work = replace(
+        WORK,
+        layer=PieceWork((*LAYER.forward, sends), LAYER.input_grad, (*LAYER.weight_grad, sends)),
+    )
     one = partial(
-        op_times, params=PARAMS, layout=PlannedLayout(1, 1, 1, 1, 1, tp=2), microbatch_examples=2, remat="none"
+        op_times,
+        params=PARAMS,
+        layout=PlannedLayout(1, 1, 1, 1, 1, tp=2),
+        microbatch_examples=2,
+        remat="none",
     )
     alone, waits = one(WORK, machine=MACHINE).layer, one(work, machine=MACHINE).layer
     beside = one(work, machine=replace(MACHINE, gathers_ahead=True)).layer
     sent_s = NEAR.gather_s(200.0, 2)
-    assert waits == PieceTimes(alone.forward_s + sent_s, alone.input_grad_s, alone.weight_grad_s + sent_s)
+    assert waits == PieceTimes(
+        alone.forward_s + sent_s, alone.input_grad_s, alone.weight_grad_s + sent_s
+    )
     assert beside == replace(waits, weight_grad_s=max(alone.weight_grad_s, sent_s))
 
 
-# --- links -----------------------------------------------------------------------------------------------------------
+# --- links --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ["auto", "dp-pp-fsdp", "fsdp-dp-pp"])
@@ -54,9 +71,12 @@ def test_an_axis_has_the_slow_link_where_any_of_its_groups_leaves_a_host(host_de
         if number % host_devices and number > host_devices:
             continue
         devices = [
-            SimpleNamespace(platform="gpu", slice_index=k // host_devices, process_index=0) for k in range(number)
+            SimpleNamespace(platform="gpu", slice_index=k // host_devices, process_index=0)
+            for k in range(number)
         ]
-        hosts = np.vectorize(lambda device: device.slice_index)(laid_out(devices, (*sizes, 1, 1), order))[..., 0, 0]
+        hosts = np.vectorize(lambda device: device.slice_index)(
+            laid_out(devices, (*sizes, 1, 1), order)
+        )[..., 0, 0]
         dp, pp, fsdp = sizes
         lines = {  # the devices of a line communicate
             "dp": hosts.reshape(dp, -1).T,
@@ -88,17 +108,23 @@ def test_without_hosts_or_without_a_network_there_is_one_link():
     assert set(replace(MACHINE, network=None).links(sizes).values()) == {NEAR}
 
 
-# --- tasks -----------------------------------------------------------------------------------------------------------
+# --- tasks --------------------------------------------------------------------------------------
 
 
 def test_pieces_take_their_operations_and_a_backward_what_it_recomputes():
     times = counted(PlannedLayout(1, 2, 1, 4, 4))
     assert times.embed == PieceTimes(2 * 4 / 50, 0.0, (2 * 2 + 8) / 50)
-    assert times.layer == PieceTimes(1.0, 1.0 + 2 / 50, 1.0)  # 2 examples of 500 FLOPs; W moves (10 + 30) / 50 in less
+    assert times.layer == PieceTimes(
+        1.0, 1.0 + 2 / 50, 1.0
+    )  # 2 examples of 500 FLOPs; W moves (10 + 30) / 50 in less
     assert times.head == PieceTimes(0.0, 6.0, 0.0)
     for remat in ("layer", "full"):
-        assert counted(PlannedLayout(1, 2, 1, 4, 4), remat=remat).layer == PieceTimes(1.0, 2.0 + 2 / 50, 1.0)
-        assert counted(PlannedLayout(1, 2, 1, 4, 4), remat=remat).head == times.head  # nothing of it is recomputed
+        assert counted(PlannedLayout(1, 2, 1, 4, 4), remat=remat).layer == PieceTimes(
+            1.0, 2.0 + 2 / 50, 1.0
+        )
+        assert (
+            counted(PlannedLayout(1, 2, 1, 4, 4), remat=remat).head == times.head
+        )  # nothing of it is recomputed
     assert times.task_s == 0.25
 
 
@@ -123,7 +149,9 @@ def test_a_backward_recomputes_of_a_layer_what_it_needs_and_of_a_stage_all():
     work = replace(WORK, layer=replace(LAYER, redo=(Op(100.0, 1.0),)))
     layout = PlannedLayout(1, 2, 1, 4, 4)
     again = {
-        remat: op_times(work, PARAMS, MACHINE, layout, microbatch_examples=2, remat=remat).layer.input_grad_s
+        remat: op_times(
+            work, PARAMS, MACHINE, layout, microbatch_examples=2, remat=remat
+        ).layer.input_grad_s
         for remat in ("none", "layer", "full")
     }
     assert again["layer"] - again["none"] == pytest.approx(2 * 100.0 / 1000)
@@ -142,38 +170,48 @@ def test_cores_are_shared_where_there_are_any():
     assert counted(layout, replace(MACHINE, cores=2)).capacity == 2.0
 
 
-# --- per-step overhead ------------------------------------------------------------------------------------------------
+# --- per-step overhead --------------------------------------------------------------------------
 
 
 def test_per_step_overhead_by_hand():
-    # 2 x 2 x 4 devices on two hosts: fsdp and dp within one, pp across. 3 layers of 120 bytes on a rank,
+    # 2 x 2 x 4 devices on two hosts: fsdp and dp within one, pp across. 3 layers of 120 bytes on a
+    # rank,
     # embedding and head of 480
     layout = PlannedLayout(dp=2, pp=2, fsdp=4, rank_layers=3, chunk_layers=3)
-    # shares go round 4 devices in 3 messages, and round 8 in 7; parameters travel at half the size of gradients
+    # shares go round 4 devices in 3 messages, and round 8 in 7; parameters travel at half the size
+    # of gradients
     gathered, layers = (3 * (0.001 + size / 4 / 100) for size in (180, 360))
-    gathered_ends, embed_head = (7 * (0.01 + size / 8 / 10) for size in (240, 480))
+    gathered_embed_head, embed_head = (7 * (0.01 + size / 8 / 10) for size in (240, 480))
     held = 360 / 4 + 480 / 8
     replicas = 2 * (0.001 + held / 2 / 100)  # 2 devices send each other a half, twice
     cast = (360 + 480) * 1.5 / 50  # read, and written at half the size
-    update = (3 * held * 2 + 2 * held) / 50  # parameters and two moments there and back, gradients twice
-    by_hand = gathered + layers + gathered_ends + embed_head + replicas + cast + update
+    update = (
+        3 * held * 2 + 2 * held
+    ) / 50  # parameters and two moments there and back, gradients twice
+    by_hand = gathered + layers + gathered_embed_head + embed_head + replicas + cast + update
     assert overhead_s(PARAMS, MACHINE, layout) == pytest.approx(by_hand)
     assert counted(layout).overhead_s == overhead_s(PARAMS, MACHINE, layout)
     each_tick = counted(layout, gather="tick")
     assert each_tick.overhead_s == pytest.approx(by_hand - gathered)
     assert each_tick.task_s == pytest.approx(0.25 + gathered)
     by_layer = counted(layout, gather="layer")
-    assert by_layer.overhead_s == pytest.approx(by_hand - gathered - (360 - 360 / 4) * 1.5 / 50)  # shards are cast
+    assert by_layer.overhead_s == pytest.approx(
+        by_hand - gathered - (360 - 360 / 4) * 1.5 / 50
+    )  # shards are cast
     assert by_layer.gathers == LayerGathers(3 * (0.001 + 60 / 4 / 100), is_ahead=False)
     assert counted(replace(layout, fsdp=1), gather="layer").gathers is None
 
 
 def walked_s(visits, gather_s, *, is_ahead):
-    """Seconds of layers one after the other, (seconds, is gathered) of each, gathered once the one before begins."""
+    """Seconds of layers one after the other, (seconds, is gathered) of each, gathered once the one
+    before begins.
+    """
     if not is_ahead:
         return sum(seconds + gather_s * is_gathered for seconds, is_gathered in visits)
     there, done = gather_s, 0.0  # the first one's gather
-    for (seconds, _), (_, next_is_gathered) in itertools.zip_longest(visits, visits[1:], fillvalue=(0.0, False)):
+    for (seconds, _), (_, next_is_gathered) in itertools.zip_longest(
+        visits, visits[1:], fillvalue=(0.0, False)
+    ):
         begin = max(there, done)
         there, done = begin + gather_s * next_is_gathered, begin + seconds
     return done
@@ -185,21 +223,29 @@ def test_a_task_gathers_one_layer_ahead_of_the_one_that_it_computes(is_ahead):
     for n, split in itertools.product((1, 2, 5), (True, False)):
         g, f, again, i, w = (rng.random() for _ in range(5))
         layer = PieceTimes(f, i + again, w)
-        times = OpTimes(layer, layer, layer, 0.0, 0.0, 0.0, gathers=LayerGathers(g, is_ahead=is_ahead))
+        times = OpTimes(
+            layer, layer, layer, 0.0, 0.0, 0.0, gathers=LayerGathers(g, is_ahead=is_ahead)
+        )
         walk = partial(walked_s, gather_s=g, is_ahead=is_ahead)
         assert times.forward_s(n) == pytest.approx(walk([(f, True)] * n))
         rest = 0.0 if split else n * w
         found = times.input_grad_s(n, keeps_input=False, split=split) + rest
         assert found == pytest.approx(walk([(i + again + rest / n, True)] * n))
-        times = replace(times, layer=PieceTimes(f, i + f, w))  # a stage's forward is run again, then its backward
+        times = replace(
+            times, layer=PieceTimes(f, i + f, w)
+        )  # a stage's forward is run again, then its backward
         found = times.input_grad_s(n, keeps_input=True, split=split) + rest
         backward = i + rest / n
-        assert found == pytest.approx(walk([(f, True)] * n + [(backward, False)] + [(backward, True)] * (n - 1)))
+        assert found == pytest.approx(
+            walk([(f, True)] * n + [(backward, False)] + [(backward, True)] * (n - 1))
+        )
 
 
 def test_embedding_and_head_leave_the_host_where_layers_do_not():
     layout = PlannedLayout(dp=1, pp=2, fsdp=4, rank_layers=3, chunk_layers=3)
-    spread = overhead_s(PARAMS, replace(MACHINE, host_devices=4), layout) - overhead_s(PARAMS, MACHINE, layout)
+    spread = overhead_s(PARAMS, replace(MACHINE, host_devices=4), layout) - overhead_s(
+        PARAMS, MACHINE, layout
+    )
     both_ways = (link.gather_s(240, 8) + link.gather_s(480, 8) for link in (FAR, NEAR))
     assert spread == pytest.approx(next(both_ways) - next(both_ways))
 
@@ -208,8 +254,12 @@ def test_one_device_sends_nothing():
     layout = PlannedLayout(1, 1, 1, 3, 3)
     held = 360 + 480
     assert overhead_s(PARAMS, MACHINE, layout) == pytest.approx((held * 1.5 + held * 8) / 50)
-    assert overhead_s(PARAMS, MACHINE, layout, casts=5) == pytest.approx((held * 1.5 * 5 + held * 8) / 50)
-    assert overhead_s(PARAMS, replace(MACHINE, link=Link(1e9, 1e-9)), layout) == overhead_s(PARAMS, MACHINE, layout)
+    assert overhead_s(PARAMS, MACHINE, layout, casts=5) == pytest.approx(
+        (held * 1.5 * 5 + held * 8) / 50
+    )
+    assert overhead_s(PARAMS, replace(MACHINE, link=Link(1e9, 1e-9)), layout) == overhead_s(
+        PARAMS, MACHINE, layout
+    )
 
 
 def test_a_tick_gathers_one_chunk_of_several():

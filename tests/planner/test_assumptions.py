@@ -1,4 +1,6 @@
-"""What a plan says that it assumes follows from the request, and is what its seconds are counted with."""
+"""What a plan says that it assumes follows from the request, and is what its seconds are counted
+with.
+"""
 
 from dataclasses import replace
 
@@ -6,12 +8,12 @@ import pytest
 
 from ppctl import config
 from ppctl.errors import ConfigError
-from ppctl.planner.assumptions import assumptions
-from ppctl.planner.count import work_of
-from ppctl.planner.device_models import device_models
-from ppctl.planner.step_time import device_kind, layout_of, machine_of
-from ppctl.training.job import assemble
-from ppctl.training.known_hardware import known
+from ppctl.planner.cost.assumptions import assumptions
+from ppctl.planner.cost.device_models import divisions
+from ppctl.planner.cost.step_time import device_kind, layout_of, machine_of
+from ppctl.planner.cost.task_flops import work_of
+from ppctl.training.pipeline.job import assemble
+from ppctl.training.pipeline.known_hardware import known
 
 ROWS = config.Config(
     model=config.MLP(num_layers=4, d_model=16),
@@ -41,7 +43,11 @@ def said(request, *, is_timed=True):
         ({}, "ticks as long as the slowest rank's and a transfer", "ranks that compute while"),
         ({"executor": config.Mpmd()}, "ranks that compute while values travel", "ticks"),
         ({"mesh": config.Mesh(2, 1)}, "gathers of parameters before all tasks", "ticks as long as"),
-        ({"mesh": config.Mesh(1, 2, 2)}, "gathers of parameters before all tasks", "before each task"),
+        (
+            {"mesh": config.Mesh(1, 2, 2)},
+            "gathers of parameters before all tasks",
+            "before each task",
+        ),
         (
             {"mesh": config.Mesh(1, 2, 2), "executor": config.Spmd(gather="tick")},
             "before each task",
@@ -53,14 +59,30 @@ def said(request, *, is_timed=True):
             "before all tasks",
         ),
         (
-            {"mesh": config.Mesh(1, 2, 2), "executor": config.Spmd(gather="layer"), "hardware": known()["h100"]},
+            {
+                "mesh": config.Mesh(1, 2, 2),
+                "executor": config.Spmd(gather="layer"),
+                "hardware": known()["h100"],
+            },
             "each layer gathered in each task that reads it, while the layer before is computed",
             "nothing computed",
         ),
-        ({"mesh": config.Mesh(), "executor": config.Reference()}, "the optimizer after all tasks", "links"),
+        (
+            {"mesh": config.Mesh(), "executor": config.Reference()},
+            "the optimizer after all tasks",
+            "links",
+        ),
         ({"costs": config.Measure()}, "as they were timed here", "TFLOP/s"),
-        ({"costs": config.Measure(), "executor": config.Mpmd()}, "values on the next rank at once", "GB/s"),
-        ({"mesh": config.Mesh(1, 2, 1, tp=2), **TEXT}, "nothing computed while devices along tp", "is in these times"),
+        (
+            {"costs": config.Measure(), "executor": config.Mpmd()},
+            "values on the next rank at once",
+            "GB/s",
+        ),
+        (
+            {"mesh": config.Mesh(1, 2, 1, tp=2), **TEXT},
+            "nothing computed while devices along tp",
+            "is in these times",
+        ),
         (
             {"mesh": config.Mesh(1, 2, 1, tp=2), "costs": config.Measure(), **TEXT},
             "what devices along tp or cp send is in these times",
@@ -82,11 +104,14 @@ OF_ITS_OWN = replace(
     model=config.CustomModel(target="support.sharded_models.of_config", num_layers=4),
     data=config.Regression(batch_size=64, num_features=6, num_targets=4),
     mesh=config.Mesh(1, 2, tp=2),
+    executor=config.Mpmd(),
 )
 
 
 def test_collectives_that_xla_puts_in_are_said_not_to_be_counted():
-    assert "divided evenly over tp=2 by XLA, whose collectives along tp are not counted" in said(OF_ITS_OWN)
+    assert "divided evenly over tp=2 by XLA, whose collectives along tp are not counted" in said(
+        OF_ITS_OWN
+    )
     work, whole = (
         work_of(assemble(replace(OF_ITS_OWN, mesh=mesh), only_planned=True).counted_model)
         for mesh in (OF_ITS_OWN.mesh, config.Mesh(1, 2))
@@ -95,18 +120,38 @@ def test_collectives_that_xla_puts_in_are_said_not_to_be_counted():
 
 
 def test_a_search_does_not_take_them_for_free():
-    request = replace(OF_ITS_OWN, mesh=config.Mesh(1, 2), tune=config.Tune(devices=4, tp=[2]), hardware=known()["h100"])
+    request = replace(
+        OF_ITS_OWN,
+        mesh=config.Mesh(1, 2),
+        tune=config.Tune(devices=4, tp=[2]),
+        hardware=known()["h100"],
+    )
     pipe = assemble(request, only_planned=True).pipe
-    with pytest.raises(ConfigError, match=r"tune.tp: 2 has XLA divide this model .* Use tune.tp=\[1\]"):
-        device_models(request, pipe.stack, pipe.states.natural, pipe.batch_shapes, pipe.dtype, 8)
+    with pytest.raises(
+        ConfigError, match=r"tune.tp: 2 has XLA divide this model .* Use tune.tp=\[1\]"
+    ):
+        divisions(
+            request,
+            pipe.stack,
+            pipe.model.embed_head,
+            pipe.batch_shapes,
+            8,
+            lambda *sizes: pytest.fail("counted"),
+        )
 
 
 def test_speeds_and_links_are_those_that_seconds_are_counted_with():
-    job = assemble(replace(TOKENS, mesh=config.Mesh(2, 4, 2)), only_planned=True, on_one_device=True)
+    job = assemble(
+        replace(TOKENS, mesh=config.Mesh(2, 4, 2)), only_planned=True, on_one_device=True
+    )
     machine = machine_of(job.config, device_kind(job.pipe), str(job.pipe.dtype))
     text = "; ".join(assumptions(job, is_timed=True))
     links = layout_of(job.pipe).links(machine)
-    assert (links["pp"], links["dp"], links["fsdp"]) == (machine.network, machine.link, machine.link)
+    assert (links["pp"], links["dp"], links["fsdp"]) == (
+        machine.network,
+        machine.link,
+        machine.link,
+    )
     assert "pp between hosts at 50 GB/s each way and 20 us a message" in text
     assert "dp and fsdp within hosts of 8 at 450 GB/s each way and 10 us a message" in text
     assert f"{machine.speed.flops_per_s / 1e12:.4g} TFLOP/s in large matrix products" in text
@@ -123,7 +168,9 @@ def test_the_kernel_of_attention_is_that_of_the_hardware():
     assert "in attention" not in other
     away = config.Plan(compile=False, topology="h100:1x4")
     assert "attention=cudnn" in said(replace(TOKENS, hardware=config.AutoHardware(), plan=away))
-    assert "attention=xla" in said(replace(TOKENS, costs=config.Measure()))  # timed on the devices here
+    assert "attention=xla" in said(
+        replace(TOKENS, costs=config.Measure())
+    )  # timed on the devices here
 
 
 def test_without_a_time_nothing_is_said_of_speeds():

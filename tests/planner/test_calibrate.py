@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from ppctl import config
-from ppctl.planner.calibrate import LEAST_LAYERS, MOST_LAYERS, corrected, small_request
-from ppctl.planner.op_times import OpTimes, PieceTimes
-from ppctl.planner.step_runs import time_of
-from ppctl.planner.timing import Timing
-from ppctl.training.job import assemble
+from ppctl.planner.cost.calibrate import LEAST_LAYERS, MOST_LAYERS, corrected, small_request
+from ppctl.planner.cost.op_times import OpTimes, PieceTimes
+from ppctl.planner.cost.piece_timing import Timing
+from ppctl.planner.cost.step_runs import time_of
+from ppctl.training.pipeline.job import assemble
 
 REQUEST = config.Config(
     model=config.MLP(num_layers=12, d_model=16),
@@ -55,7 +55,9 @@ def test_the_small_step_is_predicted_as_it_was_measured(factor):
     assert small is not None
     seconds = time_of(assemble(small).pipe, OP_TIMES).pipeline_s
     found = corrected(job, OP_TIMES, Timing(factor * seconds, 0.0))
-    assert time_of(assemble(small).pipe, found).pipeline_s == pytest.approx(factor * seconds, rel=1e-12)
+    assert time_of(assemble(small).pipe, found).pipeline_s == pytest.approx(
+        factor * seconds, rel=1e-12
+    )
     assert time_of(job.pipe, found).pipeline_s == pytest.approx(
         factor * time_of(job.pipe, OP_TIMES).pipeline_s, rel=1e-12
     )
@@ -80,14 +82,18 @@ def test_per_step_overhead_is_subtracted_in_proportion_to_the_parameters():
     assert small is not None
     seconds = time_of(assemble(small).pipe, OP_TIMES).pipeline_s
     found = corrected(job, replace(OP_TIMES, overhead_s=1.0), Timing(seconds + 1.0, 0.0))
-    assert found.layer.forward_s > PIECE.forward_s  # the small step has fewer parameters, so it takes less than that
+    assert (
+        found.layer.forward_s > PIECE.forward_s
+    )  # the small step has fewer parameters, so it takes less than that
 
 
 def test_a_schedule_in_a_file_has_no_smaller_one(tmp_path):
     file = tmp_path / "s.csv"
     file.write_text("0F0,0B0\n1F0,1B0\n")
     asked = replace(
-        REQUEST, schedule=config.Csv(path=str(file), num_microbatches=1), model=replace(REQUEST.model, num_layers=4)
+        REQUEST,
+        schedule=config.Csv(path=str(file), num_microbatches=1),
+        model=replace(REQUEST.model, num_layers=4),
     )
     assert small_request(assemble(asked)) is None
 

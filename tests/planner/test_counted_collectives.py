@@ -1,4 +1,6 @@
-"""The collectives that `planner.analytic` counts for a step, compared with those in the traced spmd program."""
+"""The collectives that `planner.analytic` counts for a step, compared with those in the traced spmd
+program.
+"""
 
 from dataclasses import replace
 
@@ -6,15 +8,23 @@ import jax
 import pytest
 from support.cases import Case, make_batch, make_stack, staged_step
 
-from ppctl.executors.spmd.memory import tree_bytes
-from ppctl.executors.stage.flops import inner_jaxprs
+from ppctl.executors.stage.jaxpr_flops import inner_jaxprs
+from ppctl.executors.tree_bytes import tree_bytes
 from ppctl.model.stack import init
-from ppctl.planner.analytic import Machine, ParamBytes, PlannedLayout, op_times, overhead_s
-from ppctl.planner.op_times import costs_of_stages
-from ppctl.planner.roofline import Link, ModelWork, PieceWork, Speed
+from ppctl.planner.cost.counted_costs import (
+    Machine,
+    ParamBytes,
+    PlannedLayout,
+    op_times,
+    overhead_s,
+)
+from ppctl.planner.cost.op_times import costs_of_stages
+from ppctl.planner.cost.roofline import Link, ModelWork, PieceWork, Speed
 
 LINK = Link(latency_s=0.0, bytes_per_s=3.0)
-MACHINE = Machine(Speed(float("inf"), float("inf")), LINK, network=None, host_devices=None, task_s=0.0)
+MACHINE = Machine(
+    Speed(float("inf"), float("inf")), LINK, network=None, host_devices=None, task_s=0.0
+)
 NOTHING = PieceWork((), (), ())
 COLLECTIVES = ("all_gather", "reduce_scatter", "psum", "ppermute")
 
@@ -24,10 +34,14 @@ def collectives(jaxpr, in_loop=False):
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in COLLECTIVES and eqn.invars[0].aval.ndim:
             axes = eqn.params.get("axis_name") or eqn.params["axes"]
-            num_bytes = max(v.aval.size * v.aval.dtype.itemsize for v in (*eqn.invars, *eqn.outvars))
+            num_bytes = max(
+                v.aval.size * v.aval.dtype.itemsize for v in (*eqn.invars, *eqn.outvars)
+            )
             yield eqn.primitive.name, axes, num_bytes, in_loop
         is_scan = eqn.primitive.name == "scan"
-        turns = eqn.params["length"] if is_scan and in_loop else 1  # of a loop over layers in the loop over ticks
+        turns = (
+            eqn.params["length"] if is_scan and in_loop else 1
+        )  # of a loop over layers in the loop over ticks
         for inner in inner_jaxprs(eqn) * turns:
             yield from collectives(inner, in_loop or is_scan)
 
@@ -40,7 +54,9 @@ def traced(case):
     layer_bytes = tree_bytes(params["layers"]) // layout.counts.size // int(layout.counts.max())
     most = int(layout.counts.max())
     plan = PlannedLayout(*case.mesh, rank_layers=most * layout.num_chunks, chunk_layers=most)
-    sizes = ParamBytes(layer_bytes, tree_bytes(params["ends"]), moments=2.0, compute_ratio=1.0)
+    sizes = ParamBytes(
+        layer_bytes, tree_bytes(params["embed_head"]), moments=2.0, compute_ratio=1.0
+    )
     return plan, sizes, list(collectives(jaxpr))
 
 
@@ -59,13 +75,27 @@ def ring_s(found, mesh):
 
 CASES = [
     Case("gpipe", (2, 4, 1), 4, num_layers=8, model="untied gelu", batch_size=16),
-    Case("interleaved", (2, 2, 2), 4, num_chunks=2, num_layers=8, model="tied swiglu", batch_size=16),
-    Case("1f1b", (1, 2, 4), 4, num_layers=4, model="untied swiglu grouped", batch_size=16, remat="none"),
-    Case("1f1b", (4, 2, 1), 4, num_layers=3, model="untied gelu", batch_size=16),  # [2, 1] layers: one is padding
+    Case(
+        "interleaved", (2, 2, 2), 4, num_chunks=2, num_layers=8, model="tied swiglu", batch_size=16
+    ),
+    Case(
+        "1f1b",
+        (1, 2, 4),
+        4,
+        num_layers=4,
+        model="untied swiglu grouped",
+        batch_size=16,
+        remat="none",
+    ),
+    Case(
+        "1f1b", (4, 2, 1), 4, num_layers=3, model="untied gelu", batch_size=16
+    ),  # [2, 1] layers: one is padding
     Case("gpipe", (1, 1, 8), 2, num_layers=2, model="untied gelu", batch_size=16),
     Case("gpipe", (8, 1, 1), 2, num_layers=2, model="untied gelu", batch_size=16),
 ]
-cases = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.schedule} {case.mesh} {case.num_layers}")
+cases = pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.schedule} {case.mesh} {case.num_layers}"
+)
 
 
 @cases
@@ -77,28 +107,47 @@ def test_collectives_of_a_step_take_what_those_of_the_program_take(case):
 
 
 def test_gathering_in_every_tick_moves_the_layers_of_one_chunk_and_embedding_and_head_per_step():
-    case = Case("interleaved", (2, 2, 2), 4, num_chunks=2, num_layers=8, batch_size=16, gather="tick")
+    case = Case(
+        "interleaved", (2, 2, 2), 4, num_chunks=2, num_layers=8, batch_size=16, gather="tick"
+    )
     plan, sizes, found = traced(case)
     per_step = [each for each in found if each[0] != "ppermute" and not each[3]]
     layers_per_step = [
         each for each in per_step if each[0] == "all_gather" and each[1] == ("fsdp",)
     ]  # of which nothing is used
     per_step = [each for each in per_step if each not in layers_per_step]
-    assert overhead_s(sizes, MACHINE, plan, gather="tick") == pytest.approx(ring_s(per_step, case.mesh), rel=1e-12)
+    assert overhead_s(sizes, MACHINE, plan, gather="tick") == pytest.approx(
+        ring_s(per_step, case.mesh), rel=1e-12
+    )
     gathers = [each for each in found if each[0] == "all_gather" and each[3]]
-    number = 2 * plan.rank_layers // plan.chunk_layers  # F and B, for each chunk that a tick may name
+    number = (
+        2 * plan.rank_layers // plan.chunk_layers
+    )  # F and B, for each chunk that a tick may name
     work = ModelWork(NOTHING, NOTHING, NOTHING, x_bytes=0, stash_bytes={}, pending_bytes={})
-    found_times = op_times(work, sizes, MACHINE, plan, microbatch_examples=1, remat="full", gather="tick")
+    found_times = op_times(
+        work, sizes, MACHINE, plan, microbatch_examples=1, remat="full", gather="tick"
+    )
     assert found_times.task_s * number == pytest.approx(ring_s(gathers, case.mesh), rel=1e-12)
 
 
 @pytest.mark.parametrize("remat", ["none", "layer", "full"])
 @pytest.mark.parametrize("unroll", [16, 0])
 def test_gathering_by_layer_moves_each_layer_in_each_task_that_reads_it(remat, unroll):
-    case = Case("1f1b", (2, 2, 2), 4, num_layers=6, batch_size=16, gather="layer", remat=remat, unroll=unroll)
+    case = Case(
+        "1f1b",
+        (2, 2, 2),
+        4,
+        num_layers=6,
+        batch_size=16,
+        gather="layer",
+        remat=remat,
+        unroll=unroll,
+    )
     plan, sizes, found = traced(case)
     per_step = [each for each in found if each[0] != "ppermute" and not each[3]]
-    assert overhead_s(sizes, MACHINE, plan, gather="layer") == pytest.approx(ring_s(per_step, case.mesh), rel=1e-12)
+    assert overhead_s(sizes, MACHINE, plan, gather="layer") == pytest.approx(
+        ring_s(per_step, case.mesh), rel=1e-12
+    )
     gathers = ring_s([each for each in found if each[0] == "all_gather" and each[3]], case.mesh)
     work = ModelWork(NOTHING, NOTHING, NOTHING, x_bytes=0, stash_bytes={}, pending_bytes={})
     machine = replace(MACHINE, unroll=unroll)
@@ -113,6 +162,8 @@ def test_a_hop_is_of_one_microbatch_between_layers(family):
     plan, sizes, found = traced(case)
     x_bytes = 8 * 16 * 8  # of an example: tokens, d_model, float64
     work = ModelWork(NOTHING, NOTHING, NOTHING, x_bytes=x_bytes, stash_bytes={}, pending_bytes={})
-    found_times = op_times(work, sizes, MACHINE, plan, microbatch_examples=32 // 4 // 4, remat="full")
+    found_times = op_times(
+        work, sizes, MACHINE, plan, microbatch_examples=32 // 4 // 4, remat="full"
+    )
     hops = [num_bytes for name, _, num_bytes, _ in found if name == "ppermute"]
     assert set(hops) == {found_times.hop_s * 3.0}

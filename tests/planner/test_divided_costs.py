@@ -1,4 +1,6 @@
-"""What a plan counts of stages that tp and cp divide: their share of the work, and what their devices send."""
+"""What a plan counts of stages that tp and cp divide: their share of the work, and what their
+devices send.
+"""
 
 from functools import partial
 
@@ -7,19 +9,19 @@ import jax.numpy as jnp
 import pytest
 
 import ppctl
-from ppctl.executors.mpmd.tasks import Model
+from ppctl.executors.model_shapes import Model
 from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import init
-from ppctl.planner.analytic import Machine, ParamBytes, PlannedLayout, op_times
-from ppctl.planner.count import work_of
-from ppctl.planner.roofline import Link, Speed
+from ppctl.planner.cost.counted_costs import Machine, ParamBytes, PlannedLayout, op_times
+from ppctl.planner.cost.roofline import Link, Speed
+from ppctl.planner.cost.task_flops import work_of
 
 WIDTH, TOKENS = 16, 8
 SIZES = {
     "num_layers": 2,
     "d_model": WIDTH,
     "num_heads": 4,
-    "mlp_ratio": 2.0,
+    "mlp_width": 2 * WIDTH,
     "activation": "swiglu",
     "attention": "xla",
 }
@@ -38,12 +40,24 @@ def model_of(axes):
     params = jax.eval_shape(lambda: init(ppctl.transformer(**SIZES, vocab_size=32), 0))
     if stack.sharding is not None:
         params = {
-            part: jax.tree.map(partial(shard, axes.tp, int(part == "layers")), params[part], stack.sharding[part])
+            part: jax.tree.map(
+                partial(shard, axes.tp, int(part == "layers")), params[part], stack.sharding[part]
+            )
             for part in params
         }
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
     tokens = jax.ShapeDtypeStruct((1, TOKENS), jnp.int32)
-    return Model(stack, params["ends"], layer, {"inputs": tokens, "targets": tokens}, 1, "none", 16, jnp.float32, axes)
+    return Model(
+        stack,
+        params["embed_head"],
+        layer,
+        {"inputs": tokens, "targets": tokens},
+        1,
+        "none",
+        16,
+        jnp.float32,
+        axes,
+    )
 
 
 def sent(ops):
@@ -55,7 +69,9 @@ def test_a_block_sends_its_rows_twice_each_way_and_does_its_share_of_the_product
     rows = TOKENS * WIDTH * 4.0
     assert sent(whole.layer.once) == []
     assert sent(half.layer.forward) == [("tp", "gather", rows)] * 4
-    assert sum(op.flops for op in half.layer.forward) * 2 == sum(op.flops for op in whole.layer.forward)
+    assert sum(op.flops for op in half.layer.forward) * 2 == sum(
+        op.flops for op in whole.layer.forward
+    )
     plain = work_of(model_of(StageAxes(tp=2, sequence_parallel=False)))
     assert sent(plain.layer.forward) == [("tp", "sum", rows)] * 2
     ring, gathered = (work_of(model_of(StageAxes(cp=2, context=way))) for way in ("ring", "gather"))
@@ -69,6 +85,13 @@ def test_what_is_sent_takes_its_time_on_the_axes_link():
     near = Link(latency_s=1.0, bytes_per_s=64.0)
     machine = Machine(Speed(1e30, 1e30), near, None, None, task_s=0.0)
     params = ParamBytes(layer=8, embed_head=8, moments=2.0, compute_ratio=1.0)
-    times = op_times(work, params, machine, PlannedLayout(1, 1, 1, 2, 2, tp=2), microbatch_examples=3, remat="none")
+    times = op_times(
+        work,
+        params,
+        machine,
+        PlannedLayout(1, 1, 1, 2, 2, tp=2),
+        microbatch_examples=3,
+        remat="none",
+    )
     of_one = 1.0 + 3 * TOKENS * WIDTH * 4 / 2 / 64.0  # half of the rows goes to the other device
     assert times.layer.forward_s == pytest.approx(4 * of_one)

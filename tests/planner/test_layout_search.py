@@ -1,4 +1,6 @@
-"""The search of layouts against predicting all of them: nothing better is missed, no bound is above what it bounds."""
+"""The search of layouts against predicting all of them: nothing better is missed, no bound is above
+what it bounds.
+"""
 
 import gc
 import random
@@ -8,32 +10,37 @@ from itertools import product
 from math import inf
 
 import pytest
-from support.selection import few
+from support.selection import full_except
 
-from ppctl.planner import candidate as candidates
-from ppctl.planner.analytic import Machine, ParamBytes
-from ppctl.planner.candidate import LayoutPredictor, along
-from ppctl.planner.op_times import costs_of_stages
-from ppctl.planner.roofline import Link, ModelWork, Op, PieceWork, Speed
-from ppctl.planner.search import MOST_SIMULATIONS, LayoutSearch, uncollected
-from ppctl.planner.sizes import Microbatch
-from ppctl.planner.space import DeviceModel, MeshSizes, Space
-from ppctl.schedule import FAMILIES, build
-from ppctl.schedule.families.registry import peak_formula
+from ppctl.planner.cost.array_sizes import Microbatch
+from ppctl.planner.cost.counted_costs import Machine, ParamBytes
+from ppctl.planner.cost.op_times import costs_of_stages
+from ppctl.planner.cost.roofline import Link, ModelWork, Op, PieceWork, Speed
+from ppctl.planner.search import layout_candidate as candidates
+from ppctl.planner.search.layout_candidate import LayoutPredictor
+from ppctl.planner.search.layout_search import LayoutSearch, uncollected
+from ppctl.planner.search.layout_space import DeviceModel, MeshSizes, Space
+from ppctl.schedule.families.registry import FAMILIES, build
+from ppctl.schedule.search.extrapolated_cost import along
 
 EPSILON = 1 + 1e-9
 
 
 def some(seed):
-    """(space, models, machine, by_parts) of a small search; of every second one the devices share cores.
+    """(space, models, machine) of a small search; of every second one the devices share cores.
 
-    Every third may divide stages over tp and cp: then a device has its part of the work, and sends. Of every odd one
-    the vocabulary may be divided over ranks.
+    Every third may divide stages over tp and cp: then a device has its part of the work, and sends.
+    Of every odd one the vocabulary may be divided over ranks.
     """
     choose = random.Random(seed)
 
     def piece(factor):
-        return PieceWork(*((Op(factor * choose.uniform(50, 500), choose.uniform(1, 20), 30.0),) for _ in range(3)))
+        return PieceWork(
+            *(
+                (Op(factor * choose.uniform(50, 500), choose.uniform(1, 20), 30.0),)
+                for _ in range(3)
+            )
+        )
 
     head = choose.choice([0.01, 1, 8])  # in layers
     work = ModelWork(
@@ -44,7 +51,9 @@ def some(seed):
         stash_bytes={"none": choose.randint(100, 800), "layer": 40, "full": 40},
         pending_bytes={remat: choose.randint(50, 300) for remat in ("none", "layer", "full")},
     )
-    params = ParamBytes(choose.randint(100, 3000), choose.randint(100, 9000), moments=2.0, compute_ratio=0.5)
+    params = ParamBytes(
+        choose.randint(100, 3000), choose.randint(100, 9000), moments=2.0, compute_ratio=0.5
+    )
     link = Link(choose.uniform(0, 0.2), choose.uniform(50, 5000))
     far = Link(2 * link.latency_s, link.bytes_per_s / 8)
     machine = Machine(
@@ -57,15 +66,23 @@ def some(seed):
     )
     size = choose.choice([4, 8])
     executor = choose.choice(["spmd", "mpmd"])
-    space = Space(size, choose.randint(6, 9), 2 * size, example_bytes=8, in_ticks=executor == "spmd")
+    space = Space(
+        size, choose.randint(6, 9), 2 * size, example_bytes=8, in_ticks=executor == "spmd"
+    )
     models = {(1, 1): DeviceModel(work, params)}
     if seed % 3 == 0:
         models |= {axes: divided(models[1, 1], *axes) for axes in ((2, 1), (1, 2), (4, 2))}
     gather = "step" if seed % 2 else "layer" if executor == "mpmd" or seed % 4 else "tick"
     space = replace(
-        space, divisions=tuple(models), gather=gather, vocab=("whole", "parallel") if seed % 2 else ("whole",)
+        space,
+        divisions=tuple(models),
+        gather=gather,
+        vocab=("whole", "parallel") if seed % 2 else ("whole",),
     )
-    return space, models, machine, lambda tp, cp, pp: in_parts(models[tp, cp], pp)
+    by_parts = lambda tp, cp, ranks=None: (
+        models[tp, cp] if ranks is None else in_parts(models[tp, cp], ranks)
+    )
+    return space, by_parts, machine
 
 
 def divided(model, tp, cp):
@@ -75,7 +92,11 @@ def divided(model, tp, cp):
     def shared(piece):
         sends = (Op(0.0, 20.0, axis="tp" if tp > 1 else "cp"),)
         return PieceWork(
-            *(tuple(replace(op, flops=part * op.flops, bytes=part * op.bytes) for op in ops) + sends for ops in piece)
+            *(
+                tuple(replace(op, flops=part * op.flops, bytes=part * op.bytes) for op in ops)
+                + sends
+                for ops in piece
+            )
         )
 
     work = model.work
@@ -83,7 +104,9 @@ def divided(model, tp, cp):
         name: shared((piece.forward, piece.input_grad, piece.weight_grad))
         for name, piece in (("embed", work.embed), ("layer", work.layer), ("head", work.head))
     }
-    params = replace(model.params, layer=model.params.layer // tp, embed_head=model.params.embed_head // tp)
+    params = replace(
+        model.params, layer=model.params.layer // tp, embed_head=model.params.embed_head // tp
+    )
     return DeviceModel(replace(work, **pieces, x_bytes=work.x_bytes // cp), params)
 
 
@@ -113,11 +136,13 @@ def all_of(seed):
     return found
 
 
-seeds = pytest.mark.parametrize("seed", few(range(12), 1))
+seeds = pytest.mark.parametrize("seed", full_except(range(12), 0))
 
 
 def assert_none_is_missed(found, layouts, keep=10):
-    """`found` are the fastest of `layouts`, but for those that are no better than another schedule on the same mesh."""
+    """`found` are the fastest of `layouts`, but for those that are no better than another schedule
+    on the same mesh.
+    """
     best = found.best
     assert [c.time.total_s for c in best] == sorted(c.time.total_s for c in best)
     assert set(best) <= set(layouts)
@@ -127,14 +152,9 @@ def assert_none_is_missed(found, layouts, keep=10):
         if candidate.time.total_s < last_s:
             assert candidate in best or any(candidate.is_like(other) for other in best)
     alone = [c.time.total_s for c in layouts if c.mesh.pp == 1]
-    whole = [c.time.total_s for c in layouts if c.vocab == "whole"]
-    if len(whole) < len(layouts):
-        first = found.with_whole_vocabulary
-        assert (first and first.time.total_s) == min(whole, default=None)
-    assert (found.without_pipeline and found.without_pipeline.time.total_s) == min(alone, default=None)
-    for is_divided, first in found.by_division.items():
-        of_kind = [c.time.total_s for c in layouts if c.mesh.divides_stages == is_divided]
-        assert (first and first.time.total_s) == min(of_kind, default=None)
+    assert (found.without_pipeline and found.without_pipeline.time.total_s) == min(
+        alone, default=None
+    )
 
 
 @seeds
@@ -144,8 +164,6 @@ def test_the_best_are_those_of_all_layouts(seed):
     assert_none_is_missed(found, layouts)
     assert found.num_simulated < found.num_layouts
     assert found.smallest is None
-    assert set(found.by_division) == ({True, False} if seed % 3 == 0 else set())
-    assert all((c.sent_fraction > 0) == c.mesh.divides_stages for c in found.best)
 
 
 @seeds
@@ -153,7 +171,13 @@ def test_under_a_limit_too(seed):
     layouts = [candidate for candidate, _ in all_of(seed)]
     sizes = sorted(c.total_bytes for c in layouts)
     first = LayoutSearch(*some(seed)).run().best[0]
-    for limit in {sizes[0], sizes[len(sizes) // 8], sizes[len(sizes) // 2], first.total_bytes, first.total_bytes - 1}:
+    for limit in {
+        sizes[0],
+        sizes[len(sizes) // 8],
+        sizes[len(sizes) // 2],
+        first.total_bytes,
+        first.total_bytes - 1,
+    }:
         inside = [c for c in layouts if c.total_bytes <= limit]
         found = LayoutSearch(*some(seed)).run(room_bytes=limit)
         if inside:
@@ -171,39 +195,27 @@ def test_where_nothing_fits_the_smallest_is_named(seed):
 
 
 @seeds
-def test_what_was_refused_for_its_memory_alone_is_looked_at_again_where_there_is_more(seed):
-    sizes = sorted(candidate.total_bytes for candidate, _ in all_of(seed))
-    more, gains = sizes[len(sizes) // 2], 0
-    for limit in (sizes[0] - 1, sizes[len(sizes) // 8], more - 1, more):
-        search = LayoutSearch(*some(seed))
-        found, whole = search.run(room_bytes=limit), LayoutSearch(*some(seed)).run(room_bytes=more).best[0]
-        again = search.with_room(found, more)
-        before_s = found.best[0].time.total_s if found.best else inf
-        assert (again is not None) == (whole.time.total_s < before_s)
-        if again is not None:
-            assert limit < again.total_bytes <= more
-            assert again.time.total_s <= whole.time.total_s  # partitions are improved
-            gains += 1
-        assert search.predictor.num_simulated <= len(found.refused) + MOST_SIMULATIONS * (again is not None)
-    assert gains
-
-
-@seeds
 def test_bounds_are_not_above_what_they_bound(seed):
     for candidate, bounds in all_of(seed):
         bound_s = bounds.step_s(is_whole=not FAMILIES[candidate.family].is_split)
         assert bound_s <= candidate.time.total_s * EPSILON, candidate
         assert sum(bounds.memory.values()) <= candidate.total_bytes, candidate
         knobs = candidates.knobs_of(candidate.family, candidate.num_chunks)
-        peak = peak_formula(candidate.family, candidate.mesh.pp, candidate.num_microbatches, **knobs)
+        peak = FAMILIES[candidate.family].peak_activations(
+            candidate.mesh.pp, candidate.num_microbatches, **knobs
+        )
         if peak is not None:
             share = candidates.least_share(bounds, candidate.family)
-            assert sum(bounds.with_stashes(share * peak).values()) <= candidate.total_bytes, candidate
+            assert sum(bounds.with_stashes(share * peak).values()) <= candidate.total_bytes, (
+                candidate
+            )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_predicted_with_split_backwards_exactly_where_its_tasks_are_split(family, monkeypatch):
-    space, models, machine, _ = some(0)
+def test_a_family_is_predicted_with_split_backwards_exactly_where_its_tasks_are_split(
+    family, monkeypatch
+):
+    space, models, machine = some(0)
     space = replace(space, num_layers=16, in_ticks=False, families=(family,))
     microbatch = Microbatch(1, 8, space.example_bytes, "layer")
     bounds = LayoutSearch(space, models, machine).bounds(MeshSizes(1, 4, 1), microbatch)
@@ -221,7 +233,7 @@ def test_a_family_is_predicted_with_split_backwards_exactly_where_its_tasks_are_
     assert not splits
 
 
-# --- partitions found by simulation ----------------------------------------------------------------------------------
+# --- partitions found by simulation -------------------------------------------------------------
 
 
 def what(candidate):
@@ -269,7 +281,7 @@ def test_the_collector_is_as_it_was():
             gc.enable()
 
 
-# --- long schedules --------------------------------------------------------------------------------------------------
+# --- long schedules -----------------------------------------------------------------------------
 
 
 BOTH = ("spmd", "mpmd")
@@ -278,20 +290,30 @@ EXTRAPOLATED = ["1f1b", "interleaved", "zb_v", "gpipe", "looped_bfs", "zb_h2", "
 
 @pytest.mark.parametrize(
     ("family", "executor"),
-    few(
-        sorted(product(EXTRAPOLATED, BOTH), key=lambda case: (EXTRAPOLATED.index(case[0]) + BOTH.index(case[1])) % 2), 3
+    full_except(
+        [*product(EXTRAPOLATED, BOTH)], ("1f1b", "spmd"), ("interleaved", "mpmd"), ("zb_v", "spmd")
     ),
 )
 def test_a_long_schedule_is_extrapolated_from_shorter_ones(family, executor, monkeypatch):
-    space, models, machine, by_parts = some({"spmd": 4, "mpmd": 1}[executor])
-    space = replace(space, num_devices=4, num_layers=9, batch_size=256, in_ticks=executor == "spmd", families=(family,))
-    search = LayoutSearch(space, models, machine, by_parts)
-    layouts = [(mesh, m) for mesh, m in space.microbatches if mesh.pp > 1 and m.number > 6 * mesh.pp]
+    space, models, machine = some({"spmd": 4, "mpmd": 1}[executor])
+    space = replace(
+        space,
+        num_devices=4,
+        num_layers=9,
+        batch_size=256,
+        in_ticks=executor == "spmd",
+        families=(family,),
+    )
+    search = LayoutSearch(space, models, machine)
+    layouts = [
+        (mesh, m) for mesh, m in space.microbatches if mesh.pp > 1 and m.number > 6 * mesh.pp
+    ]
     assert {m.remat for _, m in layouts} == set(space.remats)
     for number, (mesh, microbatch) in enumerate(layouts):
         vocab = ("whole", "parallel")[number % 2]
         bounds = search.bounds(mesh, microbatch, vocab)
-        # how far forwards go ahead of their backwards, free-running ranks choose for each length anew
+        # how far forwards go ahead of their backwards, free-running ranks choose for each length
+        # anew
         near = 0.1 if (vocab, executor) == ("parallel", "mpmd") else 0.01
         for _, chunks in space.kinds(mesh.pp):
             monkeypatch.setattr(candidates, "MOST_TASKS", inf)

@@ -3,8 +3,8 @@
 import json
 
 from ppctl import cli
-from ppctl.planner.network_layers import COLUMNS, MOST_LAYERS, layer_rows
-from ppctl.planner.prediction import LayerPart
+from ppctl.planner.cost.network_layers import COLUMNS, MOST_LAYERS, layer_rows
+from ppctl.planner.cost.step_prediction import LayerPart
 
 NET = """
 import jax, jax.numpy as jnp, ppctl
@@ -30,7 +30,13 @@ WORDS = [
         "mesh=1x2",
         "schedule=1f1b",
     ),
-    *("data=regression", "data.num_features=6", "data.num_targets=3", "data.batch_size=8", "run.platform=cpu"),
+    *(
+        "data=regression",
+        "data.num_features=6",
+        "data.num_targets=3",
+        "data.batch_size=8",
+        "run.platform=cpu",
+    ),
 ]
 
 
@@ -43,10 +49,14 @@ def test_a_plan_lists_what_stands_in_each_layer(tmp_path, monkeypatch, capsys):
     assert list(layers) == ["embedding", "0", "1", "head"]
     assert (layers["0"]["stage"], layers["0"]["params"]) == (0, {"first": [6, 32]})
     assert layers["0"]["operations"] == {"dot_general": 1, "relu": 1}
-    assert (layers["1"]["stage"], layers["1"]["params"]) == (1, {"last/bias": [3], "last/w": [32, 3]})
+    assert (layers["1"]["stage"], layers["1"]["params"]) == (
+        1,
+        {"last/bias": [3], "last/w": [32, 3]},
+    )
     assert layers["1"]["operations"] == {"dot_general": 1, "add": 1}
     assert (layers["embedding"]["params"], layers["head"]["params"]) == ({}, {})
-    # forward and gradients of weights each a product; of the first layer's inputs there is no gradient to make
+    # forward and gradients of weights each a product; of the first layer's inputs there is no
+    # gradient to make
     assert layers["0"]["cost"] + layers["1"]["cost"] == 2
     monkeypatch.setenv("COLUMNS", "120")
     assert cli.main(WORDS) == 0

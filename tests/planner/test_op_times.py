@@ -1,4 +1,6 @@
-"""A step from the pieces of a model: nothing is lost or counted twice, and bubbles are the simulated ones."""
+"""A step from the pieces of a model: nothing is lost or counted twice, and bubbles are the
+simulated ones.
+"""
 
 import itertools
 import random
@@ -7,12 +9,10 @@ from math import inf
 
 import pytest
 
-from ppctl.planner.op_times import OpTimes, PieceTimes, costs_of_stages, step_time
-from ppctl.schedule import FAMILIES, Task, build
-from ppctl.schedule.families.registry import LOOPED_WHOLE, ON_RING
-from ppctl.schedule.shared_cores import together_s
-from ppctl.schedule.simulate import simulate
-from ppctl.schedule.ticks import ticks
+from ppctl.planner.cost.op_times import OpTimes, PieceTimes, costs_of_stages, step_time
+from ppctl.schedule.families.registry import FAMILIES, ON_RING, build
+from ppctl.schedule.simulator import simulate
+from ppctl.schedule.tick_lowering import ticks
 
 FREE = PieceTimes(0.0, 0.0, 0.0)
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -21,8 +21,10 @@ remats = pytest.mark.parametrize("keeps_input", [False, True])
 
 def random_prices(choose, **changes):
     """Every number another one, so that none can stand for another."""
-    piece = lambda: PieceTimes(*(choose.uniform(0.5, 2.0) for _ in range(3)))  # noqa: E731
-    return replace(OpTimes(piece(), piece(), piece(), task_s=0.07, hop_s=0.0, overhead_s=0.0), **changes)
+    piece = lambda: PieceTimes(*(choose.uniform(0.5, 2.0) for _ in range(3)))
+    return replace(
+        OpTimes(piece(), piece(), piece(), task_s=0.07, hop_s=0.0, overhead_s=0.0), **changes
+    )
 
 
 def some(family, *, p=4, m=8, seed=0, **changes):
@@ -38,21 +40,28 @@ def lowered(schedule, costs, keeps_input):
 
 
 def tasks_s(schedule, costs):
-    return sum(costs.seconds(kind, stage, 1) for tasks in schedule.ranks for stage, kind, _ in tasks)
+    return sum(
+        costs.seconds(kind, stage, 1) for tasks in schedule.ranks for stage, kind, _ in tasks
+    )
 
 
-# --- tasks of stages -------------------------------------------------------------------------------------------------
+# --- tasks of stages ----------------------------------------------------------------------------
 
 
 @families
 @remats
-def test_all_tasks_together_are_all_layers_embedding_head_and_the_starts_of_tasks(family, keeps_input):
+def test_all_tasks_together_are_all_layers_embedding_head_and_the_starts_of_tasks(
+    family, keeps_input
+):
     op_times, schedule, sizes = some(family)
     is_split = any(task.kind == "W" for tasks in schedule.ranks for task in tasks)
     costs = costs_of_stages(op_times, sizes, keeps_input=keeps_input, split=is_split)
     one = sum(sizes) * op_times.layer.all_s + op_times.embed.all_s + op_times.head.all_s
-    number = sum(1 + (is_split and task.kind == "B") for tasks in schedule.ranks for task in tasks)  # B costs I and W
-    if keeps_input:  # layers of the last stage run forward in the backward alone, which counts that; and is no task
+    number = sum(
+        1 + (is_split and task.kind == "B") for tasks in schedule.ranks for task in tasks
+    )  # B costs I and W
+    # layers of the last stage run forward in the backward alone, which counts that; and is no task
+    if keeps_input:
         one += op_times.embed.forward_s - sizes[-1] * op_times.layer.forward_s
         number -= schedule.num_microbatches
     expected = schedule.num_microbatches * one + number * op_times.task_s
@@ -61,22 +70,35 @@ def test_all_tasks_together_are_all_layers_embedding_head_and_the_starts_of_task
 
 def test_tasks_by_hand():
     op_times = OpTimes(
-        PieceTimes(1, 10, 100), PieceTimes(2, 20, 200), PieceTimes(3, 30, 300), task_s=0.5, hop_s=7.0, overhead_s=0.0
+        PieceTimes(1, 10, 100),
+        PieceTimes(2, 20, 200),
+        PieceTimes(3, 30, 300),
+        task_s=0.5,
+        hop_s=7.0,
+        overhead_s=0.0,
     )
     kept = costs_of_stages(op_times, (1, 2, 0), keeps_input=False)
-    assert kept.forward_s == (1 + 2 + 0.5, 2 * 2 + 0.5, 333 + 0.5)  # the head with its gradients is in the forward
+    assert kept.forward_s == (
+        1 + 2 + 0.5,
+        2 * 2 + 0.5,
+        333 + 0.5,
+    )  # the head with its gradients is in the forward
     assert kept.input_grad_s == (20 + 110 + 0.5, 2 * 20 + 0.5, 0.5)
     assert kept.weight_grad_s == (200, 400, 0)
-    assert kept.hop_s == 7.0
+    assert kept.transfer_s == 7.0
     full = costs_of_stages(op_times, (1, 2, 0), keeps_input=True, split=True)
     assert full.forward_s == (1 + 2 + 0.5, 2 * 2 + 0.5, 0)  # there is no such program
     assert full.input_grad_s == (20 + 110 + 1 + 0.5, 2 * 20 + 0.5, 333 + 0.5)
     assert full.weight_grad_s == (200.5, 400.5, 0.5)
     alone = costs_of_stages(op_times, (1,), keeps_input=True)
-    assert (alone.forward_s, alone.input_grad_s, alone.weight_grad_s) == ((0,), (20 + 110 + 1 + 333 + 0.5,), (200,))
+    assert (alone.forward_s, alone.input_grad_s, alone.weight_grad_s) == (
+        (0,),
+        (20 + 110 + 1 + 333 + 0.5,),
+        (200,),
+    )
 
 
-# --- bubbles ---------------------------------------------------------------------------------------------------------
+# --- bubbles ------------------------------------------------------------------------------------
 
 
 @families
@@ -115,100 +137,14 @@ def test_shared_cores_that_are_never_idle_have_no_bubble(family, is_lockstep):
     table = lowered(schedule, costs, keeps_input=False) if is_lockstep else None
     before = inf
     for capacity, copies in itertools.product((0.5, 1.0, 2.5, 4.0, inf), (1, 2)):
-        time = step_time(replace(op_times, capacity=capacity * copies), schedule, table, costs, copies)
+        time = step_time(
+            replace(op_times, capacity=capacity * copies), schedule, table, costs, copies
+        )
         assert 0 <= time.bubble_fraction < 1
         if capacity <= 1:
             assert time.bubble_fraction == pytest.approx(0, abs=1e-12)
             assert time.pipeline_s == pytest.approx(tasks_s(schedule, costs) / capacity)
-        assert time.pipeline_s <= before * (1 + 1e-12)  # as many copies as capacities: the number does not matter
+        assert time.pipeline_s <= before * (
+            1 + 1e-12
+        )  # as many copies as capacities: the number does not matter
         before = time.pipeline_s
-
-
-# --- idle ranks that compute -----------------------------------------------------------------------------------------
-
-
-def masked_ticks_s(op_times, table, costs, idle):
-    """Seconds of each tick on each rank, from the first tick with a backward and the last with a forward.
-
-    idle: seconds of an F and a B without a task.
-    """
-    column = {name: i for i, name in enumerate(table.columns)}
-    has = [{kind: any(line[column[kind]] for line in row) for kind in "fb"} for row in table.table]
-    starts = min(t for t, kinds in enumerate(has) if kinds["b"])
-    ends = max((t for t, kinds in enumerate(has) if kinds["f"]), default=-1)
-    found = []
-    for t, row in enumerate(table.cells):
-        line = []
-        for forward, backward in row:
-            seconds = 0.0
-            if t <= ends:
-                own = costs.seconds("F", forward.stage, 1) if forward else 0.0
-                seconds += own if own else idle["F"]
-            if t >= starts:
-                seconds += costs.seconds("B", backward.stage, 1) if backward else idle["B"]
-            line.append(seconds)
-        found.append(line)
-    return found
-
-
-@pytest.mark.parametrize("family", LOOPED_WHOLE)
-@remats
-@pytest.mark.parametrize("p", [1, 2, 4])
-@pytest.mark.parametrize("capacity", [inf, 1.5])
-def test_idle_ranks_that_compute_take_as_long_as_the_largest_stage(family, keeps_input, p, capacity):
-    op_times, schedule, sizes = some(family, p=p, capacity=capacity, hop_s=0.2)
-    costs = costs_of_stages(op_times, sizes, keeps_input=keeps_input)
-    table = lowered(schedule, costs, keeps_input)
-    layer, most = op_times.layer, max(sizes)
-    idle = {"F": most * layer.forward_s + 0.07, "B": most * (layer.input_grad_s + layer.weight_grad_s) + 0.07}
-    expected = [[cell_s + 0.2 for cell_s in row] for row in masked_ticks_s(op_times, table, costs, idle)]
-    time = step_time(op_times, schedule, table, costs, copies=1, masked=True)
-    assert time.pipeline_s == pytest.approx(sum(together_s(row, capacity) for row in expected), rel=1e-12)
-    assert time.work_s == pytest.approx(sum(map(sum, expected)), rel=1e-12)
-    skipping = step_time(op_times, schedule, table, costs, copies=1)
-    assert time.pipeline_s >= skipping.pipeline_s * (1 - 1e-12)
-    assert time.bubble_fraction >= skipping.bubble_fraction - 1e-12  # what is masked is no work of a task
-
-
-def test_masked_gpipe_in_closed_form():
-    p, m, layer = 4, 8, PieceTimes(1.0, 1.5, 0.5)
-    op_times = OpTimes(FREE, layer, FREE, task_s=0.0, hop_s=0.0, overhead_s=0.0)
-    costs = costs_of_stages(op_times, (2,) * p, keeps_input=False)
-    schedule = build("gpipe", p, m)
-    table = lowered(schedule, costs, keeps_input=False)
-    time = step_time(op_times, schedule, table, costs, copies=1, masked=True)
-    # m+p-1 ticks with forwards, m+p-1 with backwards, of 2 layers each; the last forward's tick has the first backward
-    assert time.pipeline_s == pytest.approx((m + p - 1) * 2 * layer.all_s)
-    assert time.work_s == pytest.approx(p * time.pipeline_s)
-    assert time.bubble_fraction == pytest.approx((p - 1) / (m + p - 1))
-
-
-def test_a_forward_that_is_left_to_its_backward_is_computed_where_it_is_masked():
-    op_times, schedule = OpTimes(FREE, PieceTimes(1.0, 1.0, 1.0), FREE, 0.0, 0.0, 0.0), build("gpipe", 2, 1)
-    costs = costs_of_stages(op_times, (1, 1), keeps_input=True)
-    table = lowered(schedule, costs, keeps_input=True)
-    assert table.cells[1][1].forward == Task(1, "F", 0)
-    time = step_time(op_times, schedule, table, costs, copies=1, masked=True)
-    # tick 0: F on both ranks; the others have backwards alone, for the flag of the last stage's forward is 0
-    assert time.pipeline_s == pytest.approx(1.0 + 2.0 * (table.num_ticks - 1))
-
-
-@pytest.mark.parametrize("family", LOOPED_WHOLE)
-@remats
-def test_segments_hold_all_ticks_and_no_task_outside(family, keeps_input):
-    for p, m in ((1, 3), (2, 4), (4, 8)):
-        schedule = build(family, p, m)
-        table = ticks(
-            schedule,
-            costs_of_stages(random_prices(random.Random(0)), (1,) * schedule.num_stages, keeps_input=False),
-            "full" if keeps_input else "none",
-        )
-        column = {name: i for i, name in enumerate(table.columns)}
-        ((everything, *_),) = table.segments(apart=False)
-        assert everything == range(table.num_ticks)
-        apart = table.segments(apart=True)
-        assert [t for which, *_ in apart for t in which] == list(everything)
-        for which, *flags in apart:
-            for kind, flag in zip("fb", flags, strict=True):
-                ran = any(table.table[t][r][column[kind]] for t in which for r in range(p))
-                assert ran == flag

@@ -1,4 +1,6 @@
-"""`ppctl plan` for devices that are not here: with their compiler where it is installed, and without."""
+"""`ppctl plan` for devices that are not here: with their compiler where it is installed, and
+without.
+"""
 
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -10,11 +12,11 @@ from support.plans import plan_json, request, said_of
 from ppctl import cli, config
 from ppctl.cli.commands.plan import plan as run_plan
 from ppctl.errors import ConfigError
-from ppctl.executors import topology
-from ppctl.planner import plan
-from ppctl.training import job as training_job
-from ppctl.training.engines.one_program import OneProgram
-from ppctl.training.known_hardware import known
+from ppctl.executors import described_devices as topology
+from ppctl.planner import make_plan as plan
+from ppctl.training.pipeline import job as training_job
+from ppctl.training.pipeline.engines.one_program import OneProgram
+from ppctl.training.pipeline.known_hardware import known
 
 TOPOLOGY = config.Plan(topology="v5e:2x2")
 
@@ -23,21 +25,29 @@ def described(monkeypatch):
     """A libtpu that describes four of the devices that are here."""
     monkeypatch.setattr(topology, "find_spec", lambda name: object())
     monkeypatch.setattr(
-        topology.topologies, "get_topology_desc", lambda **asked: SimpleNamespace(devices=jax.devices()[4:])
+        topology.topologies,
+        "get_topology_desc",
+        lambda **asked: SimpleNamespace(devices=jax.devices()[4:]),
     )
 
 
 def test_a_program_is_compiled_for_described_devices(monkeypatch, capsys):
     described(monkeypatch)
     code, found = plan_json(capsys, request(plan=TOPOLOGY))
-    assert (code, found["fits"], found["limit_bytes"]) == (0, True, None)  # the compiler has taken it
-    with pytest.raises(ConfigError, match=r"1\*2\*1 = 2, but plan.topology=v5e:2x2 has 4 devices. Use a mesh"):
+    assert (code, found["fits"], found["limit_bytes"]) == (
+        0,
+        True,
+        None,
+    )  # the compiler has taken it
+    with pytest.raises(
+        ConfigError, match=r"1\*2\*1 = 2, but plan.topology=v5e:2x2 has 4 devices. Use a mesh"
+    ):
         plan.predict(request(mesh=config.Mesh(1, 2, 1), plan=TOPOLOGY))
 
 
 REFUSED = (
-    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (29.31G) exceeds "
-    "available HBM (15.75G).\nmore"
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
+    "(29.31G) exceeds available HBM (15.75G).\nmore"
 )
 
 
@@ -55,7 +65,9 @@ def test_what_a_compiler_refuses_does_not_fit(monkeypatch, capsys):
     said = capsys.readouterr().out.splitlines()[-1]
     assert said.startswith("does not fit (compiled in ")
     assert "required for HLO temporaries (29.31G) exceeds available HBM (15.75G). Most are" in said
-    assert "more" not in said.replace("use more", "").replace("more and smaller", "").replace("or more", "")
+    assert "more" not in said.replace("use more", "").replace("more and smaller", "").replace(
+        "or more", ""
+    )
 
 
 @pytest.mark.skipif(find_spec("libtpu") is not None, reason="libtpu is installed")
@@ -90,13 +102,18 @@ def test_a_topology_is_predicted_for_without_its_compiler(name, devices, limit, 
 
 
 def test_a_topology_of_another_size_is_refused_without_its_compiler():
-    for name, message in (("v5e:4x4", "has 16 devices. Use a mesh of 16"), ("h100:2x2x1", "write the number of hosts")):
+    for name, message in (
+        ("v5e:4x4", "has 16 devices. Use a mesh of 16"),
+        ("h100:2x2x1", "write the number of hosts"),
+    ):
         with pytest.raises(ConfigError, match=message):
             plan.predict(request(plan=config.Plan(compile=False, topology=name)))
 
 
 def test_tp_over_hosts_of_the_hardware_that_is_described_is_refused():
-    with pytest.raises(ConfigError, match=r"^mesh.tp=16 would go over 2 hosts of 8 devices: .* mesh.tp=8"):
+    with pytest.raises(
+        ConfigError, match=r"^mesh.tp=16 would go over 2 hosts of 8 devices: .* mesh.tp=8"
+    ):
         plan.predict(request(mesh=config.Mesh(dp=1, pp=1, tp=16), hardware=known()["h100"]))
 
 

@@ -10,18 +10,18 @@ from ppctl import cli
 from ppctl.cli.compose import compose
 from ppctl.config import Config
 from ppctl.errors import ConfigError
-from ppctl.planner import measure, predict
-from ppctl.planner.count import work_of
-from ppctl.planner.step_time import cache_dir, predicted_time
-from ppctl.training.job import assemble
-from ppctl.training.known_hardware import known
-from ppctl.training.prediction import StepPrediction
+from ppctl.planner.cost import predict_step as predict
+from ppctl.planner.cost.step_time import predicted_time
+from ppctl.planner.cost.task_flops import work_of
+from ppctl.training.pipeline.job import assemble
+from ppctl.training.pipeline.known_hardware import known
+from ppctl.training.run.prediction_check import StepPrediction
 
 WORDS = (
-    "mesh=1x2 schedule=gpipe schedule.num_microbatches=2 data=regression data.batch_size=16 data.num_rows=512 "
-    "data.num_features=5 data.num_targets=3 data.eval_fraction=0.1 model=mlp model.num_layers=2 model.d_model=16 "
-    "run.dtype=float32 run.platform=cpu run.eval_every=null run.tensorboard=false "
-    "run.checkpoint.every=null run.num_steps=3"
+    "mesh=1x2 schedule=gpipe schedule.num_microbatches=2 data=regression data.batch_size=16 "
+    "data.num_rows=512 data.num_features=5 data.num_targets=3 data.eval_fraction=0.1 model=mlp "
+    "model.num_layers=2 model.d_model=16 run.dtype=float32 run.platform=cpu run.eval_every=null "
+    "run.trackers=[] run.checkpoint.every=null run.num_steps=3"
 )
 UNKNOWN = StepPrediction(None, 3 * 2**20, "costs=analytic, unknown hardware")
 KNOWN = StepPrediction(0.5, 3 * 2**20, "costs=analytic, hardware=host")
@@ -69,70 +69,62 @@ def test_every_record_holds_prediction_and_compiled_memory_and_the_last_line_com
     first, last = (line for line in out.splitlines() if line.startswith("plan "))
     source = r"\(costs=analytic, hardware=host\)"
     bubble = r"bubble 33.3% ideal, [\d.]+% predicted"
-    assert re.fullmatch(rf"plan      [\d.e-]+ s a step, {bubble}, .* a device predicted {source}", first)
     assert re.fullmatch(
-        r"plan      \S+ s a step predicted, \S+ measured \([\d.]+ times; costs=analytic, hardware=host\); "
-        r"\S+ \w+ a device predicted, \S+ \w+ compiled",
+        rf"plan      [\d.e-]+ s a step, {bubble}, .* a device predicted {source}", first
+    )
+    assert re.fullmatch(
+        r"plan      \S+ s a step predicted, \S+ measured \([\d.]+ times; costs=analytic, "
+        r"hardware=host\); \S+ \w+ a device predicted, \S+ \w+ compiled",
         last,
     )
 
 
 def test_of_unknown_hardware_no_time_is_predicted_and_it_trains(train, monkeypatch):
-    monkeypatch.setattr("ppctl.training.known_hardware.of_device", lambda device_kind: None)
+    monkeypatch.setattr(
+        "ppctl.training.pipeline.known_hardware.of_device", lambda device_kind: None
+    )
     out, records = train()
     assert len(records) == 3
-    assert all("predicted_step_time_s" not in record for record in records)  # as all that is not known
+    assert all(
+        "predicted_step_time_s" not in record for record in records
+    )  # as all that is not known
     assert all(record["predicted_memory_bytes"] > 0 for record in records)
     first, last = (line for line in out.splitlines() if line.startswith("plan "))
     assert re.fullmatch(
-        r"plan      no step time, bubble 33.3% ideal, .* a device predicted \(costs=analytic, unknown hardware\)", first
+        r"plan      no step time, bubble 33.3% ideal, .* a device predicted \(costs=analytic, "
+        r"unknown hardware\)",
+        first,
     )
     assert last.endswith(" s a step, of which nothing was predicted")
 
 
 def test_lines_for_people():
-    assert KNOWN.line() == "plan      0.5 s a step, 3.0 MiB a device predicted (costs=analytic, hardware=host)"
-    found = replace(KNOWN, ideal_bubble_fraction=0.025, bubble_fraction=0.203, by_measured_costs_s=0.4)
+    assert (
+        KNOWN.line()
+        == "plan      0.5 s a step, 3.0 MiB a device predicted (costs=analytic, hardware=host)"
+    )
+    found = replace(KNOWN, ideal_bubble_fraction=0.025, bubble_fraction=0.203)
     assert found.line() == (
-        "plan      0.5 s a step (0.4 by costs=measure, timed before), bubble 2.5% ideal, 20.3% predicted, "
+        "plan      0.5 s a step, bubble 2.5% ideal, 20.3% predicted, "
         "3.0 MiB a device predicted (costs=analytic, hardware=host)"
     )
     assert KNOWN.compared([9.0, 0.25, 0.2], 4 * 2**20) == (
-        "plan      0.5 s a step predicted, 0.25 measured (2.00 times; costs=analytic, hardware=host); "
-        "3.0 MiB a device predicted, 4.0 MiB compiled"
+        "plan      0.5 s a step predicted, 0.25 measured (2.00 times; costs=analytic, "
+        "hardware=host); 3.0 MiB a device predicted, 4.0 MiB compiled"
     )
     assert UNKNOWN.compared([0.25], 4 * 2**20) == (
-        "plan      3.0 MiB a device predicted, 4.0 MiB compiled; 0.25 s a step, of which nothing was predicted"
+        "plan      3.0 MiB a device predicted, 4.0 MiB compiled; 0.25 s a step, of which nothing "
+        "was predicted"
     )
 
 
-@pytest.mark.full
-def test_what_was_measured_before_is_named_next_to_what_is_counted(monkeypatch):
-    job = assemble(composed())
-    counted = predict.predict_step(job)
-    assert (counted.source, counted.by_measured_costs_s) == ("costs=analytic, hardware=host", None)
-    pieces = dict.fromkeys(("F", "B", "embed", "embed_grad", "head", "alone"), measure.Timing(0.01, 0.01))
-    of_mesh = dict.fromkeys(("once", "tick"), measure.Timing(0.02, 0.02))
-    monkeypatch.setattr(measure, "_pieces", lambda job: pieces)
-    monkeypatch.setattr(measure, "_of_mesh", lambda job: of_mesh)
-    costs = composed("costs=measure").costs
-    measure.measured_op_times(job, cache_dir(costs))
-    monkeypatch.setattr(measure, "_pieces", lambda job: pytest.fail("timed"))
-    found = predict.predict_step(job)
-    assert found == replace(counted, by_measured_costs_s=step_s(job, costs))
-    assert predict.predict_step(assemble(composed("hardware=host"))) == counted  # chosen, so that it counts
-    again = assemble(replace(composed(), run=replace(composed().run, seed=5)))
-    assert predict.predict_step(again).by_measured_costs_s == found.by_measured_costs_s
-    measured = predict.predict_step(assemble(composed("costs=measure")))
-    assert (measured.source, measured.by_measured_costs_s) == ("costs=measure, hardware=host", None)
-    assert measured.step_time_s == found.by_measured_costs_s
-
-
-def test_a_dtype_without_a_stated_peak_predicts_no_time_and_is_refused_where_hardware_is_chosen(monkeypatch):
+def test_a_dtype_without_a_stated_peak_predicts_no_time_and_is_refused_where_hardware_is_chosen(
+    monkeypatch,
+):
     request = compose(WORDS.split(), [], [])
     assert isinstance(request, Config)
     job = assemble(request)
-    monkeypatch.setattr("ppctl.planner.step_time.peak_flops", lambda hardware, dtype: None)
+    monkeypatch.setattr("ppctl.planner.cost.step_time.peak_flops", lambda hardware, dtype: None)
     assert predict.predict_step(job).step_time_s is None
     job = replace(job, config=replace(request, hardware=known()["host"]))
     with pytest.raises(ConfigError, match=r"^hardware=host states no peak for float32\."):
@@ -141,8 +133,14 @@ def test_a_dtype_without_a_stated_peak_predicts_no_time_and_is_refused_where_har
 
 def test_counted_for_hardware_that_is_not_here_a_model_has_its_kernels():
     """cuDNN reads and writes no scores; XLA's plain form, which this machine would take, does."""
-    words = "model=transformer model.d_model=64 model.num_heads=2 model.seq_len=512 data=synthetic data.vocab_size=64"
-    words = f"{words} run.dtype=bfloat16 mesh=1x2 schedule=gpipe data.batch_size=4 schedule.num_microbatches=2"
+    words = (
+        "model=transformer model.d_model=64 model.num_heads=2 model.seq_len=512 data=synthetic "
+        "data.vocab_size=64"
+    )
+    words = (
+        f"{words} run.dtype=bfloat16 mesh=1x2 schedule=gpipe data.batch_size=4 "
+        "schedule.num_microbatches=2"
+    )
     job, plain = (
         assemble(compose([*words.split(), "hardware=h100", *more], [], ["plan"]))
         for more in ([], ["model.attention=xla"])

@@ -1,4 +1,6 @@
-"""Ranks run one by one on one device do what the engine dispatches, and the whole is simulated from their times."""
+"""Ranks run one by one on one device do what the engine dispatches, and the whole is simulated from
+their times.
+"""
 
 import json
 import re
@@ -7,23 +9,25 @@ from math import prod
 
 import jax
 import pytest
-from support.selection import few
+from support.selection import full_except
 
 from ppctl import cli, config
 from ppctl.errors import ConfigError
-from ppctl.executors.mpmd.task_plan import TASKS
-from ppctl.planner import rehearse
-from ppctl.planner.analytic import Machine
-from ppctl.planner.rank_in_ticks import in_ticks
-from ppctl.planner.rank_on_device import RankOnDevice, RankTimes
-from ppctl.planner.roofline import Link, Speed
-from ppctl.planner.step_runs import examples_of_device
-from ppctl.planner.step_time import counted_op_times
-from ppctl.planner.timing import Timing
-from ppctl.schedule import build
-from ppctl.schedule import costs as schedule_costs
-from ppctl.schedule.ticks import ticks
-from ppctl.training.job import assemble
+from ppctl.executors.mpmd.plan_tasks import TASKS
+from ppctl.planner.cost.counted_costs import Machine
+from ppctl.planner.cost.piece_timing import Timing
+from ppctl.planner.cost.roofline import Link, Speed
+from ppctl.planner.cost.step_runs import examples_of_device
+from ppctl.planner.cost.step_time import counted_op_times
+from ppctl.planner.rehearsal import rehearse_ranks as rehearse
+from ppctl.planner.rehearsal.rank_on_device import RankOnDevice, RankTimes, in_ticks
+from ppctl.training.pipeline.job import assemble
+
+
+@pytest.fixture(autouse=True)
+def one_run(monkeypatch):
+    monkeypatch.setattr(rehearse, "RUNS", 1)
+
 
 SMALL = config.Config(
     model=config.MLP(num_layers=8, d_model=16),
@@ -32,7 +36,6 @@ SMALL = config.Config(
     executor=config.Mpmd(remat="none"),
     data=config.Regression(batch_size=24),
     run=config.Run(dtype="float32"),
-    rehearse=config.Rehearse(runs=1),
 )
 FREE = Machine(Speed(1e30, 1e30), Link(0.0, 1e30), None, None, 0.0)  # nothing but tasks takes time
 REQUESTS = {
@@ -45,7 +48,9 @@ REQUESTS = {
     ),
     "split, placed in a V": replace(SMALL, schedule=config.Schedule("zb_v", 6)),
     "chunks": replace(
-        SMALL, schedule=config.Interleaved(num_microbatches=8, num_chunks=2), data=config.Regression(batch_size=16)
+        SMALL,
+        schedule=config.Interleaved(num_microbatches=8, num_chunks=2),
+        data=config.Regression(batch_size=16),
     ),
     "recomputed": replace(SMALL, executor=config.Mpmd(remat="full")),
     "copies": replace(SMALL, mesh=config.Mesh(1, 2, 2)),
@@ -57,50 +62,49 @@ def times(request, forward_s, backward_s, busy=MANY_CORES):
     """Return times of every rank of a request whose tasks take these."""
     job = assemble(request, on_one_device=True)
     stages = range(job.pipe.schedule.num_stages)
-    task_s = {(s, kind): seconds for s in stages for kind, seconds in (("F", forward_s), ("B", backward_s))}
+    task_s = {
+        (s, kind): seconds
+        for s in stages
+        for kind, seconds in (("F", forward_s), ("B", backward_s))
+    }
     ranks = range(job.pipe.schedule.num_ranks)
     ran = {r: RankTimes(Timing(1.0, busy), Timing(0.5, busy), task_s, 100) for r in ranks}
     return rehearse.Simulated(job, FREE, ran, list(ranks))
 
 
-@pytest.mark.parametrize("name", few(REQUESTS, 2))
+@pytest.mark.parametrize("name", full_except([*REQUESTS], "1f1b", "the vocabulary on all ranks"))
 def test_the_tasks_of_a_rank_are_those_that_the_engine_dispatches(name):
     job = assemble(REQUESTS[name], on_one_device=True)
     entries, _ = job.pipe.engine.plan("step")
     for r, (_, prepare, tasks) in enumerate(rehearse.rank_parts(job)):
-        wanted = [entry for entry in entries if entry.program and entry.program.kind in TASKS and entry.rank == r]
+        wanted = [
+            entry
+            for entry in entries
+            if entry.program and entry.program.kind in TASKS and entry.rank == r
+        ]
         assert tasks == wanted
         assert prepare in entries
 
 
-@pytest.mark.parametrize("name", few(REQUESTS, 2))
+@pytest.mark.parametrize("name", full_except([*REQUESTS], "1f1b", "the vocabulary on all ranks"))
 def test_every_task_runs_and_their_seconds_add_up_to_those_of_the_rank(name):
     job = assemble(REQUESTS[name], on_one_device=True)
     parts = rehearse.rank_parts(job)
     for part in parts[:1] + parts[-1:]:
         _, _, tasks = part
-        found = RankOnDevice(job, *part, examples_of_device(job)).times(1)
+        found = RankOnDevice(job, part, examples_of_device(job)).times(1)
         each = [found.task_s[entry.task.stage, entry.task.kind] for entry in tasks if entry.task]
         assert sum(each) == pytest.approx(found.tasks.wall_s)
         assert min(each) > 0
         assert found.update.wall_s > 0
 
 
-@pytest.mark.parametrize("is_masked", [False, True])
-def test_tasks_take_their_part_of_the_ticks_that_they_stand_in(is_masked):
-    lowered = ticks(build("1f1b", 2, 3), schedule_costs.Costs(), "none")
+def test_tasks_take_their_part_of_the_ticks_that_they_stand_in():
     alone = RankTimes(Timing(12.0, 12.0), Timing(0.0, 0.0), {(0, "F"): 1.0, (0, "B"): 3.0}, 0)
-    found = in_ticks(alone, Timing(30.0, 30.0), lowered, is_masked=is_masked)
-    numbers = {"F": 3, "B": 3}  # tasks of a rank
-    if is_masked:  # every tick of a segment computes
-        segments = lowered.segments(apart=True)
-        numbers = {
-            kind: sum(len(range(s.start, s.stop)) for s, *has in segments if has[k]) for k, kind in enumerate("FB")
-        }
-        assert numbers["F"] > 3
+    found = in_ticks(alone, Timing(30.0, 30.0))
     assert found.tasks.wall_s == 30.0
     assert found.task_s[0, "B"] == pytest.approx(3 * found.task_s[0, "F"])
-    assert sum(number * found.task_s[0, kind] for kind, number in numbers.items()) == pytest.approx(30.0)
+    assert sum(3 * found.task_s[0, kind] for kind in "FB") == pytest.approx(30.0)  # 3 of each
 
 
 @pytest.mark.parametrize(("fsdp", "share"), [(1, 1), (2, 2)])
@@ -127,9 +131,16 @@ def test_where_a_rank_keeps_all_cores_busy_the_others_wait_for_it():
 def test_a_rank_that_is_like_another_takes_its_times_stage_by_stage():
     job = assemble(replace(SMALL, schedule=config.Schedule("zb_v", 6)), on_one_device=True)
     kinds = [kind for kind, _, _ in rehearse.rank_parts(job)]
-    assert [kinds.index(kind) for kind in kinds] == [0, 1, 1, 1]  # rank 0 has the embedding and the head
+    assert [kinds.index(kind) for kind in kinds] == [
+        0,
+        1,
+        1,
+        1,
+    ]  # rank 0 has the embedding and the head
     task_s = {
-        (s, kind): 10.0 * s + {"F": 1.0, "I": 2.0, "W": 3.0}[kind] for s in (0, 1, 6, 7) for kind in ("F", "I", "W")
+        (s, kind): 10.0 * s + {"F": 1.0, "I": 2.0, "W": 3.0}[kind]
+        for s in (0, 1, 6, 7)
+        for kind in ("F", "I", "W")
     }
     ran = {r: RankTimes(Timing(1.0, 1.0), Timing(0.0, 0.0), task_s, 0) for r in (0, 1)}
     costs = rehearse.Simulated(job, FREE, ran, [0, 1, 1, 1]).costs
@@ -137,7 +148,9 @@ def test_a_rank_that_is_like_another_takes_its_times_stage_by_stage():
     assert costs.weight_grad_s == (3.0, 13.0, 13.0, 13.0, 63.0, 63.0, 63.0, 73.0)
 
 
-@pytest.mark.parametrize("executor", [config.Spmd(remat="none"), config.Mpmd(remat="none")], ids=["spmd", "mpmd"])
+@pytest.mark.parametrize(
+    "executor", [config.Spmd(remat="none"), config.Mpmd(remat="none")], ids=["spmd", "mpmd"]
+)
 def test_memory_is_that_of_the_run_with_the_temporaries_of_a_task(executor):
     found = times(replace(SMALL, executor=executor), 1.0, 2.0).found
     held = assemble(replace(SMALL, executor=executor)).pipe.memory()
@@ -148,7 +161,9 @@ def test_memory_is_that_of_the_run_with_the_temporaries_of_a_task(executor):
 
 @pytest.mark.parametrize("gather", ["step", "tick"])
 def test_gathering_each_tick_is_counted_in_tasks_and_not_once(gather):
-    asked = replace(SMALL, mesh=config.Mesh(1, 2, 2), executor=config.Spmd(remat="none", gather=gather))
+    asked = replace(
+        SMALL, mesh=config.Mesh(1, 2, 2), executor=config.Spmd(remat="none", gather=gather)
+    )
     slow = replace(FREE, link=Link(1.0, 1e30))
     found = replace(times(asked, 1.0, 2.0), machine=slow)
     assert found.costs.forward_s[0] == pytest.approx(1.0 + (gather == "tick"))  # fsdp - 1 messages
@@ -164,43 +179,65 @@ DIVIDED = replace(
 
 
 def test_what_devices_of_a_stage_send_is_counted_beside_what_one_of_them_computes():
-    asked = replace(DIVIDED, model=replace(DIVIDED.model, num_layers=3), mesh=config.Mesh(1, 3, 1, tp=2, cp=2))
+    asked = replace(
+        DIVIDED, model=replace(DIVIDED.model, num_layers=3), mesh=config.Mesh(1, 3, 1, tp=2, cp=2)
+    )
     found = times(asked, 1.0, 2.0, busy=0.25)
     assert found.costs.forward_s[1] == pytest.approx(1.0)
     slow = replace(found, machine=replace(FREE, link=Link(1.0, 1e30)))  # a second a message
     along_tp, along_cp = 4, 2  # two gathers and two scatters of a block; its keys and its values
     assert slow.costs.forward_s[1] == pytest.approx(1.0 + along_tp + along_cp)
     layer = counted_op_times(slow.job, slow.machine).layer
-    assert slow.costs.seconds("B", 1, 1) == pytest.approx(2.0 + layer.input_grad_s + layer.weight_grad_s)
-    assert layer.input_grad_s + layer.weight_grad_s > along_tp + along_cp  # and what its forward gathered, again
+    assert slow.costs.seconds("B", 1, 1) == pytest.approx(
+        2.0 + layer.input_grad_s + layer.weight_grad_s
+    )
+    assert (
+        layer.input_grad_s + layer.weight_grad_s > along_tp + along_cp
+    )  # and what its forward gathered, again
     stages = [slow.costs.seconds("F", s, 1) + slow.costs.seconds("B", s, 1) - 3.0 for s in range(3)]
     assert slow.found.sent_s == pytest.approx(6 * max(stages))
-    assert slow.found.step_cpu_s == pytest.approx(4 * 3 * (0.25 + 0.25))  # of all devices of three ranks
+    assert slow.found.step_cpu_s == pytest.approx(
+        4 * 3 * (0.25 + 0.25)
+    )  # of all devices of three ranks
 
 
 def test_one_device_of_a_divided_rank_runs_its_tasks():
-    asked = replace(DIVIDED, model=replace(DIVIDED.model, num_layers=2), mesh=config.Mesh(1, 2, 1, tp=2))
+    asked = replace(
+        DIVIDED, model=replace(DIVIDED.model, num_layers=2), mesh=config.Mesh(1, 2, 1, tp=2)
+    )
     job = assemble(asked, on_one_device=True)
-    found = RankOnDevice(job, *rehearse.rank_parts(job)[1], examples_of_device(job)).times(1)
-    assert sum(6 * seconds for seconds in found.task_s.values()) == pytest.approx(found.tasks.wall_s)
+    found = RankOnDevice(job, rehearse.rank_parts(job)[1], examples_of_device(job)).times(1)
+    assert sum(6 * seconds for seconds in found.task_s.values()) == pytest.approx(
+        found.tasks.wall_s
+    )
 
 
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("executor", [config.Spmd(remat="layer"), config.Mpmd(remat="full")], ids=["spmd", "mpmd"])
+@pytest.mark.parametrize(
+    "executor", [config.Spmd(remat="layer"), config.Mpmd(remat="full")], ids=["spmd", "mpmd"]
+)
 def test_one_device_of_each_rank_stands_for_those_that_tp_and_cp_divide_it_over(executor):
     asked = replace(DIVIDED, mesh=config.Mesh(1, 2, 1, tp=2, cp=2), executor=executor)
     found, _ = rehearse.rehearse(asked)
     assert all(each.tasks_s > 0 for each in found.ranks)
     held = assemble(asked, on_one_device=True).pipe.memory()
-    assert [each.memory_bytes["parameters"] for each in found.ranks] == [each["parameters"] for each in held]
+    assert [each.memory_bytes["parameters"] for each in found.ranks] == [
+        each["parameters"] for each in held
+    ]
 
 
 def test_the_command_prints_writes_and_runs_ranks_that_are_alike_once(tmp_path, capsys):
     page = tmp_path / "page.html"
-    words = ["model=mlp", "model.num_layers=4", "model.d_model=16", "data=regression", "data.batch_size=16"]
-    words += ["mesh=1x4", "schedule=1f1b", "schedule.num_microbatches=4", "rehearse.runs=1"]
-    assert cli.main(["rehearse", *words, f"rehearse.html={page}", "--json"]) == 0
+    words = [
+        "model=mlp",
+        "model.num_layers=4",
+        "model.d_model=16",
+        "data=regression",
+        "data.batch_size=16",
+    ]
+    words += ["mesh=1x4", "schedule=1f1b", "schedule.num_microbatches=4"]
+    assert cli.main(["rehearse", *words, f"plan.html={page}", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [each["ran_as"] for each in found["ranks"]] == [0, 1, 1, 3]
     assert found["step_time_s"] > found["per_step_overhead_s"] > 0
@@ -217,12 +254,20 @@ def test_the_command_prints_writes_and_runs_ranks_that_are_alike_once(tmp_path, 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"executor": config.Reference(), "mesh": config.Mesh()}, "executor=reference has no ranks. Use executor=spmd"),
-        ({"run": config.Run(distributed="env", num_processes=2)}, "run.distributed=env joins processes"),
+        (
+            {"executor": config.Reference(), "mesh": config.Mesh()},
+            "executor=reference has no ranks. Use executor=spmd",
+        ),
+        (
+            {"run": config.Run(distributed="env", num_processes=2)},
+            "run.distributed=env joins processes",
+        ),
         ({"costs": config.Measure()}, "costs=measure times pieces of a model"),
     ],
 )
-def test_what_cannot_be_rehearsed_is_refused_before_anything_is_built(changes, message, monkeypatch):
+def test_what_cannot_be_rehearsed_is_refused_before_anything_is_built(
+    changes, message, monkeypatch
+):
     monkeypatch.setattr(rehearse, "assemble", lambda *args, **more: pytest.fail("too late"))
     with pytest.raises(ConfigError, match=message):
         rehearse.rehearse(replace(SMALL, **changes))
@@ -230,8 +275,13 @@ def test_what_cannot_be_rehearsed_is_refused_before_anything_is_built(changes, m
 
 def test_a_rank_that_the_device_cannot_hold_is_named(monkeypatch):
     def full(*args):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.\nmore")
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.\nmore"
+        )
 
     monkeypatch.setattr(rehearse, "RankOnDevice", full)
-    with pytest.raises(ConfigError, match=r"Rank 0 does not fit this cpu: Out of memory .* 99 bytes\. Use more ranks"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Rank 0 does not fit this cpu: Out of memory .* 99 bytes\. Use more ranks",
+    ):
         rehearse.rehearse(SMALL)

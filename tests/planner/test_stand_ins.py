@@ -7,7 +7,7 @@ import pytest
 
 from ppctl.errors import ConfigError
 from ppctl.model.parallel import StageAxes
-from ppctl.planner.stand_ins import alone
+from ppctl.planner.rehearsal.stand_ins import alone
 
 AXES = StageAxes(tp=2, cp=3)
 X = np.arange(12.0).reshape(6, 2)
@@ -18,18 +18,28 @@ def gathers(x):
 
 
 def sums(x):
-    return jax.lax.psum_scatter(x, "tp", scatter_dimension=0, tiled=True), jax.lax.psum(x, ("tp", "cp"))
+    return jax.lax.psum_scatter(x, "tp", scatter_dimension=0, tiled=True), jax.lax.psum(
+        x, ("tp", "cp")
+    )
 
 
 def in_bodies(x):
     """Sends inside a scan, a branch, a loop, a call, and both ways of a derivative."""
 
     def body(carry, _):
-        carry = jax.lax.cond(carry.sum() > 0, lambda a: jax.lax.psum(a, "tp") / 2, lambda a: a, carry)
-        return jax.lax.fori_loop(0, 2, lambda _, a: jax.lax.ppermute(a, "cp", [(0, 1), (1, 2), (2, 0)]), carry), None
+        carry = jax.lax.cond(
+            carry.sum() > 0, lambda a: jax.lax.psum(a, "tp") / 2, lambda a: a, carry
+        )
+        return jax.lax.fori_loop(
+            0, 2, lambda _, a: jax.lax.ppermute(a, "cp", [(0, 1), (1, 2), (2, 0)]), carry
+        ), None
 
     carry, _ = jax.lax.scan(body, x, length=2)
-    called = jax.jit(lambda a: jax.checkpoint(lambda b: jnp.sin(jax.lax.all_gather(b, "tp", tiled=True)))(a).sum())
+    called = jax.jit(
+        lambda a: jax.checkpoint(lambda b: jnp.sin(jax.lax.all_gather(b, "tp", tiled=True)))(
+            a
+        ).sum()
+    )
     return jax.grad(called)(carry), jax.lax.axis_index("cp")
 
 
@@ -39,7 +49,7 @@ def test_results_have_their_shapes_and_nothing_is_sent(function):
     text = str(jax.make_jaxpr(function, axis_env=list(AXES.sizes))(X))
     program = jax.jit(alone(function, AXES))
     found = program(X)
-    shapes = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree)  # noqa: E731
+    shapes = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree)
     assert shapes(found) == shapes(expected)
     assert all(np.isfinite(a).all() for a in jax.tree.leaves(found))
     sends = ("all_gather", "psum", "reduce_scatter", "ppermute", "axis_index")
@@ -62,6 +72,8 @@ def test_a_whole_stage_is_left_as_it_is():
 
 
 def test_what_has_no_stand_in_is_refused():
-    to_all = lambda x: jax.lax.all_to_all(x, "tp", 0, 1, tiled=True)  # noqa: E731
-    with pytest.raises(ConfigError, match=r"nothing stands in for what others send by all_to_all. Use `ppctl plan`"):
+    to_all = lambda x: jax.lax.all_to_all(x, "tp", 0, 1, tiled=True)
+    with pytest.raises(
+        ConfigError, match=r"nothing stands in for what others send by all_to_all. Use `ppctl plan`"
+    ):
         alone(to_all, AXES)(X)

@@ -1,4 +1,6 @@
-"""What training on so many tokens takes: by hand, in text, JSON and page; what is no number of tokens is refused."""
+"""What training on so many tokens takes: by hand, in text, JSON and page; what is no number of
+tokens is refused.
+"""
 
 import json
 import math
@@ -8,15 +10,16 @@ import pytest
 
 from ppctl import cli, config
 from ppctl.errors import ConfigError
-from ppctl.planner import plan
-from ppctl.planner.plan_page import plan_page
-from ppctl.planner.token_budget import token_budget
-from ppctl.training.known_hardware import known
+from ppctl.planner import make_plan as plan
+from ppctl.planner.search.token_budget import token_budget
+from ppctl.planner.show.plan_page import plan_page
+from ppctl.training.pipeline.known_hardware import known
 
 H100, V5E, HOST = (known()[name] for name in ("h100", "v5e", "host"))
 WORDS = (
-    "mesh=1x2 schedule=1f1b schedule.num_microbatches=2 model.num_layers=2 model.d_model=32 model.num_heads=2 "
-    "model.seq_len=16 data=synthetic data.vocab_size=64 data.batch_size=4 run.dtype=bfloat16 run.platform=cpu"
+    "mesh=1x2 schedule=1f1b schedule.num_microbatches=2 model.num_layers=2 model.d_model=32 "
+    "model.num_heads=2 model.seq_len=16 data=synthetic data.vocab_size=64 data.batch_size=4 "
+    "run.dtype=bfloat16 run.platform=cpu"
 )
 
 
@@ -32,15 +35,19 @@ def test_by_hand():
     assert (found.num_steps, found.days, found.device_hours) == (1_000_000, 500 / 24, 32_000)
     assert found.energy_kwh == pytest.approx(0.7 * 32_000)
     assert found.text == (
-        "1e12 in 20.8 days: 1,000,000 steps, 32,000 GPU-hours, 22.4 MWh at 700 W a GPU, without hosts and cooling "
-        "(evaluations, checkpoints and restarts not counted)"
+        "1e12 in 20.8 days: 1,000,000 steps, 32,000 GPU-hours, 22.4 MWh at 700 W a GPU, without "
+        "hosts and cooling (evaluations, checkpoints and restarts not counted)"
     )
 
 
 @pytest.mark.parametrize(
     ("tokens", "hardware", "text"),
     [
-        (1e12, V5E, "1e12 in 20.8 days: 1,000,000 steps, 32,000 chip-hours (eval"),  # nobody states its power
+        (
+            1e12,
+            V5E,
+            "1e12 in 20.8 days: 1,000,000 steps, 32,000 chip-hours (eval",
+        ),  # nobody states its power
         (2.5e9, H100, "2.5e9 in 1.25 hours: 2,500 steps, 80 GPU-hours, 56 kWh at 700 W"),
         (1e12, HOST, "1e12 in 20.8 days: 1,000,000 steps, 32,000 device-hours (eval"),
         (1e12, None, "1e12 in 20.8 days: 1,000,000 steps, 32,000 device-hours (eval"),
@@ -64,11 +71,13 @@ def test_where_something_is_not_known_nothing_is_told(missing):
 
 
 @pytest.mark.parametrize("tokens", [0.0, 0.5, -1e9, 1e19, math.inf, math.nan])
-@pytest.mark.parametrize("part", ["plan", "tune"])
-def test_what_is_no_number_of_tokens_is_refused(part, tokens):
-    request = {"plan": config.Plan, "tune": config.Tune}[part](tokens=tokens)
-    with pytest.raises(ConfigError, match=rf"^{part}.tokens=.* is no number of tokens to train on. Use one from 1 to"):
-        config.check(replace(config.Config(), **{part: request}))
+def test_what_is_no_number_of_tokens_is_refused(tokens):
+    request = config.Plan(tokens=tokens)
+    with pytest.raises(
+        ConfigError,
+        match=r"^plan.tokens=.* is no number of tokens to train on. Use one from 1 to",
+    ):
+        config.check(replace(config.Config(), plan=request))
 
 
 def test_plan_tells_it_in_text_and_json(capsys):
@@ -102,13 +111,18 @@ def test_the_page_has_a_card_of_it():
 
 
 def test_where_the_step_is_not_known_neither_are_the_tokens(capsys, monkeypatch):
-    monkeypatch.setattr("ppctl.planner.predict.predicted_time", lambda job, *_: (None, "unknown devices"))
+    monkeypatch.setattr(
+        "ppctl.planner.cost.predict_step.predicted_time", lambda job, *_: (None, "unknown devices")
+    )
     assert cli.main(["plan", *WORDS.split(), "plan.tokens=1e12"]) == 0
     assert "tokens    not known, as the step\n" in capsys.readouterr().out
 
 
 def test_data_that_are_no_text_have_no_tokens(capsys):
-    assert cli.main(["plan", "model=mlp", "data=regression", "plan.tokens=5e9", "run.platform=cpu"]) == 2
+    assert (
+        cli.main(["plan", "model=mlp", "data=regression", "plan.tokens=5e9", "run.platform=cpu"])
+        == 2
+    )
     assert capsys.readouterr().err == (
         "ppctl: plan.tokens=5e+09 counts tokens of text, but the data are no text. Leave it out.\n"
     )

@@ -1,10 +1,12 @@
-"""The operations of traced programs by hand: what is written, what is read to be reduced, what a product adds."""
+"""The operations of traced programs by hand: what is written, what is read to be reduced, what a
+product adds.
+"""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from ppctl.planner.traced_ops import bytes_to_make, ops_of, peak_bytes
+from ppctl.planner.cost.counted_operations import bytes_to_make, ops_of, peak_bytes
 
 M, K, N, SIZE = 64, 32, 16, 4
 X, W, A = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((M, K), (K, N), (M, N)))
@@ -66,7 +68,9 @@ SUMS = {
     "a product": (lambda total, x, w: total + x @ w, [SUM], 0),
     "either way round": (lambda total, x, w: (x @ w) + total, [SUM], 0),
     "cast": (
-        lambda total, x, w: total + (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32),
+        lambda total, x, w: (
+            total + (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
+        ),
         [SUM],
         1,
     ),
@@ -84,7 +88,7 @@ def test_a_product_adds_to_a_sum_what_nothing_else_reads(function, added, passes
     assert bool([op for op in ops if op.bytes and not op.flops]) == bool(passes)
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------
 
 
 def test_what_has_to_stay_is_what_element_wise_results_are_made_of():
@@ -93,9 +97,15 @@ def test_what_has_to_stay_is_what_element_wise_results_are_made_of():
         "the given array, of which the result is made again": (lambda w, x: x * 2 + 1, given),
         "the weights are there anyway": (lambda w, x: (w * 2, x), given),
         "a product": (lambda w, x: jnp.maximum(x @ w, 0), wide),
-        "a product and the operand that it reads": (lambda w, x: ((y := x * 2), y @ w), narrow + wide),
+        "a product and the operand that it reads": (
+            lambda w, x: ((y := x * 2), y @ w),
+            narrow + wide,
+        ),
         "what is expensive": (lambda w, x: jnp.tanh(x @ w) * 2, wide),
-        "and what it is made of, where that is needed too": (lambda w, x: ((y := x @ w), jnp.tanh(y)), 2 * wide),
+        "and what it is made of, where that is needed too": (
+            lambda w, x: ((y := x @ w), jnp.tanh(y)),
+            2 * wide,
+        ),
     }
     for name, (function, found) in made.items():
         assert bytes_to_make(function, W, X) == found, name
@@ -103,17 +113,23 @@ def test_what_has_to_stay_is_what_element_wise_results_are_made_of():
 
 def test_the_peak_is_of_what_lives_at_the_same_time():
     wide, narrow = M * N * SIZE, M * K * SIZE
-    assert peak_bytes(lambda x, w: jnp.sin(x @ w), X, W) == 2 * wide  # the product, and the result made of it
+    assert (
+        peak_bytes(lambda x, w: jnp.sin(x @ w), X, W) == 2 * wide
+    )  # the product, and the result made of it
     # x @ w is read no more when the second product is there
     assert peak_bytes(lambda x, w: (x @ w) @ w.T, X, W) == wide + narrow
     assert peak_bytes(lambda x, w: ((x @ w) @ w.T) @ w, X, W) == wide + narrow
-    assert peak_bytes(lambda x, w: ((y := x @ w), (y @ w.T) @ w), X, W) == 2 * wide + narrow  # y is a result
+    assert (
+        peak_bytes(lambda x, w: ((y := x @ w), (y @ w.T) @ w), X, W) == 2 * wide + narrow
+    )  # y is a result
 
 
 def test_a_scan_of_one_iteration_has_its_results_once():
     def logits(x, w, times):
-        step = lambda total, x: (total + (jnp.exp(x @ w)).T @ x, None)  # noqa: E731
+        step = lambda total, x: (total + (jnp.exp(x @ w)).T @ x, None)
         return jax.lax.scan(step, jnp.zeros((N, K), jnp.float32), jnp.stack([x] * times))[0]
 
     once, twice = (peak_bytes(lambda x, w, n=n: logits(x, w, n), X, W) for n in (1, 2))
-    assert once < twice <= once + N * K * SIZE + 2 * M * K * SIZE  # the carry, and the stacked inputs
+    assert (
+        once < twice <= once + N * K * SIZE + 2 * M * K * SIZE
+    )  # the carry, and the stacked inputs

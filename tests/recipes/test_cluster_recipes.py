@@ -1,4 +1,6 @@
-"""The scripts and manifests of recipes/cluster: checked by tools, and run with stand-ins for a cluster's commands."""
+"""The scripts and manifests of recipes/cluster: checked by tools, and run with stand-ins for a
+cluster's commands.
+"""
 
 import os
 import re
@@ -12,10 +14,25 @@ import pytest
 import yaml
 
 from ppctl.cli.compose import compose
+from ppctl.planner.search.job_script import JobTemplate
 
 CLUSTER = Path(__file__).parents[2] / "recipes/cluster"
 SCRIPTS = ("slurm.sbatch", "tpu_slice.sh")
+VALUES = {
+    "mark": "-",
+    "layout": "mesh=4x8",
+    "command": "-",
+    "name": "ppctl",
+    "nodes": "4",
+    "devices": "8",
+}
+REQUEST = ["model=transformer", "mesh=4x8", "run.dir=/runs/one"]
 FINAL = (0, 2, 4)  # done, wrong request, loss not finite
+
+
+def filled(file):
+    """A template with its values."""
+    return JobTemplate((CLUSTER / file).read_text()).substitute(VALUES, request=shlex.join(REQUEST))
 
 
 @pytest.fixture
@@ -36,7 +53,11 @@ def stand_in(tmp_path):
             )
             file.chmod(0o755)
         env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", **variables}
-        done = subprocess.run([CLUSTER / script, *words], env=env, capture_output=True, text=True, timeout=30)
+        file = tmp_path / script
+        file.write_text(filled(script))
+        done = subprocess.run(
+            ["bash", file, *words], env=env, capture_output=True, text=True, timeout=30
+        )
         return done.returncode, [shlex.split(line) for line in log.read_text().splitlines()]
 
     return run
@@ -44,9 +65,8 @@ def stand_in(tmp_path):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_shellcheck_finds_nothing(script):
-    found = subprocess.run(
-        [Path(sys.executable).parent / "shellcheck", CLUSTER / script], capture_output=True, text=True
-    )
+    checker = [Path(sys.executable).parent / "shellcheck", "-"]
+    found = subprocess.run(checker, input=filled(script), capture_output=True, text=True)
     assert found.returncode == 0, found.stdout
 
 
@@ -58,9 +78,19 @@ def test_five_lines_explain_it(file):
 
 @pytest.mark.parametrize("code", [*FINAL, 1, 3, 134, 137, 143])
 def test_slurm_puts_a_job_back_unless_its_end_is_final(stand_in, code):
-    words = ["mesh=4x8", "run.name=with space"]
-    ended, calls = stand_in("slurm.sbatch", {"srun": [code], "scontrol": [0]}, *words, SLURM_JOB_ID="7")
-    assert calls[0] == ["srun", "--kill-on-bad-exit=1", "ppctl", "train", "run.distributed=auto", *words]
+    words = ["run.seed=3", "run.name=with space"]
+    ended, calls = stand_in(
+        "slurm.sbatch", {"srun": [code], "scontrol": [0]}, *words, SLURM_JOB_ID="7"
+    )
+    assert calls[0] == [
+        "srun",
+        "--kill-on-bad-exit=1",
+        "ppctl",
+        "train",
+        "run.distributed=auto",
+        *REQUEST,
+        *words,
+    ]
     assert calls[1:] == ([] if code in FINAL else [["scontrol", "requeue", "7"]])
     assert ended == (code if code in FINAL else 0)
 
@@ -73,10 +103,21 @@ def test_slurm_gives_up_after_so_many_restarts(stand_in):
 
 def test_a_tpu_slice_gets_the_request_as_it_was_typed(stand_in):
     slice_name = {"TPU_NAME": "t", "ZONE": "z"}
-    ended, calls = stand_in("tpu_slice.sh", {"gcloud": [255, 143, 0]}, "mesh=4x8", "run.name=with space", **slice_name)
+    ended, calls = stand_in(
+        "tpu_slice.sh", {"gcloud": [255, 143, 0]}, "run.name=with space", **slice_name
+    )
     assert (ended, len(calls)) == (0, 3)
-    command = next(word.removeprefix("--command=") for word in calls[0] if word.startswith("--command="))
-    wanted = ["ppctl", "train", "run.distributed=auto", "run.platform=tpu", "mesh=4x8", "run.name=with space"]
+    command = next(
+        word.removeprefix("--command=") for word in calls[0] if word.startswith("--command=")
+    )
+    wanted = [
+        "ppctl",
+        "train",
+        "run.distributed=auto",
+        "run.platform=tpu",
+        *REQUEST,
+        "run.name=with space",
+    ]
     assert shlex.split(command) == wanted
 
 
@@ -89,22 +130,31 @@ def test_a_tpu_slice_starts_again_unless_the_end_is_final(stand_in, codes, resta
 
 @pytest.fixture
 def jobset():
-    return yaml.safe_load((CLUSTER / "jobset.yaml").read_text())
+    return yaml.safe_load(filled("jobset.yaml"))
 
 
 def test_the_jobsets_job_is_one_that_kubernetes_takes(jobset):
     (replicated,) = jobset["spec"]["replicatedJobs"]
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "one"}, **replicated["template"]}
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "one"},
+        **replicated["template"],
+    }
     kubernetes_validate.validate(job, "1.33", strict=True)
     with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(job | {"spec": job["spec"] | {"completion": 1}}, "1.33", strict=True)
+        kubernetes_validate.validate(
+            job | {"spec": job["spec"] | {"completion": 1}}, "1.33", strict=True
+        )
 
 
 def test_the_jobsets_command_composes_and_its_numbers_agree(jobset):
     name, (replicated,) = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
-    _, program, command, *overrides = shlex.split(container["args"][0].replace("$JOB_COMPLETION_INDEX", "3"))
+    _, program, command, *overrides = shlex.split(
+        container["args"][0].replace("$JOB_COMPLETION_INDEX", "3")
+    )
     assert (program, command) == ("ppctl", "train")
     config = compose(overrides, [], ["train"])
     assert config.run.num_processes == job["completions"] == job["parallelism"]
@@ -114,5 +164,7 @@ def test_the_jobsets_command_composes_and_its_numbers_agree(jobset):
     assert config.run.coordinator == f"{name}-{replicated['name']}-0-0.{name}:{port}"
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
     assert config.mesh.num_devices == gpus * config.run.num_processes
-    assert any(config.run.dir.startswith(f"{mount['mountPath']}/") for mount in container["volumeMounts"])
+    assert any(
+        config.run.dir.startswith(f"{mount['mountPath']}/") for mount in container["volumeMounts"]
+    )
     assert tuple(job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]) == FINAL[1:]

@@ -1,4 +1,6 @@
-"""The recipes of documents: each number that a document states, beside an oracle in plain JAX or NumPy in float64."""
+"""The recipes of documents: each number that a document states, beside an oracle in plain JAX or
+NumPy in float64.
+"""
 
 import csv
 import functools
@@ -11,12 +13,12 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from support.selection import few, one_in
+from support.selection import full_except
 
 from ppctl import cli
 from ppctl.cli.compose import compose
-from ppctl.config.files import ROOT
-from ppctl.training.job import assemble
+from ppctl.config.config_dirs import ROOT
+from ppctl.training.pipeline.job import assemble
 
 BAR = 5e-4  # of the documents on Nabla: the largest absolute difference
 
@@ -32,19 +34,20 @@ def gradients(*words):
     config = compose([*words, "run.dtype=float64"], flags=[], words=["verify"])
     job = assemble(config)
     loss, grads = job.pipe.engine.loss_and_grads(
-        job.pipe.engine.new_state(), job.pipe.engine.put(next(job.data.batches(rows=job.pipe.engine.examples)))
+        job.pipe.engine.new_state(),
+        job.pipe.engine.put(next(job.data.batches(rows=job.pipe.engine.examples))),
     )
     return float(loss), jax.tree.map(np.asarray, grads)
 
 
-# --- the commands of the table ----------------------------------------------------------------------------------------
+# --- the commands of the table ------------------------------------------------------------------
 
 README = (ROOT / "recipes/documents/README.md").read_text()
 SHORT = dict(re.findall(r"`([A-Z]+)` (?:stands )?for `(.*?)`", README))
 COMMANDS = sorted(set(re.findall(r"`(ppctl [^`]*)`", README)))
 
 
-@pytest.mark.parametrize("command", one_in(3, COMMANDS))
+@pytest.mark.parametrize("command", COMMANDS)
 def test_commands_of_the_table_are_commands(command, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert SHORT.keys() == {"FB", "SMALL"}
@@ -58,16 +61,28 @@ def test_commands_of_the_table_are_commands(command, capsys, monkeypatch, tmp_pa
     capsys.readouterr()
 
 
-# --- Nabla's examples 6 and 7 -----------------------------------------------------------------------------------------
+# --- Nabla's examples 6 and 7 -------------------------------------------------------------------
 
 NABLA = {  # recipe: microbatches of 4 rows; loss in float32 and float64; norms of the gradients
-    "nabla_gpipe": (8, 5540.2949, 5540.294742, {"inputs": 1505.703604, "bias": 899.449464, "weight": 5672.052560}),
-    "nabla_2d": (4, 3828.785, 3828.784839, {"inputs": 1479.381130, "bias": 701.452819, "weight": 4618.127687}),
+    "nabla_gpipe": (
+        8,
+        5540.2949,
+        5540.294742,
+        {"inputs": 1505.703604, "bias": 899.449464, "weight": 5672.052560},
+    ),
+    "nabla_2d": (
+        4,
+        3828.785,
+        3828.784839,
+        {"inputs": 1479.381130, "bias": 701.452819, "weight": 4618.127687},
+    ),
 }
 
 
 def plain(num_microbatches):
-    """Loss and gradients in float64 by the documents' own loop: numbers drawn, microbatches one after another."""
+    """Loss and gradients in float64 by the documents' own loop: numbers drawn, microbatches one
+    after another.
+    """
     random = np.random.RandomState(42)
     shapes = (4, 16, 16), (4, 16), (num_microbatches, 4, 16), (num_microbatches, 4, 16)
     w, b, x, y = (random.randn(*shape).astype(np.float32).astype(np.float64) for shape in shapes)
@@ -87,21 +102,24 @@ def plain(num_microbatches):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "others",
-    [pytest.param((), id="spmd"), pytest.param(("executor=mpmd", "schedule=1f1b"), id="mpmd", marks=pytest.mark.full)],
+    [
+        pytest.param((), id="spmd"),
+        pytest.param(("executor=mpmd", "schedule=1f1b"), id="mpmd", marks=pytest.mark.full),
+    ],
 )
-@pytest.mark.parametrize("recipe", few(NABLA, 1))
+@pytest.mark.parametrize("recipe", full_except([*NABLA], "nabla_gpipe"))
 def test_the_gradients_of_a_nabla_example_are_those_of_plain_jax(recipe, others):
     num_microbatches, _, stated, norms = NABLA[recipe]
     expected, grads = plain(num_microbatches)
     assert expected == pytest.approx(stated, abs=5e-7)
     loss, found = gradients(f"recipes={recipe}", *others)
     assert loss == pytest.approx(expected, rel=1e-12)
-    for name, ours in (("inputs", found["ends"]["inputs"]), *found["layers"].items()):
+    for name, ours in (("inputs", found["embed_head"]["inputs"]), *found["layers"].items()):
         assert np.max(np.abs(ours - grads[name])) <= 1e-12 * np.max(np.abs(grads[name])), name
         assert np.linalg.norm(ours) == pytest.approx(norms[name], rel=1e-8)
 
 
-@pytest.mark.parametrize("recipe", few(NABLA, 1))
+@pytest.mark.parametrize("recipe", full_except([*NABLA], "nabla_gpipe"))
 def test_verify_finds_the_numbers_of_a_nabla_example(recipe, capsys):
     _, loss, _, norms = NABLA[recipe]
     found = answer(capsys, "verify", f"recipes={recipe}", "run.dtype=float32")
@@ -115,20 +133,52 @@ def test_verify_finds_the_numbers_of_a_nabla_example(recipe, capsys):
 
 @pytest.mark.full
 def test_a_nabla_example_trains_and_its_loss_is_that_of_the_document(capsys, tmp_path):
-    assert cli.main(["train", "recipes=nabla_gpipe", "run.dtype=float32", f"run.dir={tmp_path}"]) == 0
+    assert (
+        cli.main(["train", "recipes=nabla_gpipe", "run.dtype=float32", f"run.dir={tmp_path}"]) == 0
+    )
     printed = re.search(r"step 1/1  loss ([\d.]+)  grad_norm 5937.03", capsys.readouterr().out)
     assert printed is not None
-    assert float(printed[1]) == pytest.approx(NABLA["nabla_gpipe"][1], rel=1e-6)  # the last digit is the compiler's
+    assert float(printed[1]) == pytest.approx(
+        NABLA["nabla_gpipe"][1], rel=1e-6
+    )  # the last digit is the compiler's
 
 
-# --- the notebook that builds GPipe -----------------------------------------------------------------------------------
+# --- the notebook that builds GPipe -------------------------------------------------------------
 
 EPOCHS = (0.399302, 0.167322, 0.140893)
-NORMS = (  # weights and biases of maps 0 to 10: of the notebook's gradients, 10 times those of its mean loss
-    [73.2951, 133.4126, 161.0308, 198.4218, 218.0527, 215.4513, 222.5671, 238.0922, 188.0285, 198.1739, 231.9665],
-    [10.1193, 11.7734, 12.9931, 14.9006, 16.3011, 16.0005, 16.1271, 15.3184, 14.6679, 13.0994, 13.4215],
+# weights and biases of maps 0 to 10: of the notebook's gradients, 10 times those of its mean loss
+NORMS = (
+    [
+        73.2951,
+        133.4126,
+        161.0308,
+        198.4218,
+        218.0527,
+        215.4513,
+        222.5671,
+        238.0922,
+        188.0285,
+        198.1739,
+        231.9665,
+    ],
+    [
+        10.1193,
+        11.7734,
+        12.9931,
+        14.9006,
+        16.3011,
+        16.0005,
+        16.1271,
+        15.3184,
+        14.6679,
+        13.0994,
+        13.4215,
+    ],
 )
-DRAWN = ("costs.input_grad_s=0.5", "costs.weight_grad_s=0.5")  # the notebook's B takes as long as its F
+DRAWN = (
+    "costs.input_grad_s=0.5",
+    "costs.weight_grad_s=0.5",
+)  # the notebook's B takes as long as its F
 
 
 def drawn():
@@ -139,7 +189,12 @@ def drawn():
     def model():
         maps = []
         for i in range(11):
-            maps.append([random.randn(sizes[i], sizes[i + 1]) * np.sqrt(2.0 / sizes[i]), np.zeros(sizes[i + 1])])
+            maps.append(
+                [
+                    random.randn(sizes[i], sizes[i + 1]) * np.sqrt(2.0 / sizes[i]),
+                    np.zeros(sizes[i + 1]),
+                ]
+            )
         return maps
 
     first, rows = model(), []
@@ -170,7 +225,10 @@ def trained_as_in_the_notebook():
         for start in range(0, 256, 32):
             loss, grads = backward(maps, x[start : start + 32], y[start : start + 32])
             losses.append(loss)
-            maps = [[w - 0.001 * dw, b - 0.001 * db] for (w, b), (dw, db) in zip(maps, grads, strict=True)]
+            maps = [
+                [w - 0.001 * dw, b - 0.001 * db]
+                for (w, b), (dw, db) in zip(maps, grads, strict=True)
+            ]
     return losses
 
 
@@ -185,7 +243,9 @@ def trained_as_in_the_notebook():
 )
 def test_the_notebooks_training_is_that_of_numpy(others, tmp_path):
     assert cli.main(["train", "recipes=gpipe_notebook", f"run.dir={tmp_path}", *others]) == 0
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [
+        json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
     assert losses == pytest.approx(trained_as_in_the_notebook(), rel=1e-7)
     means = [np.mean(losses[i : i + 8]) for i in (0, 8, 16)]
     assert means == pytest.approx(EPOCHS, abs=5e-7)
@@ -194,14 +254,24 @@ def test_the_notebooks_training_is_that_of_numpy(others, tmp_path):
         (file,) = (tmp_path / "timeline").glob("*.csv")
         rows = list(csv.DictReader(file.read_text().splitlines()))
         for r in range(4):
-            own = sorted((row for row in rows if row["rank"] == str(r)), key=lambda row: float(row["start_s"]))
+            own = sorted(
+                (row for row in rows if row["rank"] == str(r)),
+                key=lambda row: float(row["start_s"]),
+            )
             order = [f"{r}F{m}" for m in range(8)] + [f"{r}B{m}" for m in reversed(range(8))]
             assert [row["task"] for row in own] == order
 
 
 def test_the_notebooks_gradients_and_its_first_update():
-    """Items 1, 3, 5, 7, 8: 4 microbatches of 4 rows; the same, recomputed or not, as of the whole batch."""
-    words = "recipes=gpipe_notebook", "data.options.part=gradients", "data.batch_size=16", "schedule.num_microbatches=4"
+    """Items 1, 3, 5, 7, 8: 4 microbatches of 4 rows; the same, recomputed or not, as of the whole
+    batch.
+    """
+    words = (
+        "recipes=gpipe_notebook",
+        "data.options.part=gradients",
+        "data.batch_size=16",
+        "schedule.num_microbatches=4",
+    )
     first, (x, y), _, _ = drawn()
     mean, expected = backward(first, x, y)
     for kind, stated in enumerate(NORMS):
@@ -210,19 +280,32 @@ def test_the_notebooks_gradients_and_its_first_update():
     for remat in ("full", "none"):
         loss, grads = gradients(*words, f"executor.remat={remat}")
         assert loss == pytest.approx(mean, rel=1e-12)
-        ends, layers = grads["ends"], grads["layers"]
-        every = [ends["first"], *({k: a[l] for k, a in layers.items()} for l in range(9)), ends["last"]]
+        embed_head, layers = grads["embed_head"], grads["layers"]
+        every = [
+            embed_head["first"],
+            *({k: a[l] for k, a in layers.items()} for l in range(9)),
+            embed_head["last"],
+        ]
         for ours, (dw, db) in zip(every, expected, strict=True):
-            for kind, theirs in (("weight", dw), ("bias", db)):  # 10 times: the notebook's error (c)
+            for kind, theirs in (
+                ("weight", dw),
+                ("bias", db),
+            ):  # 10 times: the notebook's error (c)
                 assert np.max(np.abs(10 * ours[kind] - theirs)) <= 1e-13 * np.max(np.abs(theirs))
         found[remat] = grads
     for ours, theirs in zip(*map(jax.tree.leaves, found.values()), strict=True):
-        assert np.max(np.abs(ours - theirs)) <= 1e-15 * np.max(np.abs(theirs))  # rounding: they are two programs
-    assert 0.01 * 10 * np.linalg.norm(found["full"]["ends"]["first"]["weight"]) == pytest.approx(0.732951, abs=5e-7)
+        assert np.max(np.abs(ours - theirs)) <= 1e-15 * np.max(
+            np.abs(theirs)
+        )  # rounding: they are two programs
+    assert 0.01 * 10 * np.linalg.norm(
+        found["full"]["embed_head"]["first"]["weight"]
+    ) == pytest.approx(0.732951, abs=5e-7)
 
 
 def test_a_batch_that_does_not_divide_is_refused(capsys):
-    assert cli.main(["train", "recipes=gpipe_notebook", "schedule.num_microbatches=5"]) == 2  # item 3
+    assert (
+        cli.main(["train", "recipes=gpipe_notebook", "schedule.num_microbatches=5"]) == 2
+    )  # item 3
     assert "data.batch_size=32 is not a multiple of" in capsys.readouterr().err
 
 
@@ -263,26 +346,44 @@ def test_the_series_of_the_notebooks_figures(capsys):
     """Item 14."""
     bubble = cells(capsys, "--microbatches", "1-64")
     assert len(bubble) == 4 * 64
-    assert all(cell["bubble_fraction"] == pytest.approx((p - 1) / (p - 1 + m)) for (p, m), cell in bubble.items())
+    assert all(
+        cell["bubble_fraction"] == pytest.approx((p - 1) / (p - 1 + m))
+        for (p, m), cell in bubble.items()
+    )
     memory = cells(capsys, "--ranks", "2-16", "--microbatches", "8", "--kept-mb", "30,10")
-    assert {p: cell["all_mb"] for (p, _), cell in memory.items()} == {p: [240 * p, 80 * p] for p in range(2, 17)}
+    assert {p: cell["all_mb"] for (p, _), cell in memory.items()} == {
+        p: [240 * p, 80 * p] for p in range(2, 17)
+    }
     efficiency = cells(capsys, "--ranks", "2-16", "--microbatches", "4,8,16,32")
-    assert all(cell["efficiency_fraction"] == pytest.approx(m / (p - 1 + m)) for (p, m), cell in efficiency.items())
+    assert all(
+        cell["efficiency_fraction"] == pytest.approx(m / (p - 1 + m))
+        for (p, m), cell in efficiency.items()
+    )
 
 
-TIMELINES = {(4, 4): (14, 3 / 7), (4, 8): (22, 3 / 11), (3, 4): (12, 1 / 3)}  # steps and bubble, as they should be
+TIMELINES = {
+    (4, 4): (14, 3 / 7),
+    (4, 8): (22, 3 / 11),
+    (3, 4): (12, 1 / 3),
+}  # steps and bubble, as they should be
 
 
 @pytest.mark.parametrize("size", TIMELINES)
 def test_the_notebooks_timelines_repaired(size, capsys):
-    """Items 5, 6, 11: the notebook runs one device after another, and starts a backward on device 0."""
+    """Items 5, 6, 11: the notebook runs one device after another, and starts a backward on device
+    0.
+    """
     p, m = size
     words = f"recipes=gpipe_notebook mesh=1x{p} schedule.num_microbatches={m}".split()
-    found = answer(capsys, "schedule", "show", *words, "costs.input_grad_s=0.5", "costs.weight_grad_s=0.5")
+    found = answer(
+        capsys, "schedule", "show", *words, "costs.input_grad_s=0.5", "costs.weight_grad_s=0.5"
+    )
     steps, bubble = TIMELINES[size]
     matrix = np.zeros((p, steps))  # item 6: m+1 for a forward, -(m+1) for a backward
     for r in range(p):
-        for task, start_s, end_s in zip(found["ranks"][r], found["start_s"][r], found["end_s"][r], strict=True):
+        for task, start_s, end_s in zip(
+            found["ranks"][r], found["start_s"][r], found["end_s"][r], strict=True
+        ):
             kind, microbatch = re.fullmatch(r"\d+([FB])(\d+)", task).groups()
             assert end_s - start_s == 1
             assert matrix[r, int(start_s)] == 0
@@ -290,21 +391,32 @@ def test_the_notebooks_timelines_repaired(size, capsys):
     assert found["makespan_s"] == steps
     assert np.mean(matrix == 0) == pytest.approx(bubble)
     if size == (3, 4):
-        rows = ["1 2 3 4 0 0 0 0 -4 -3 -2 -1", "0 1 2 3 4 0 0 -4 -3 -2 -1 0", "0 0 1 2 3 4 -4 -3 -2 -1 0 0"]
+        rows = [
+            "1 2 3 4 0 0 0 0 -4 -3 -2 -1",
+            "0 1 2 3 4 0 0 -4 -3 -2 -1 0",
+            "0 0 1 2 3 4 -4 -3 -2 -1 0 0",
+        ]
         assert matrix.tolist() == [[float(cell) for cell in row.split()] for row in rows]
 
 
 def test_the_notebooks_data_parallelism_against_its_pipeline(capsys):
-    """Item 12: layers take 1, all-reduce 2. First with the notebook's errors (e) and (f), then without them."""
+    """Item 12: layers take 1, all-reduce 2. First with the notebook's errors (e) and (f), then
+    without them.
+    """
 
     def drawn_s(p, m, layers):
-        costs = f"costs.forward_s={layers} costs.input_grad_s={layers / 2} costs.weight_grad_s={layers / 2}"
+        costs = (
+            f"costs.forward_s={layers} costs.input_grad_s={layers / 2} "
+            f"costs.weight_grad_s={layers / 2}"
+        )
         words = f"recipes=gpipe_notebook mesh=1x{p} schedule.num_microbatches={m} {costs}".split()
         found = answer(capsys, "schedule", "show", *words)
         forward_s = max(max(ends[: len(ends) // 2]) for ends in found["end_s"])
         return forward_s, found["makespan_s"] - forward_s, np.mean(found["bubble_fraction"])
 
-    forward_s, backward_s, _ = drawn_s(1, 1, 11)  # whole batch on one device, and 8 times as long as its unit
+    forward_s, backward_s, _ = drawn_s(
+        1, 1, 11
+    )  # whole batch on one device, and 8 times as long as its unit
     assert (forward_s, backward_s, forward_s + backward_s + 2) == (11, 11, 24)
     forward_s, backward_s, bubble = drawn_s(4, 8, 2)  # 3 of 11 layers dropped
     assert (forward_s, backward_s) == (22, 22)
@@ -316,12 +428,14 @@ def test_the_notebooks_data_parallelism_against_its_pipeline(capsys):
     assert forward_s + backward_s == 60.5
 
 
-# --- JaxPP's tutorial -------------------------------------------------------------------------------------------------
+# --- JaxPP's tutorial ---------------------------------------------------------------------------
 
 
 @functools.cache
 def flax_losses(width, num_layers, num_steps):
-    """The losses of the document's own loop in float64 on one device, sums over 4 microbatches, and its parameters."""
+    """The losses of the document's own loop in float64 on one device, sums over 4 microbatches, and
+    its parameters.
+    """
 
     class Block(nn.Module):
         @nn.compact
@@ -347,7 +461,7 @@ def flax_losses(width, num_layers, num_steps):
 
     @jax.jit
     def step(params, state):
-        loss = lambda params: 4 * jnp.mean((model.apply({"params": params}, x) - x) ** 2)  # noqa: E731  4 microbatches
+        loss = lambda params: 4 * jnp.mean((model.apply({"params": params}, x) - x) ** 2)
         value, grads = jax.value_and_grad(loss)(params)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
@@ -365,17 +479,29 @@ def flax_losses(width, num_layers, num_steps):
     [
         pytest.param("", marks=pytest.mark.full),
         "schedule=interleaved executor=spmd",
-        pytest.param("mesh=1x1x4 schedule=gpipe executor=spmd schedule.num_microbatches=2", marks=pytest.mark.full),
+        pytest.param(
+            "mesh=1x1x4 schedule=gpipe executor=spmd schedule.num_microbatches=2",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_layouts_of_the_tutorial_train_as_flax_on_one_device(layout):
-    """At a small width. Of the document's own, 4 times the losses at steps 4 and 6 are 7.9571 and 7.9224."""
-    words = ["recipes=jaxpp_tutorial_cpu", "data.options.width=64", "data.options.seq_len=3", *layout.split()]
+    """At a small width. Of the document's own, 4 times the losses at steps 4 and 6 are 7.9571 and
+    7.9224.
+    """
+    words = [
+        "recipes=jaxpp_tutorial_cpu",
+        "data.options.width=64",
+        "data.options.seq_len=3",
+        *layout.split(),
+    ]
     job = assemble(compose(words, flags=[], words=["train"]))
     job.pipe.engine.compile(evaluate=False)
     state, losses = job.pipe.engine.new_state(), []
     for _ in range(3):
-        state, metrics = job.pipe.engine.step(state, job.pipe.engine.put(job.data.read(np.arange(8))))
+        state, metrics = job.pipe.engine.step(
+            state, job.pipe.engine.put(job.data.read(np.arange(8)))
+        )
         losses.append(4 * float(metrics["loss"]))
     expected, params = flax_losses(64, 8, 3)
     np.testing.assert_allclose(losses, expected, rtol=1e-11)

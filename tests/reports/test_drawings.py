@@ -12,18 +12,27 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from ppctl.cli.commands.schedule_show import draw
+from ppctl.cli.subcommands.schedule_show import draw
 from ppctl.config import Costs, Mesh, ScheduleConfig
 from ppctl.config import Schedule as Plain
 from ppctl.errors import ConfigError
-from ppctl.reports.charts.drawing import drawing_document
-from ppctl.reports.charts.html import schedules_page
-from ppctl.reports.charts.image import DPI, MARGIN_IN, MAX_RANKS, ROW_IN, WIDTH_IN, _gantt, image
+from ppctl.reports.charts.html_charts import schedules_page
+from ppctl.reports.charts.image_charts import (
+    DPI,
+    MARGIN_IN,
+    MAX_RANKS,
+    ROW_IN,
+    WIDTH_IN,
+    _gantt,
+    image,
+)
 from ppctl.reports.charts.palette import COLOURS, shade
-from ppctl.reports.charts.perfetto import trace
+from ppctl.reports.charts.perfetto_trace import trace
+from ppctl.reports.charts.schedule_drawing import drawing_document
 from ppctl.reports.charts.text_chart import show_gantt
-from ppctl.schedule import FAMILIES, Task
-from ppctl.schedule.text import from_csv, to_csv
+from ppctl.schedule.families.registry import FAMILIES
+from ppctl.schedule.ir import Task
+from ppctl.schedule.schedule_text import from_csv, to_csv
 
 
 def drawing(family="1f1b", p=4, m=8, **costs):
@@ -56,13 +65,18 @@ def test_the_chart_of_a_tiny_schedule_on_the_terminal():
 
 
 def test_a_chart_too_wide_for_numbers_has_letters():
-    rows = [line.split()[2] for line in printed(drawing("1f1b", p=2, m=3, input_grad_s=0), width=36).splitlines()[4:6]]
+    rows = [
+        line.split()[2]
+        for line in printed(drawing("1f1b", p=2, m=3, input_grad_s=0), width=36).splitlines()[4:6]
+    ]
     assert rows == ["FF.BFB.B", ".FBFBFB."]
 
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_numbers_stand_on_tasks_of_every_kind_or_of_none(width):
-    chart = [line.split()[2] for line in printed(drawing("1f1b", p=4, m=32), width).splitlines()[4:8]]
+    chart = [
+        line.split()[2] for line in printed(drawing("1f1b", p=4, m=32), width).splitlines()[4:8]
+    ]
     cells = re.findall(r"([FB])(\d*)", "".join(chart))
     assert {kind for kind, number in cells if number} in (set(), {"F", "B"})
     assert {kind for kind, _ in cells} == {"F", "B"}
@@ -77,7 +91,11 @@ def test_cells_of_a_figure_say_as_much_of_every_kind():
 
 @pytest.mark.parametrize("width", [50, 80, 200])
 def test_the_chart_is_no_wider_than_the_terminal(any_drawing, width):
-    chart = [line for line in printed(any_drawing, width).splitlines() if line.startswith(("rank", " rank"))]
+    chart = [
+        line
+        for line in printed(any_drawing, width).splitlines()
+        if line.startswith(("rank", " rank"))
+    ]
     assert len(chart) == 4
     assert max(map(len, chart)) <= width
 
@@ -135,11 +153,13 @@ def test_the_trace_has_one_event_for_each_task(any_drawing):
     }
 
 
-# --- html ------------------------------------------------------------------------------------------------------------
+# --- html ---------------------------------------------------------------------------------------
 
 
 def embedded(text):
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+    return json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1]
+    )
 
 
 def unpacked(data, *typed):
@@ -158,7 +178,9 @@ def unpacked(data, *typed):
 def test_the_page_loads_nothing():
     text = schedules_page([drawing("gpipe"), drawing("zb_v")])
     assert "default-src 'none'" in text  # a browser refuses whatever this leaves out
-    assert not re.search(r"https?:|//[\w-]+\.\w|@import|url\(|<link|<img|<iframe|\bsrc=|\bfetch\(|XMLHttp|@@", text)
+    assert not re.search(
+        r"https?:|//[\w-]+\.\w|@import|url\(|<link|<img|<iframe|\bsrc=|\bfetch\(|XMLHttp|@@", text
+    )
 
 
 def test_the_data_of_the_page_is_the_timeline(any_drawing):
@@ -166,7 +188,9 @@ def test_the_data_of_the_page_is_the_timeline(any_drawing):
     timeline, schedule = any_drawing.timeline, any_drawing.schedule
     tasks = [task for program in schedule.ranks for task in program]
     n = len(tasks)
-    start, waits, stage, microbatch, kind = unpacked(chart["tasks"], ("d", n), ("i", n), ("I", n), ("I", n), ("B", n))
+    start, waits, stage, microbatch, kind = unpacked(
+        chart["tasks"], ("d", n), ("i", n), ("I", n), ("I", n), ("B", n)
+    )
     kinds = [chart["kinds"][k] for k in kind]
     assert list(map(Task, stage, kinds, microbatch)) == tasks
     assert chart["num_tasks"] == [len(program) for program in schedule.ranks]
@@ -192,7 +216,7 @@ def test_the_page_of_a_large_schedule_is_small():
     assert len(schedules_page([drawing("1f1b", p=32, m=128)])) < 300_000  # 8,192 tasks
 
 
-# --- figures ---------------------------------------------------------------------------------------------------------
+# --- figures ------------------------------------------------------------------------------------
 
 
 def test_a_png_has_the_size_of_its_ranks():
@@ -218,11 +242,15 @@ def test_a_pdf_is_the_same_each_time():
 
 @pytest.mark.parametrize(("number", "columns"), [(3, 1), (5, 2)])
 def test_drawings_of_one_figure_have_one_time_axis_and_one_legend(number, columns):
-    drawings = [drawing(name, p=2, m=4) for name in ("gpipe", "1f1b", "zb_h1", "zb_v", "hanayo")[:number]]
+    drawings = [
+        drawing(name, p=2, m=4) for name in ("gpipe", "1f1b", "zb_h1", "zb_v", "hanayo")[:number]
+    ]
     longest_s = max(each.timeline.makespan_s for each in drawings)
     figure = _gantt(drawings, 50, columns)
     used = [axes for axes in figure.axes if axes.axison]
-    assert [axes.get_title(loc="left").partition(":")[0] for axes in used] == [each.label for each in drawings]
+    assert [axes.get_title(loc="left").partition(":")[0] for axes in used] == [
+        each.label for each in drawings
+    ]
     assert all(axes.get_xlim() == (0, longest_s) for axes in used)
     assert len({axes.get_position().x0 for axes in used}) == columns
     (legend,) = figure.legends

@@ -12,9 +12,11 @@ import yaml
 
 from ppctl import cli, config
 from ppctl.errors import ConfigError
-from ppctl.reports import foreign, run_files, timeline_io
-from ppctl.reports.foreign import check_inside, lines_of, open_file, printable, read_settings
-from ppctl.reports.terminal import replace_file
+from ppctl.reports import foreign_files as foreign
+from ppctl.reports import measured_timeline_file as timeline_io
+from ppctl.reports import run_files
+from ppctl.reports.foreign_files import check_inside, lines_of, open_file, printable, read_settings
+from ppctl.reports.terminal_output import replace_file
 
 HOSTILE = "bad \\ud800 \\u001b[31mred\\u001b]0;title\\u0007 \\u009b2J"
 
@@ -44,7 +46,9 @@ def test_texts_of_a_run_are_made_printable(tmp_path, capsys):
     assert not {"\x1b", "\x07", "\x9b"} & set(shown)
 
 
-@pytest.mark.parametrize("file", ["metrics.jsonl", "eval.jsonl", "status.jsonl", "config.yaml", "memory.json"])
+@pytest.mark.parametrize(
+    "file", ["metrics.jsonl", "eval.jsonl", "status.jsonl", "config.yaml", "memory.json"]
+)
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path, file, capsys):
     run = make_run(tmp_path / "runs/a")
     (run / file).unlink(missing_ok=True)
@@ -69,16 +73,22 @@ def test_letters_of_all_languages_stay():
 def test_output_to_a_full_disk_is_said_in_a_line():
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
-            [sys.executable, "-m", "ppctl.cli", "schedule", "list"], stdout=full, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "ppctl.cli", "schedule", "list"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
         )
     assert ended.returncode == 1
     assert ended.stderr == "ppctl: the output cannot be written: No space left on device.\n"
 
 
-# --- sizes and nesting -----------------------------------------------------------------------------------------------
+# --- sizes and nesting --------------------------------------------------------------------------
 
 TOO_DEEP = "maximum nesting depth"  # of libyaml, from PyYAML 6.0.4 on
-LAUGHS = "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True))
+LAUGHS = "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n"
+    for a, b in zip("abcdefghi", "bcdefghij", strict=True)
+)
 CONFIGS = {
     "aliases": ("run:\n  num_steps: 5\na: &a [x]\n" + LAUGHS, "an alias, which ppctl never writes"),
     "itself": ("run: &a\n  num_steps: 5\n  x: *a\n", "an alias, which ppctl never writes"),
@@ -87,20 +97,29 @@ CONFIGS = {
     "deeper": ("run:\n  num_steps: 5\nx:\n" + "- " * 500_000 + "1", "recursion"),
     "digits": ("run:\n  num_steps: 5\n  x: " + "9" * 5000, "4300 digits"),
     "date": ("run:\n  num_steps: 5\n  x: 2026-99-99", "month must be in 1..12"),
-    "code": ("run:\n  num_steps: 5\nx: !!python/object/apply:os.mkdir [made]\n", "could not determine a constructor"),
+    "code": (
+        "run:\n  num_steps: 5\nx: !!python/object/apply:os.mkdir [made]\n",
+        "could not determine a constructor",
+    ),
 }
 
 
 def shown(tmp_path, run, capsys):
     """What `runs`, `runs show` and `report` say of a run; none of them fails."""
     page = tmp_path / "page.html"
-    for words in (["runs", str(run)], ["runs", "show", str(run)], ["report", str(run), "--out", str(page)]):
+    for words in (
+        ["runs", str(run)],
+        ["runs", "show", str(run)],
+        ["report", str(run), "--out", str(page)],
+    ):
         assert cli.main(words) == 0, words
     return capsys.readouterr().out + page.read_text()
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_config_that_is_made_to_harm_its_reader_cannot_be_read(tmp_path, monkeypatch, capsys, kind):
+def test_a_config_that_is_made_to_harm_its_reader_cannot_be_read(
+    tmp_path, monkeypatch, capsys, kind
+):
     monkeypatch.chdir(tmp_path)
     run = make_run(tmp_path / "runs/a")
     text, reason = CONFIGS[kind]
@@ -114,7 +133,9 @@ def test_a_config_that_is_made_to_harm_its_reader_cannot_be_read(tmp_path, monke
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "eval.jsonl", "status.jsonl", "memory.json"])
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"step": ' + "9" * 5000 + ', "ranks": []}'], ids=["nested", "digits"])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"step": ' + "9" * 5000 + ', "ranks": []}'], ids=["nested", "digits"]
+)
 def test_records_nested_or_long_without_end_are_none(tmp_path, capsys, file, text):
     run = make_run(tmp_path / "runs/a")
     (run / file).write_text(text + "\n")
@@ -140,27 +161,40 @@ def test_files_far_larger_than_a_run_writes_are_not_read(tmp_path, monkeypatch, 
 
 def run_of(path, **parts):
     """A run with these settings."""
-    run, words = make_run(path), config.Config(model=config.MLP(), mesh=config.Mesh(1, 2, 1), **parts)
+    run, words = (
+        make_run(path),
+        config.Config(model=config.MLP(), mesh=config.Mesh(1, 2, 1), **parts),
+    )
     (run / "config.yaml").write_text(yaml.safe_dump(asdict(words), sort_keys=False))
     return run
 
 
 def test_a_schedule_that_a_config_only_names_is_not_read_from_a_pipe(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
-    run = run_of(tmp_path / "runs/a", schedule=config.Csv(num_microbatches=4, path=str(tmp_path / "pipe")))
+    run = run_of(
+        tmp_path / "runs/a", schedule=config.Csv(num_microbatches=4, path=str(tmp_path / "pipe"))
+    )
     assert "pipe cannot be read: it is no file" in shown(tmp_path, run, capsys)
 
 
 @pytest.mark.parametrize(
     "schedule",
-    [config.Interleaved(num_chunks=10**9), config.Hanayo(num_waves=10**9), config.Gis(num_chunks=10**9)],
+    [
+        config.Interleaved(num_chunks=10**9),
+        config.Hanayo(num_waves=10**9),
+        config.Chunked(num_chunks=10**9),
+    ],
     ids=lambda schedule: schedule.name,
 )
 def test_a_schedule_of_a_billion_stages_is_not_drawn(tmp_path, capsys, schedule):
-    assert "Too large to be drawn here" in shown(tmp_path, run_of(tmp_path / "runs/a", schedule=schedule), capsys)
+    assert "Too large to be drawn here" in shown(
+        tmp_path, run_of(tmp_path / "runs/a", schedule=schedule), capsys
+    )
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.write_text("rank,task\n" + "9" * 200_000 + ",0F0\n")])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: path.write_text("rank,task\n" + "9" * 200_000 + ",0F0\n")]
+)
 def test_a_timeline_that_is_none_has_no_bubble(tmp_path, make):
     make(tmp_path / "timeline.csv")
     assert timeline_io.measured_bubble(tmp_path / "timeline.csv") is None
@@ -168,15 +202,19 @@ def test_a_timeline_that_is_none_has_no_bubble(tmp_path, make):
         timeline_io.read_timeline(tmp_path / "timeline.csv", "a")
 
 
-# --- links -----------------------------------------------------------------------------------------------------------
+# --- links --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*run_files.WRITTEN, "checkpoints/7", "timeline/timeline.csv", "profile/plugins/x"])
+@pytest.mark.parametrize(
+    "name", [*run_files.WRITTEN, "checkpoints/7", "timeline/timeline.csv", "profile/plugins/x"]
+)
 def test_what_leads_out_of_a_run_directory_is_refused(tmp_path, name):
     run, outside = tmp_path / "run", tmp_path / "outside"
     (run / name).parent.mkdir(parents=True)
     (run / name).symlink_to(outside)  # what is not there yet would be made
-    with pytest.raises(ConfigError, match=f"{name} is a link to {outside}, outside of it. Move it away"):
+    with pytest.raises(
+        ConfigError, match=f"{name} is a link to {outside}, outside of it. Move it away"
+    ):
         run_files.check_run_dir(run)
     (run / name).unlink()
     os.mkfifo(run / name)
@@ -209,5 +247,8 @@ def test_a_report_is_not_written_through_a_link_of_the_run(tmp_path, capsys):
     before = (tmp_path / "other.html").read_text()
     (run / "report.html").symlink_to(tmp_path / "other.html")
     assert cli.main(["report", str(run)]) == 2
-    assert f"report.html is a link to {tmp_path / 'other.html'}. Name a file: --out" in capsys.readouterr().err
+    assert (
+        f"report.html is a link to {tmp_path / 'other.html'}. Name a file: --out"
+        in capsys.readouterr().err
+    )
     assert (tmp_path / "other.html").read_text() == before

@@ -7,15 +7,17 @@ from pathlib import Path
 import pytest
 
 from ppctl import cli
-from ppctl.reports import timeline_io
+from ppctl.reports import measured_timeline_file as timeline_io
 from ppctl.reports.model_costs import costs_from
-from ppctl.schedule import build
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.simulate import simulate
+from ppctl.schedule.families.registry import build
+from ppctl.schedule.simulator import simulate
 
 PLAN = {
     "transfer_s": 0.25,
-    "stages": [{"forward_s": f, "input_grad_s": 1.5, "weight_grad_s": 0.5} for f in (1.0, 2.0, 1.0, 4.0)],
+    "stages": [
+        {"forward_s": f, "input_grad_s": 1.5, "weight_grad_s": 0.5} for f in (1.0, 2.0, 1.0, 4.0)
+    ],
 }
 COSTS = Costs((1.0, 2.0, 1.0, 4.0), (1.5,) * 4, (0.5,) * 4, transfer_s=0.25)
 
@@ -40,12 +42,25 @@ def test_a_plan_gives_the_costs_of_1_over_p_of_the_model(capsys):
 
 
 def test_a_setting_counts_more_than_the_plan(capsys):
-    drawn, _ = shown(capsys, "show", "schedule=gpipe", "mesh=1x4", "costs.transfer_s=0", "--costs-from", "plan.json")
+    drawn, _ = shown(
+        capsys,
+        "show",
+        "schedule=gpipe",
+        "mesh=1x4",
+        "costs.transfer_s=0",
+        "--costs-from",
+        "plan.json",
+    )
     assert (drawn["costs"]["forward_s"], drawn["costs"]["transfer_s"]) == (2.0, 0.0)
 
 
 def test_a_file_of_a_schedule_takes_the_costs_of_its_own_number_of_ranks(capsys):
-    assert cli.main(["schedule", "show", "schedule=1f1b", "mesh=1x8", "--format", "csv", "--out", "own.csv"]) == 0
+    assert (
+        cli.main(
+            ["schedule", "show", "schedule=1f1b", "mesh=1x8", "--format", "csv", "--out", "own.csv"]
+        )
+        == 0
+    )
     drawn, _ = shown(capsys, "show", "own.csv", "--costs-from", "plan.json")
     assert drawn["costs"]["forward_s"] == 1.0
 
@@ -76,16 +91,26 @@ def test_what_has_no_costs_is_refused(content, message, capsys):
     assert cli.main(["schedule", "list", "mesh=1x4", "--costs-from", "x.json"]) == 2
     err = capsys.readouterr().err
     assert message in err
-    assert "It takes what `ppctl plan ... --json` prints, or the directory of a run with run.timeline=true." in err
+    assert (
+        "It takes what `ppctl plan ... --json` prints, or the directory of a run with "
+        "run.timeline=true." in err
+    )
 
 
 def test_a_run_without_a_timeline_is_refused(capsys):
     os.mkdir("run")
     assert cli.main(["schedule", "show", "--costs-from", "run"]) == 2
-    assert "--costs-from run cannot be read: this run has no measured timeline. It takes" in capsys.readouterr().err
+    assert (
+        "--costs-from run cannot be read: this run has no measured timeline. It takes"
+        in capsys.readouterr().err
+    )
 
 
-@pytest.mark.parametrize("words", ["curves --costs-from plan.json", "check own.csv --costs-from plan.json"])
+@pytest.mark.parametrize(
+    "words", ["curves --costs-from plan.json", "check own.csv --costs-from plan.json"]
+)
 def test_other_subcommands_refuse_them(words, capsys):
     assert cli.main(["schedule", *words.split()]) == 2
-    assert "--costs-from only goes with `ppctl schedule show|list|compare|certify`." in capsys.readouterr().err
+    assert (
+        "--costs-from only goes with `ppctl schedule show|list|compare`." in capsys.readouterr().err
+    )

@@ -1,4 +1,6 @@
-"""The html pages in a real browser without a window: they draw, answer keys, and ask the network for nothing."""
+"""The html pages in a real browser without a window: they draw, answer keys, and ask the network
+for nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,35 +13,37 @@ from pathlib import Path
 import pytest
 from support.browser import BROWSER, FLAGS, MISSING
 from support.pages import recorded
-from support.selection import few
+from support.selection import full
 
-from ppctl.cli.commands.schedule_show import draw
+from ppctl.cli.subcommands.schedule_show import draw
 from ppctl.config import MLP, Config, Costs, Mesh, Mpmd, Regression, ScheduleConfig
 from ppctl.config import Schedule as Plain
 from ppctl.config.schedule_from_config import pipeline_of
 from ppctl.launch.sweep import sweep_page
-from ppctl.launch.sweep.jobs import Job, Outcome, Sweep
-from ppctl.launch.sweep.records import NUMBERS
-from ppctl.planner import plan_page
-from ppctl.planner.plan import predicted
-from ppctl.reports import timeline_io
-from ppctl.reports.charts.html import schedules_page
-from ppctl.reports.run_page.compare import compare_page
-from ppctl.reports.run_page.page import run_page
-from ppctl.schedule.simulate import simulate
-from ppctl.training.engines.memory import PARTS
-from ppctl.training.job import assemble
+from ppctl.launch.sweep.run_records import NUMBERS
+from ppctl.launch.sweep.sweep_jobs import Job, Outcome, Sweep
+from ppctl.planner.make_plan import predicted
+from ppctl.planner.show import plan_page
+from ppctl.reports import measured_timeline_file as timeline_io
+from ppctl.reports.charts.html_charts import schedules_page
+from ppctl.reports.run_page.compare_page import compare_page
+from ppctl.reports.run_page.one_run_page import run_page
+from ppctl.schedule.simulator import simulate
+from ppctl.training.pipeline.engines.engine_memory import PARTS
+from ppctl.training.pipeline.job import assemble
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason=MISSING)]
 
 # Appended to the page: presses keys on the first chart, and writes down what the page then says.
 SCRIPT = """
 <script>
+const boxes = (selector) =>
+  [...document.querySelectorAll(selector)].map((each) => each.getBoundingClientRect());
 setTimeout(() => {
   const canvas = document.querySelector("canvas.gantt");
   if (!canvas) {
-    const marks = [...document.querySelectorAll(".figures .mark")].map((mark) => mark.getBoundingClientRect().toJSON());
-    const texts = [...document.querySelectorAll(".lines text")].map((text) => text.getBoundingClientRect().height);
+    const marks = boxes(".figures .mark").map((box) => box.toJSON());
+    const texts = boxes(".lines text").map((box) => box.height);
     const hidden = document.documentElement.scrollWidth - innerWidth;
     const said = { marks, texts, hidden, loads: performance.getEntriesByType("resource").length };
     const box = document.createElement("pre");
@@ -49,14 +53,16 @@ setTimeout(() => {
     return;
   }
   canvas.focus();
-  for (const key of KEYS) canvas.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+  for (const key of KEYS) {
+    canvas.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+  }
   draw(charts[0]);
   const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
   const colours = new Set();
   for (let i = 0; i < pixels.length; i += 4) colours.add(pixels.slice(i, i + 3).join(","));
   const loads = performance.getEntriesByType("resource").length;
   const said = { tip: $("tip").innerText, view, loads, colours: [...colours] };
-  said.boxes = [...document.querySelectorAll(".bars .mark")].map((box) => box.getBoundingClientRect().width);
+  said.boxes = boxes(".bars .mark").map((box) => box.width);
   said.hidden = document.documentElement.scrollWidth - innerWidth;
   document.body.append(element("pre", { id: "said" }, JSON.stringify(said)));
 }, 1000);
@@ -72,11 +78,20 @@ def browse(tmp_path, family, keys, p=4, m=8, **costs):
 def browse_page(tmp_path, text, keys, width=1200):
     """The same of any page, in a window so wide."""
     file = tmp_path / "page.html"
-    file.write_text(text.replace("</body>", SCRIPT.replace("KEYS", json.dumps(keys))), encoding="utf-8")
+    file.write_text(
+        text.replace("</body>", SCRIPT.replace("KEYS", json.dumps(keys))), encoding="utf-8"
+    )
     assert BROWSER is not None
-    command = [BROWSER, *FLAGS, "--virtual-time-budget=6000", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = [
+        BROWSER,
+        *FLAGS,
+        "--virtual-time-budget=6000",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
     command += [f"--window-size={width},800", "--dump-dom"]
-    done = subprocess.run([*command, f"file://{file}"], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [*command, f"file://{file}"], capture_output=True, text=True, timeout=60, check=True
+    )
     said = re.search(r'<pre id="said">(.*?)</pre>', done.stdout)
     assert said is not None, done.stdout[-2000:]
     return json.loads(html.unescape(said[1])), done.stdout
@@ -92,9 +107,13 @@ def test_the_page_draws_every_kind_and_loads_nothing(tmp_path):
 
 
 def test_keys_go_from_task_to_task_and_to_what_it_waits_for(tmp_path):
-    said, _ = browse(tmp_path, "1f1b", ["ArrowRight", "ArrowDown", "ArrowRight", "ArrowRight"], transfer_s=0.5)
+    said, _ = browse(
+        tmp_path, "1f1b", ["ArrowRight", "ArrowDown", "ArrowRight", "ArrowRight"], transfer_s=0.5
+    )
     assert said["tip"].splitlines()[0] == "1F2"
-    said, _ = browse(tmp_path, "1f1b", ["ArrowRight", "ArrowDown", "ArrowDown", "w"], transfer_s=0.5)
+    said, _ = browse(
+        tmp_path, "1f1b", ["ArrowRight", "ArrowDown", "ArrowDown", "w"], transfer_s=0.5
+    )
     assert said["tip"].splitlines()[0] == "1F0"
     assert "waits for 0F0 on rank 0, until 1 s and 0.5 s of transfer" in said["tip"]
 
@@ -111,7 +130,7 @@ def test_more_tasks_than_pixels_keep_the_colours_of_their_kinds(tmp_path):
     assert {"86,180,233", "230,159,0"} <= set(said["colours"])
 
 
-@pytest.mark.parametrize("width", few([500, 1200], 1))
+@pytest.mark.parametrize("width", [500, full(1200)])
 def test_the_page_of_a_plan_draws_memory_to_scale_and_the_step(tmp_path, width):
     asked = Config(
         model=MLP(num_layers=4, d_model=32),
@@ -132,18 +151,26 @@ def test_the_page_of_a_plan_draws_memory_to_scale_and_the_step(tmp_path, width):
     assert len(said["boxes"]) == len(sizes)
     scale = sum(said["boxes"]) / sum(sizes)
     for wide, size in zip(said["boxes"], sizes, strict=True):
-        assert wide == pytest.approx(size * scale, abs=0.2)  # coordinates of an svg are rounded to a tenth
+        assert wide == pytest.approx(
+            size * scale, abs=0.2
+        )  # coordinates of an svg are rounded to a tenth
 
 
-@pytest.mark.parametrize("width", few([500, 1200], 1))
+@pytest.mark.parametrize("width", [500, full(1200)])
 def test_the_page_of_a_sweep_draws_its_marks_to_scale_and_fits(tmp_path, width):
     jobs, records, speeds = [], [], (100.0, 300.0, 150.0, 200.0)
     for index, speed in enumerate(speeds):
         name, size = ("gpipe", "zb_h1")[index // 2], (8, 16)[index % 2]
         config = Config(mesh=Mesh(1, 4), schedule=Plain(name, size))
         values = {"schedule": name, "schedule.num_microbatches": size}
-        jobs.append(Job(index, (f"schedule={name}", "x" * 60), values, ("train",), Path("runs/s"), config))
-        record = dict.fromkeys(NUMBERS) | {"tokens_per_s": speed, "step_time_s": 1.0, "predicted_bubble_fraction": 0.2}
+        jobs.append(
+            Job(index, (f"schedule={name}", "x" * 60), values, ("train",), Path("runs/s"), config)
+        )
+        record = dict.fromkeys(NUMBERS) | {
+            "tokens_per_s": speed,
+            "step_time_s": 1.0,
+            "predicted_bubble_fraction": 0.2,
+        }
         records.append({"job": index, **values, "status": "finished", "seconds": 3.0, **record})
     outcomes = [Outcome("finished", 0, 3.0), *[Outcome("failed", 1, 3.0, "y" * 200)] * 3]
     text = sweep_page.sweep_page(Sweep("train", Path("runs/s"), tuple(jobs)), outcomes, records)
@@ -157,7 +184,7 @@ def test_the_page_of_a_sweep_draws_its_marks_to_scale_and_fits(tmp_path, width):
     assert at[2] - at[3] == pytest.approx(50 * per_token, abs=2)
 
 
-@pytest.mark.parametrize("width", few([500, 1200], 1))
+@pytest.mark.parametrize("width", [500, full(1200)])
 def test_the_page_of_a_run_draws_its_bars_and_fits(tmp_path, width):
     run = recorded(tmp_path / "run", 5000, spike=2500)
     text = run_page(run, tmp_path / "report.html")
@@ -165,18 +192,24 @@ def test_the_page_of_a_run_draws_its_bars_and_fits(tmp_path, width):
     assert said["loads"] == 0
     assert said["hidden"] <= 0
     assert min(said["texts"]) >= 11  # pixels: letters that can be read
-    tall = sorted(mark["height"] for mark in said["marks"])  # of the histogram: one bin, and the slow step
+    tall = sorted(
+        mark["height"] for mark in said["marks"]
+    )  # of the histogram: one bin, and the slow step
     assert len(tall) == 2
     assert 0 < tall[0] < 3
     assert tall[1] > 100
 
 
-@pytest.mark.parametrize("width", few([500, 1200], 1))
+@pytest.mark.parametrize("width", [500, full(1200)])
 def test_the_page_of_a_run_draws_its_measured_step_above_the_predicted_one(tmp_path, width):
     pipeline = pipeline_of(Plain("zb_h1", 8), Mpmd(), 4, 8)
     run = recorded(tmp_path / "run", 50, 3, pipeline)
-    timeline_io.write_timeline(run.summary.path / "timeline", simulate(pipeline.schedule, pipeline.costs))
-    said, dom = browse_page(tmp_path, run_page(run, tmp_path / "report.html"), ["ArrowRight", "ArrowRight"], width)
+    timeline_io.write_timeline(
+        run.summary.path / "timeline", simulate(pipeline.schedule, pipeline.costs)
+    )
+    said, dom = browse_page(
+        tmp_path, run_page(run, tmp_path / "report.html"), ["ArrowRight", "ArrowRight"], width
+    )
     assert said["loads"] == 0
     assert said["hidden"] <= 0
     assert {"86,180,233", "34,168,132", "204,121,167"} <= set(said["colours"])
@@ -185,9 +218,11 @@ def test_the_page_of_a_run_draws_its_measured_step_above_the_predicted_one(tmp_p
     assert titles == ["zb_h1, measured", "zb_h1, simulated from its means"]
 
 
-@pytest.mark.parametrize("width", few([500, 1200], 1))
+@pytest.mark.parametrize("width", [500, full(1200)])
 def test_the_page_of_several_runs_fits(tmp_path, width):
-    runs = [recorded(tmp_path / f"{'r' * 40}{number}", 50 * number, spike=3) for number in range(1, 9)]
+    runs = [
+        recorded(tmp_path / f"{'r' * 40}{number}", 50 * number, spike=3) for number in range(1, 9)
+    ]
     said, _ = browse_page(tmp_path, compare_page(runs, tmp_path / "report.html"), [], width)
     assert said["loads"] == 0
     assert said["hidden"] <= 0

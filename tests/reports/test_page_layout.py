@@ -1,4 +1,6 @@
-"""Every html page at the width of a desk, a tablet and a phone: its words can be read, whatever there is to say."""
+"""Every html page at the width of a desk, a tablet and a phone: its words can be read, whatever
+there is to say.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def texts(page):
 
 def test_tasks_of_every_kind_are_labelled_or_of_none_and_a_line_says_how_to_read_the_rest(seen):
     found = set()
-    for name, kinds in (("schedule, 8 ranks, 32 microbatches", "FIW"), ("schedule, whole backwards", "BF")):
+    for name, kinds in (
+        ("schedule, 8 ranks, 32 microbatches", "FIW"),
+        ("schedule, whole backwards", "BF"),
+    ):
         for width in WIDTHS:
             labels = [text for text in texts(seen[name, width]) if LABEL.fullmatch(text)]
             assert "".join(sorted({label[0] for label in labels})) in ("", kinds)
@@ -65,7 +70,11 @@ def test_no_page_scrolls_sideways_and_no_text_is_cut_by_the_window(seen):
 
 
 def test_a_table_that_goes_on_in_its_box_is_marked_and_has_a_name(seen):
-    wide = {(*place, box["name"]): box["isMarked"] for place, page in seen.items() for box in page["boxes"]}
+    wide = {
+        (*place, box["name"]): box["isMarked"]
+        for place, page in seen.items()
+        for box in page["boxes"]
+    }
     assert all(wide.values())
     assert None not in {name for _, _, name in wide}
     assert any(box["hidden"] > 0 for box in seen["plan, limit", 420]["boxes"])

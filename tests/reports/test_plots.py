@@ -1,4 +1,6 @@
-"""Static figures: every value is drawn where it belongs, letters and colours are the page's, nothing is loaded."""
+"""Static figures: every value is drawn where it belongs, letters and colours are the page's,
+nothing is loaded.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,16 @@ from itertools import pairwise
 import pytest
 
 from ppctl.reports.charts.palette import PARTS
-from ppctl.reports.charts.plots import MOST_LINES, Curve, Line, curves_svg, histogram_svg, lines_svg, stacked_bars
-from ppctl.reports.charts.svg import (
+from ppctl.reports.charts.svg_plots import (
+    MOST_LINES,
+    Curve,
+    Line,
+    curves_svg,
+    histogram_svg,
+    lines_svg,
+    stacked_bars,
+)
+from ppctl.reports.charts.svg_surface import (
     BOTTOM,
     HEIGHT,
     LEFT,
@@ -38,7 +48,11 @@ def places(group):
     found = []
     for path in group.findall("path"):
         at = re.match(r"translate\(([-\d.]+) ([-\d.]+)\)", path.get("transform") or "")
-        points = [at.groups()] if at else re.findall(r"[ML ]([-\d.]+) ([-\d.]+)", " " + (path.get("d") or ""))
+        points = (
+            [at.groups()]
+            if at
+            else re.findall(r"[ML ]([-\d.]+) ([-\d.]+)", " " + (path.get("d") or ""))
+        )
         found += [(float(x), float(y)) for x, y in points]
     return found
 
@@ -47,12 +61,14 @@ def height_of(value, low, high):
     return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - low) / (high - low)
 
 
-# --- few points for many ---------------------------------------------------------------------------------------------
+# --- few points for many ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spike", [0, 777, 49_999, 99_999])
 def test_a_spike_of_one_step_in_a_hundred_thousand_is_drawn(spike):
-    points = [(float(x), 9.0 if x == spike else -7.0 if x == 55_555 else 0.0) for x in range(100_000)]
+    points = [
+        (float(x), 9.0 if x == spike else -7.0 if x == 55_555 else 0.0) for x in range(100_000)
+    ]
     kept = thin(points, 600)
     assert {(spike, 9.0), (55_555, -7.0)} <= set(kept)
     assert (kept[0], kept[-1]) == (points[0], points[-1])
@@ -61,7 +77,9 @@ def test_a_spike_of_one_step_in_a_hundred_thousand_is_drawn(spike):
     drawn = curves_svg([Curve("loss", points)], title="loss", x_name="step")
     [pale] = groups(drawn, "pale")
     heights = [y for _, y in places(pale)]
-    assert (min(heights), max(heights)) == pytest.approx((height_of(9, -10, 10), height_of(-7, -10, 10)), abs=0.2)
+    assert (min(heights), max(heights)) == pytest.approx(
+        (height_of(9, -10, 10), height_of(-7, -10, 10)), abs=0.2
+    )
     assert len(groups(drawn, "trend")) == 1
     assert len(drawn) < 100_000
 
@@ -83,11 +101,12 @@ def test_steps_far_apart_are_no_empty_columns():
     assert [y for _, y in medians(points, 80)] == [1.0, 1.0]
 
 
-# --- curves ----------------------------------------------------------------------------------------------------------
+# --- curves -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "values", [[1.0], [0.0], [-3.0, 5.0], [1e-9, 1e9], [4.0, 4.0 + 1e-13], [1e99, -1e99], [1e-320, 1.0]]
+    "values",
+    [[1.0], [0.0], [-3.0, 5.0], [1e-9, 1e9], [4.0, 4.0 + 1e-13], [1e99, -1e99], [1e-320, 1.0]],
 )
 @pytest.mark.parametrize("from_zero", [False, True])
 def test_an_axis_holds_its_values_between_a_few_ticks(values, from_zero):
@@ -98,15 +117,22 @@ def test_an_axis_holds_its_values_between_a_few_ticks(values, from_zero):
     texts = tick_texts(ticks)
     assert len(set(texts)) == len(texts)
     assert max(map(len, texts)) <= 9
-    [path] = groups(curves_svg([Curve("a", [(1, low), (2, high)])], title="t", x_name="x", from_zero=from_zero), "all")
+    [path] = groups(
+        curves_svg([Curve("a", [(1, low), (2, high)])], title="t", x_name="x", from_zero=from_zero),
+        "all",
+    )
     assert all(TOP - 0.1 <= y <= HEIGHT - BOTTOM + 0.1 for _, y in places(path))
 
 
-@pytest.mark.parametrize(("last", "texts"), [(3, "1 2 3"), (7, "2 4 6"), (100_000, "20k 40k 60k 80k 100k"), (1, "1")])
+@pytest.mark.parametrize(
+    ("last", "texts"), [(3, "1 2 3"), (7, "2 4 6"), (100_000, "20k 40k 60k 80k 100k"), (1, "1")]
+)
 def test_ticks_of_steps_are_whole_steps(last, texts):
     drawn = curves_svg([Curve("a", [(1, 5.0), (last, 5.0)])], title="t", x_name="step")
     below = [
-        text.text for text in ET.fromstring(drawn).iter("text") if float(text.get("y") or 0) > HEIGHT - BOTTOM + 10
+        text.text
+        for text in ET.fromstring(drawn).iter("text")
+        if float(text.get("y") or 0) > HEIGHT - BOTTOM + 10
     ]
     assert below == [*texts.split(), "step"]
 
@@ -122,7 +148,9 @@ def test_values_that_are_not_finite_are_gaps_and_crosses():
 
 
 def test_labels_of_eight_curves_do_not_run_into_each_other():
-    drawn = curves_svg([Curve(f"{n} run", [(1, 1.0), (2, 1.0)]) for n in range(8)], title="x", x_name="step")
+    drawn = curves_svg(
+        [Curve(f"{n} run", [(1, 1.0), (2, 1.0)]) for n in range(8)], title="x", x_name="step"
+    )
     labels = [group.find("text") for group in groups(drawn, "label")]
     at = sorted(float(text.get("y") or 0) for text in labels if text is not None)
     assert len(at) == 8
@@ -135,22 +163,34 @@ def test_labels_of_eight_curves_do_not_run_into_each_other():
 def test_odd_labels_are_text_and_the_same_run_gives_the_same_bytes():
     curves = [Curve("$x_1$ <b>&\x1b 漢字", [(1, 1.0)]), Curve("b", [(1, 2.0)])]
     drawn = curves_svg(curves, title="<t>", x_name="step")
-    assert [group.findtext("title") for group in groups(drawn, "label")] == ["b", "$x_1$ <b>&? 漢字"]
+    assert [group.findtext("title") for group in groups(drawn, "label")] == [
+        "b",
+        "$x_1$ <b>&? 漢字",
+    ]
     assert drawn == curves_svg(curves, title="<t>", x_name="step")
     assert not re.search(r"url\(|https?:|href|\bid=|<style|<!|\b(nan|inf)\b", drawn)
     assert "var(--line)" in drawn
 
 
-# --- lines, histogram, bars ------------------------------------------------------------------------------------------
+# --- lines, histogram, bars ---------------------------------------------------------------------
 
 
 def test_marks_stand_to_scale_and_differ_by_colour_and_shape():
-    lines = [Line(str(i), [(2, i + 1), (8, 2 * i + 2)], measured=[(4, 1)]) for i in range(MOST_LINES)]
+    lines = [
+        Line(str(i), [(2, i + 1), (8, 2 * i + 2)], measured=[(4, 1)]) for i in range(MOST_LINES)
+    ]
     marks = groups(lines_svg(lines, title="t", x_name="x", y_text="{:g}".format), "mark")
-    first = [group for group in marks if re.fullmatch(r"\d+, 2: \d+", group.findtext("title") or "")]
+    first = [
+        group for group in marks if re.fullmatch(r"\d+, 2: \d+", group.findtext("title") or "")
+    ]
     assert len({(group[1].get("d"), group[1].get("style")) for group in first}) == MOST_LINES
-    assert sum((group.findtext("title") or "").endswith("4: 1 measured") for group in marks) == MOST_LINES
-    drawn = lines_svg([Line("a", [(2, 5), (4, 10), (8, 10)])], title="t", x_name="x", y_text="{:g}".format)
+    assert (
+        sum((group.findtext("title") or "").endswith("4: 1 measured") for group in marks)
+        == MOST_LINES
+    )
+    drawn = lines_svg(
+        [Line("a", [(2, 5), (4, 10), (8, 10)])], title="t", x_name="x", y_text="{:g}".format
+    )
     points = [place for group in groups(drawn, "mark") for place in places(group)]
     (x0, y0), (x1, y1), (x2, _) = points
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)  # doublings
@@ -165,7 +205,10 @@ def test_a_histogram_counts_every_value():
     assert titles[-1] == "more than 1.572: 2"
     low, high = (end(y for _, y in places(groups(drawn, "mark")[-1])) for end in (min, max))
     assert high - low >= 1
-    assert [group.findtext("text") for group in groups(drawn, "said")] == ["median 0.524", "predicted 0.4"]
+    assert [group.findtext("text") for group in groups(drawn, "said")] == [
+        "median 0.524",
+        "predicted 0.4",
+    ]
     assert len(groups(drawn, "named")) == 2
     far = histogram_svg(values, [("median", 0.524), ("predicted", 0.004)], title="x", x_name="s")
     assert len(groups(far, "named")) == 1
@@ -214,10 +257,15 @@ def test_a_limit_far_beyond_is_said():
 
 
 @pytest.mark.parametrize("limit", [1, 10, 25, 38, 40, 60, 150])
-def test_the_label_of_the_limit_stands_at_its_line_inside_the_figure_and_the_line_crosses_no_letters(limit):
+def test_the_label_of_the_limit_stands_at_its_line_and_the_line_crosses_no_letters(
+    limit,
+):
     drawn, _ = bars({"a": 30, "b": 10}, limit)
     line = places(groups(drawn, "limit")[0])[0][0]
-    spans = {name: [span(text) for group in groups(drawn, name) for text in group.iter("text")] for name in LETTERS}
+    spans = {
+        name: [span(text) for group in groups(drawn, name) for text in group.iter("text")]
+        for name in LETTERS
+    }
     [(left, right)] = spans["said"]
     assert min(abs(left - line), abs(right - line)) <= 6
     assert left >= 0
@@ -227,8 +275,9 @@ def test_the_label_of_the_limit_stands_at_its_line_inside_the_figure_and_the_lin
 
 def test_matplotlib_is_loaded_by_figures_only():
     code = (
-        "import sys; from ppctl.reports import runs_table; from ppctl.reports.charts import plots, svg, image; "
-        "from ppctl.reports.run_page import write_report; print('matplotlib' in sys.modules, 'numpy' in sys.modules)"
+        "import sys; from ppctl.reports import runs_table; from ppctl.reports.charts import "
+        "image_charts, svg_plots; from ppctl.reports.run_page import write_report; "
+        "print('matplotlib' in sys.modules, 'numpy' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False False\n"

@@ -1,4 +1,6 @@
-"""The step in the page of a run: measured above its simulation if it was, else the ideal one alone; no JAX."""
+"""The step in the page of a run: measured above its simulation if it was, else the ideal one alone;
+no JAX.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,10 @@ from support.environment import BY_USER
 from ppctl import cli
 from ppctl.config import Interleaved, Mpmd, Spmd
 from ppctl.config.schedule_from_config import pipeline_of
-from ppctl.reports import timeline_io
-from ppctl.reports.run_page.figures import over_steps
-from ppctl.schedule import build
-from ppctl.schedule.simulate import Timeline, simulate
+from ppctl.reports import measured_timeline_file as timeline_io
+from ppctl.reports.run_page.run_figures import over_steps
+from ppctl.schedule.families.registry import build
+from ppctl.schedule.simulator import Timeline, simulate
 
 BY_PATH = BY_USER | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
@@ -35,14 +37,23 @@ def run_dir(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made = Path("runs/a")
     made.mkdir(parents=True)
-    lines = [{"step": step, "loss": 1.0, "step_time_s": 0.5, "tokens_per_s": 10.0} for step in (1, 2)]
+    lines = [
+        {"step": step, "loss": 1.0, "step_time_s": 0.5, "tokens_per_s": 10.0} for step in (1, 2)
+    ]
     (made / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return made
 
 
 def settings(run_dir, schedule, executor, pp=2, layers=4):
-    config = {"model": {"name": "transformer", "num_layers": layers}, "mesh": {"dp": 1, "pp": pp, "fsdp": 1}}
-    config |= {"schedule": schedule, "executor": executor, "run": {"name": "a", "dir": "runs/a", "num_steps": 2}}
+    config = {
+        "model": {"name": "transformer", "num_layers": layers},
+        "mesh": {"dp": 1, "pp": pp, "fsdp": 1},
+    }
+    config |= {
+        "schedule": schedule,
+        "executor": executor,
+        "run": {"name": "a", "dir": "runs/a", "num_steps": 2},
+    }
     (run_dir / "config.yaml").write_text(json.dumps(config))
 
 
@@ -68,31 +79,46 @@ def shaken(schedule, seed=0):
     chance = random.Random(seed)
     timeline = simulate(schedule, build_costs(schedule))
     end_s, start_s, free_s = {}, {}, dict.fromkeys(range(schedule.num_ranks), 0.0)
-    for task in sorted(timeline.start_s, key=lambda task: (timeline.start_s[task], timeline.end_s[task])):
+    for task in sorted(
+        timeline.start_s, key=lambda task: (timeline.start_s[task], timeline.end_s[task])
+    ):
         rank = schedule.rank_of[task.stage]
         start_s[task] = max(free_s[rank], 2 * timeline.start_s[task])
-        free_s[rank] = end_s[task] = start_s[task] + (timeline.end_s[task] - timeline.start_s[task]) * chance.random()
+        free_s[rank] = end_s[task] = (
+            start_s[task] + (timeline.end_s[task] - timeline.start_s[task]) * chance.random()
+        )
     first = min(start_s.values())
     assert first == 0
     return Timeline(schedule, timeline.costs, start_s, end_s, is_uneven=True)
 
 
 def build_costs(schedule):
-    return timeline_io.mean_costs(schedule, {task: 0.25 for tasks in schedule.ranks for task in tasks})
+    return timeline_io.mean_costs(
+        schedule, {task: 0.25 for tasks in schedule.ranks for task in tasks}
+    )
 
 
 def events(timeline, copies=(("", 0.0),), at_s=0.0, scale=1.0, leave_out=()):
-    """What the profiler leaves of a step: a range of each task, on each copy of its rank's device."""
+    """Return a profile of a step: a range of each task, on each copy of its rank's device."""
     found, num_ranks = [], timeline.schedule.num_ranks
     for copy, (name, later_s) in enumerate(copies):
         for rank, tasks in enumerate(timeline.schedule.ranks):
             device = copy * num_ranks + rank
-            track = {"ph": "M", "name": "thread_name", "pid": 0, "tid": device, "args": {"name": f"rank {rank}{name}"}}
+            track = {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": 0,
+                "tid": device,
+                "args": {"name": f"rank {rank}{name}"},
+            }
             found.append(track)
             for task in tasks:
                 if task[:2] in leave_out:
                     continue
-                start, end = (scale * each[task] + at_s + later_s for each in (timeline.start_s, timeline.end_s))
+                start, end = (
+                    scale * each[task] + at_s + later_s
+                    for each in (timeline.start_s, timeline.end_s)
+                )
                 range_ = {"ts": start * 1e6, "dur": (end - start) * 1e6}
                 found.append({"ph": "X", "pid": 0, "name": str(task), "tid": device, **range_})
     return found
@@ -102,17 +128,25 @@ def test_a_measured_timeline_stands_above_the_simulation_of_its_means(run_dir, c
     schedule = build("zb_h1", 2, 4)
     taken = shaken(schedule)
     taken = replace(
-        taken, costs=timeline_io.mean_costs(schedule, {t: taken.end_s[t] - taken.start_s[t] for t in taken.end_s})
+        taken,
+        costs=timeline_io.mean_costs(
+            schedule, {t: taken.end_s[t] - taken.start_s[t] for t in taken.end_s}
+        ),
     )
     timeline_io.write_timeline(run_dir / "timeline", taken)
     settings(run_dir, {"name": "zb_h1", "num_microbatches": 4}, {"name": "mpmd"})
     (measured, simulated), seen = report(capsys)
-    assert (measured["label"], simulated["label"]) == ("zb_h1, measured", "zb_h1, simulated from its means")
+    assert (measured["label"], simulated["label"]) == (
+        "zb_h1, measured",
+        "zb_h1, simulated from its means",
+    )
     in_order = [task for tasks in schedule.ranks for task in tasks]
     assert starts(measured) == pytest.approx([taken.start_s[task] for task in in_order], abs=2e-9)
     assert measured["makespan_s"] == pytest.approx(taken.makespan_s, abs=2e-9)
     assert measured["bubble_fraction"] == pytest.approx(taken.bubble_fraction, abs=1e-6)
-    assert simulated["makespan_s"] == pytest.approx(simulate(schedule, taken.costs).makespan_s, rel=1e-6)
+    assert simulated["makespan_s"] == pytest.approx(
+        simulate(schedule, taken.costs).makespan_s, rel=1e-6
+    )
     assert "Measured: one step (run.timeline=true)." in seen
     assert "Not measured" not in seen
     (run_dir / "config.yaml").unlink()  # the timeline says enough
@@ -120,13 +154,19 @@ def test_a_measured_timeline_stands_above_the_simulation_of_its_means(run_dir, c
 
 
 @pytest.mark.parametrize("copies", [(("", 0.0),), ((" dp=0", 0.0), (" dp=1", 5.0))])
-def test_of_traced_steps_the_median_one_is_drawn_in_the_order_in_which_it_ran(run_dir, capsys, copies):
+def test_of_traced_steps_the_median_one_is_drawn_in_the_order_in_which_it_ran(
+    run_dir, capsys, copies
+):
     executor = {"name": "spmd", "remat": "full"}
     found = pipeline_of(Interleaved(num_microbatches=4), Spmd(remat="full"), 2, 4)
     timeline = timeline_io.timeline_at(found.schedule, found.ticks, found.costs)
     cell = next(cell for row in found.ticks.cells for cell in row if None not in cell)
     swapped = {}  # within a tick the backward may come first
-    middle_s = timeline.start_s[cell.forward] + timeline.end_s[cell.backward] - timeline.start_s[cell.backward]
+    middle_s = (
+        timeline.start_s[cell.forward]
+        + timeline.end_s[cell.backward]
+        - timeline.start_s[cell.backward]
+    )
     swapped[cell.backward] = timeline.start_s[cell.forward], middle_s
     swapped[cell.forward] = middle_s, timeline.end_s[cell.backward]
     timeline = replace(
@@ -153,7 +193,9 @@ def test_of_traced_steps_the_median_one_is_drawn_in_the_order_in_which_it_ran(ru
         assert of_rank == sorted(of_rank)
     whole = {task: timeline.end_s[task] - timeline.start_s[task] for task in timeline.start_s}
     whole |= {task: 0.0 for task in whole if task[:2] in left}
-    costs = timeline_io.mean_costs(found.schedule, {task: 2 * seconds for task, seconds in whole.items()})
+    costs = timeline_io.mean_costs(
+        found.schedule, {task: 2 * seconds for task, seconds in whole.items()}
+    )
     assert simulated["makespan_s"] == pytest.approx(found.ticks.makespan_s(costs), rel=1e-6)
 
 
@@ -161,12 +203,14 @@ def test_of_traced_steps_the_median_one_is_drawn_in_the_order_in_which_it_ran(ru
     ("executor", "makespan_s"),
     [({"name": "mpmd", "remat": "none"}, 5 * 3.0), ({"name": "spmd", "remat": "full"}, 5 * 4.0)],
 )
-def test_a_run_that_was_not_measured_has_the_prediction_and_how_to_measure(run_dir, capsys, executor, makespan_s):
+def test_a_run_that_was_not_measured_has_the_prediction_and_how_to_measure(
+    run_dir, capsys, executor, makespan_s
+):
     settings(run_dir, {"name": "gpipe", "num_microbatches": 4}, executor)
     (chart,), seen = report(capsys)
     assert chart["makespan_s"] == makespan_s  # (m + p - 1)(F + B)
     assert chart["label"] == "gpipe, ideal"
-    for word in ("Not measured.", "run.timeline=true", "run.profile.start=N", "counts as 1 s"):
+    for word in ("Not measured.", "run.timeline=true", "run.profile=N", "counts as 1 s"):
         assert word in seen
 
 
@@ -202,9 +246,22 @@ def test_a_damaged_timeline_is_told_and_the_prediction_drawn(run_dir, capsys, te
 @pytest.mark.parametrize(
     "content",
     [
-        *("", "[]", "{", '{"traceEvents": 1}', '{"traceEvents": [1]}', '{"traceEvents": [{"name": "thread_name"}]}'),
+        *(
+            "",
+            "[]",
+            "{",
+            '{"traceEvents": 1}',
+            '{"traceEvents": [1]}',
+            '{"traceEvents": [{"name": "thread_name"}]}',
+        ),
         '{"traceEvents": []}',
-        json.dumps({"traceEvents": events(simulate(build("gpipe", 2, 3), build_costs(build("gpipe", 2, 3))))}),
+        json.dumps(
+            {
+                "traceEvents": events(
+                    simulate(build("gpipe", 2, 3), build_costs(build("gpipe", 2, 3)))
+                )
+            }
+        ),
         json.dumps({"traceEvents": [{"ph": "X", "name": "x", "tid": 0, "ts": 0, "dur": 1}]}),
     ],
 )
@@ -220,13 +277,29 @@ def test_a_profile_of_something_else_is_told_and_the_prediction_drawn(run_dir, c
 @pytest.mark.parametrize(
     ("schedule", "executor", "told"),
     [
-        ({"name": "gpipe", "num_microbatches": 10**6}, {"name": "mpmd"}, "ppctl schedule show mesh=1x2 schedule=gpipe"),
-        ({"name": "gpipe", "num_microbatches": "<b>"}, {"name": "mpmd"}, "The schedule cannot be drawn"),
-        ({"name": "gpipe", "num_microbatches": 4, "x": 1}, {"name": "mpmd"}, "not such as there are now"),
+        ({"name": "gpipe", "num_microbatches": 10**6}, {"name": "mpmd"}, "ppctl schedule show"),
+        (
+            {"name": "gpipe", "num_microbatches": "<b>"},
+            {"name": "mpmd"},
+            "The schedule cannot be drawn",
+        ),
+        (
+            {"name": "gpipe", "num_microbatches": 4, "x": 1},
+            {"name": "mpmd"},
+            "not such as there are now",
+        ),
         ({"name": "mine", "num_microbatches": 4}, {"name": "mpmd"}, "not such as there are now"),
-        ({"name": "interleaved", "num_microbatches": 3}, {"name": "mpmd"}, "num_microbatches=3 is not a multiple of"),
+        (
+            {"name": "interleaved", "num_microbatches": 3},
+            {"name": "mpmd"},
+            "num_microbatches=3 is not a multiple of",
+        ),
         ({"name": "csv", "path": "gone.csv"}, {"name": "mpmd"}, "gone.csv cannot be read"),
-        ({"name": "gpipe", "num_microbatches": 4}, {"name": "reference"}, "executor=reference has no pipeline"),
+        (
+            {"name": "gpipe", "num_microbatches": 4},
+            {"name": "reference"},
+            "executor=reference has no pipeline",
+        ),
         ({"name": "gpipe", "num_microbatches": 4}, None, "not such as there are now"),
     ],
 )
@@ -240,9 +313,15 @@ def test_a_schedule_that_cannot_be_drawn_is_told(run_dir, capsys, schedule, exec
 def test_no_jax_is_started_for_a_measured_step(run_dir):
     timeline_io.write_timeline(run_dir / "timeline", shaken(build("1f1b", 2, 4)))
     settings(run_dir, {"name": "1f1b", "num_microbatches": 4}, {"name": "mpmd"})
-    code = "import sys; from ppctl import cli; code = cli.main(sys.argv[1:]); print(code, 'jax' in sys.modules)"
+    code = (
+        "import sys; from ppctl import cli; code = cli.main(sys.argv[1:]); print(code, 'jax' in "
+        "sys.modules)"
+    )
     words = [sys.executable, "-c", code, "report", "a"]
-    assert subprocess.run(words, env=BY_PATH, capture_output=True, text=True, check=True).stdout == "0 False\n"
+    assert (
+        subprocess.run(words, env=BY_PATH, capture_output=True, text=True, check=True).stdout
+        == "0 False\n"
+    )
     assert "1f1b, measured" in (run_dir / "report.html").read_text()
 
 
@@ -251,21 +330,46 @@ def test_no_jax_is_started_for_a_measured_step(run_dir):
 def test_64_ranks_of_512_microbatches_measured_stay_under_five_megabytes(run_dir, capsys):
     found = pipeline_of(Interleaved(num_microbatches=512), Mpmd(), 64, 128)
     timeline_io.write_timeline(run_dir / "timeline", shaken(found.schedule))
-    settings(run_dir, {"name": "interleaved", "num_microbatches": 512, "num_chunks": 2}, {"name": "mpmd"}, 64, 128)
+    settings(
+        run_dir,
+        {"name": "interleaved", "num_microbatches": 512, "num_chunks": 2},
+        {"name": "mpmd"},
+        64,
+        128,
+    )
     drawn, _ = report(capsys)
     assert len(drawn) == 2
     assert (run_dir / "report.html").stat().st_size < 5_000_000
 
 
-# --- where it ran ----------------------------------------------------------------------------------------------------
+# --- where it ran -------------------------------------------------------------------------------
 
 
 def test_each_start_says_what_it_ran_on_and_which_versions_changed(run_dir, capsys):
-    start = {"status": "started", "host": "n1", "at": 1.8e9, "step": 0, "num_devices": 8, "num_processes": 2}
-    start |= {"device_kind": "H100", "platform": "gpu", "system": "Linux", "versions": {"python": "3.12", "jax": "1.0"}}
-    other = start | {"host": "n2", "step": 5, "num_processes": 1, "versions": {"python": "3.12", "jax": "1.1"}}
+    start = {
+        "status": "started",
+        "host": "n1",
+        "at": 1.8e9,
+        "step": 0,
+        "num_devices": 8,
+        "num_processes": 2,
+    }
+    start |= {
+        "device_kind": "H100",
+        "platform": "gpu",
+        "system": "Linux",
+        "versions": {"python": "3.12", "jax": "1.0"},
+    }
+    other = start | {
+        "host": "n2",
+        "step": 5,
+        "num_processes": 1,
+        "versions": {"python": "3.12", "jax": "1.1"},
+    }
     old = {"status": "started", "host": "n0", "at": 1.7e9, "step": 0}
-    (run_dir / "status.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (old, start, other)))
+    (run_dir / "status.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in (old, start, other))
+    )
     assert cli.main(["report", "a", "--json"]) == 0
     (said,) = json.loads(capsys.readouterr().out)["runs"]
     assert said["versions"] == {"python": "3.12", "jax": "1.1"}
@@ -276,7 +380,7 @@ def test_each_start_says_what_it_ran_on_and_which_versions_changed(run_dir, caps
     assert "step 0 n0" in seen
 
 
-# --- speed, and files ------------------------------------------------------------------------------------------------
+# --- speed, and files ---------------------------------------------------------------------------
 
 
 def test_a_late_host_makes_no_spike_in_the_speed_over_a_few_steps():
@@ -293,7 +397,9 @@ def test_a_report_that_cannot_be_replaced_stays_whole(run_dir, capsys, monkeypat
     file = run_dir / "report.html"
     assert cli.main(["report", "a"]) == 0
     before = file.read_bytes()
-    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     assert cli.main(["report", "a"]) == 2
     assert "report.html cannot be written: No space left on device" in capsys.readouterr().err
     assert file.read_bytes() == before
@@ -301,7 +407,7 @@ def test_a_report_that_cannot_be_replaced_stays_whole(run_dir, capsys, monkeypat
 
 
 def test_a_link_is_followed_when_a_file_is_replaced(tmp_path):
-    from ppctl.reports.terminal import replace_file
+    from ppctl.reports.terminal_output import replace_file
 
     target = tmp_path / "there.txt"
     target.write_text("old")
@@ -315,7 +421,9 @@ def test_a_link_is_followed_when_a_file_is_replaced(tmp_path):
 
 
 def sizes(*of_ranks):
-    return json.dumps({"step": 0, "ranks": [{"parameters": a, "temporaries": b} for a, b in of_ranks]})
+    return json.dumps(
+        {"step": 0, "ranks": [{"parameters": a, "temporaries": b} for a, b in of_ranks]}
+    )
 
 
 @pytest.mark.parametrize(
@@ -323,8 +431,16 @@ def sizes(*of_ranks):
     [
         (sizes((1024, 2048), (1024, 2048)), ["every rank"], "3.0 KiB"),
         (sizes((1024, 2048), (4096, 0)), ["rank 0", "rank 1"], "4.0 KiB"),
-        (sizes((0, 0), (4096, 0)), ["rank 1"], "4.0 KiB"),  # of several processes, whose ranks another one has
-        (sizes(*((k, 1024) for k in range(64))), [f"rank {k}" for k in range(48, 64)], "The fullest 16 of 64."),
+        (
+            sizes((0, 0), (4096, 0)),
+            ["rank 1"],
+            "4.0 KiB",
+        ),  # of several processes, whose ranks another one has
+        (
+            sizes(*((k, 1024) for k in range(64))),
+            [f"rank {k}" for k in range(48, 64)],
+            "The fullest 16 of 64.",
+        ),
     ],
 )
 def test_the_memory_of_each_rank_is_drawn_by_part(run_dir, capsys, text, names, total):
@@ -337,7 +453,8 @@ def test_the_memory_of_each_rank_is_drawn_by_part(run_dir, capsys, text, names, 
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"ranks": 3}', '{"ranks": [{"a": -1}]}', '{"ranks": [{"a": true}]}', "\xff"]
+    "text",
+    ["{", "[]", '{"ranks": 3}', '{"ranks": [{"a": -1}]}', '{"ranks": [{"a": true}]}', "\xff"],
 )
 def test_memory_that_cannot_be_read_is_told(run_dir, capsys, text):
     (run_dir / "memory.json").write_text(text, encoding="latin-1")

@@ -1,4 +1,4 @@
-"""What is read of runs: every run is found, and what is wrong with one is said and harms no other."""
+"""Reading runs: every run is found, and a damaged one is reported and harms no other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import os
 import pytest
 
 from ppctl.reports import run_files
+from ppctl.reports.run_page.read_run import read_run
 from ppctl.reports.run_status import RunStatus
+from ppctl.reports.runs_table import extremes
 
 CONFIG = "model:\n  name: mlp\nrun:\n  name: x\n  num_steps: 9\n  profile:\n    num_steps: 2\n"
 
@@ -16,7 +18,10 @@ CONFIG = "model:\n  name: mlp\nrun:\n  name: x\n  num_steps: 9\n  profile:\n    
 def make(run_dir, steps=3, config=CONFIG, last="", **files):
     """A run as it is on disk."""
     run_dir.mkdir(parents=True)
-    lines = [json.dumps({"step": step, "loss": 4.0 / step, "step_time_s": 0.5}) + "\n" for step in range(1, steps + 1)]
+    lines = [
+        json.dumps({"step": step, "loss": 4.0 / step, "step_time_s": 0.5}) + "\n"
+        for step in range(1, steps + 1)
+    ]
     (run_dir / "metrics.jsonl").write_text("".join(lines) + last)
     if config is not None:
         (run_dir / "config.yaml").write_text(config)
@@ -46,8 +51,16 @@ def test_runs_are_found_at_any_depth_and_once(tmp_path):
 
 
 def test_the_ends_of_files_say_how_far_a_run_got(tmp_path):
-    run = found(make(tmp_path / "a", eval='{"step": 1, "eval_loss": 3.5}\n{"step": 3, "eval_loss": 2.5}\n'))
-    assert (run.step, run.num_steps, run.loss, run.eval_loss, run.problems) == (3, 9, 4 / 3, 2.5, ())
+    run = found(
+        make(tmp_path / "a", eval='{"step": 1, "eval_loss": 3.5}\n{"step": 3, "eval_loss": 2.5}\n')
+    )
+    assert (run.step, run.num_steps, run.loss, run.eval_loss, run.problems) == (
+        3,
+        9,
+        4 / 3,
+        2.5,
+        (),
+    )
     assert run.status == "no end recorded"
 
 
@@ -66,7 +79,11 @@ def test_long_lines_are_read_whole(tmp_path):
         ({"last": "[" * 3000 + "\n"}, "the last line of metrics.jsonl is no record", 3),
         ({"last": "\0\xff\n"}, "the last line of metrics.jsonl is no record", 3),
         ({"last": '{"step": 4}\n'}, "the last line of metrics.jsonl has no step or no loss", 4),
-        ({"last": '{"loss": 1.0, "step": "4"}\n'}, "the last line of metrics.jsonl has no step or no loss", 0),
+        (
+            {"last": '{"loss": 1.0, "step": "4"}\n'},
+            "the last line of metrics.jsonl has no step or no loss",
+            0,
+        ),
         ({"steps": 0, "last": "x\ny\n"}, "the last line of metrics.jsonl is no record", 0),
         ({"steps": 0}, "metrics.jsonl is empty", 0),
         ({"config": None}, "config.yaml is missing", 3),
@@ -99,7 +116,9 @@ def test_a_loss_that_is_not_finite_is_told_from_none(tmp_path):
     assert (run.loss, run.is_finite) == (None, True)
 
 
-def test_older_runs_are_finished_where_their_last_step_is_saved_and_only_then(tmp_path):
+def test_runs_without_a_record_of_a_start_are_finished_where_their_last_step_is_saved_and_only_then(
+    tmp_path,
+):
     run_dir = make(tmp_path / "a", steps=9)
     assert found(run_dir).status == "no end recorded"  # its last save may have failed
     for name in ("6", "9.damaged", "9.orbax-checkpoint-tmp"):
@@ -112,16 +131,30 @@ def test_older_runs_are_finished_where_their_last_step_is_saved_and_only_then(tm
 def test_a_run_with_settings_alone_has_not_started(tmp_path):
     run_dir = make(tmp_path / "a")
     (run_dir / "metrics.jsonl").unlink()
-    assert (found(run_dir).status, found(run_dir).step, found(run_dir).problems) == ("not started", 0, ())
+    assert (found(run_dir).status, found(run_dir).step, found(run_dir).problems) == (
+        "not started",
+        0,
+        (),
+    )
 
 
 def test_what_another_process_of_the_run_failed_of_is_its_reason(tmp_path):
-    started = {"status": "started", "step": 0, "host": "elsewhere", "pid": 1, "is_locked": True, "at": 100.0}
+    started = {
+        "status": "started",
+        "step": 0,
+        "host": "elsewhere",
+        "pid": 1,
+        "is_locked": True,
+        "at": 100.0,
+    }
     run_dir = make(tmp_path / "a", status=json.dumps(started) + "\n")
     (run_dir / "processes").mkdir()
     file = run_dir / "processes/failed.json"
     file.write_text('{"process": 2, "message": "the disk is full."}')
-    assert (found(run_dir).status, found(run_dir).reason) == ("failed", "process 2: the disk is full.")
+    assert (found(run_dir).status, found(run_dir).reason) == (
+        "failed",
+        "process 2: the disk is full.",
+    )
     os.utime(file, (50.0, 50.0))  # of a start before
     assert (found(run_dir).status, found(run_dir).reason) == ("no end recorded", None)
 
@@ -134,11 +167,28 @@ def test_a_torn_line_of_a_run_that_goes_on_is_no_fault(tmp_path):
 
 
 def test_history_says_first_last_and_least_and_counts_what_is_no_record(tmp_path):
-    last = '{"step": 4, "loss": 9.0, "step_time_s": 2.5, "rows_per_s": 8}\nx\n{"step": 5, "loss": null}\n{"st'
-    past = run_files.run_history(make(tmp_path / "a", last=last))
-    assert past.losses == {"first": (1, 4.0), "last": (4, 9.0), "least": (3, 4 / 3)}
-    assert (past.step_time_s, past.unit, past.speed) == (0.5, "rows_per_s", 8.0)
-    assert (past.eval_losses, past.problems) == ({}, ("1 line of metrics.jsonl is no record",))
+    last = (
+        '{"step": '
+        '4, "loss": 9.0, "step_time_s": 2.5, "rows_per_s": '
+        '8}\nx\n{"step": '
+        '5, "loss": '
+        'null}\n{"st'
+    )
+    run = read_run("a", make(tmp_path / "a", last=last), {}, (), "", (), "")
+    assert extremes(run.curves["loss"]) == {
+        "first": (1, 4.0),
+        "last": (4, 9.0),
+        "least": (3, 4 / 3),
+    }
+    assert (run.median("step_time_s"), run.speed, run.median("rows_per_s")) == (
+        0.5,
+        "rows_per_s",
+        8.0,
+    )
+    assert (list(run.evaluations), "1 line of metrics.jsonl is no record" in run.problems) == (
+        [],
+        True,
+    )
 
 
 def test_the_size_is_that_of_all_files(tmp_path):
@@ -150,7 +200,9 @@ def test_the_size_is_that_of_all_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "before", ["", '{"status": "interrupted", "step": 2, "reason": "SIGTERM"}\n'], ids=["new", "again"]
+    "before",
+    ["", '{"status": "interrupted", "step": 2, "reason": "SIGTERM"}\n'],
+    ids=["new", "again"],
 )
 def test_a_run_that_a_process_is_about_to_begin_is_running(tmp_path, before):
     run_dir = make(tmp_path / "x", status=before)

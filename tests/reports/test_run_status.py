@@ -14,7 +14,7 @@ import pytest
 
 from ppctl import cli
 from ppctl.reports import run_files, run_status
-from ppctl.reports.run_status import FINISHED, INTERRUPTED, HeldError, NoRunStatus, RunStatus
+from ppctl.reports.run_status import FINISHED, INTERRUPTED, HeldError, RunStatus
 
 
 def lines(run_dir):
@@ -52,7 +52,8 @@ def test_a_run_is_running_until_it_says_how_it_ended(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"), [(ValueError("the disk\nis full."), "the disk is full."), (KeyError(), "KeyError")]
+    ("error", "reason"),
+    [(ValueError("the disk\nis full."), "the disk is full."), (KeyError(), "KeyError")],
 )
 def test_an_exception_is_recorded_in_a_line_and_goes_on(tmp_path, error, reason):
     with pytest.raises(type(error)), started(tmp_path):
@@ -82,7 +83,9 @@ KILLED = (
 
 
 def start(run_dir):
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(run_dir)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(run_dir)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     return process
@@ -153,11 +156,15 @@ def test_a_second_process_in_the_same_run_dir_is_refused(tmp_path, monkeypatch):
         first.end(FINISHED)
 
 
-def test_a_run_that_holds_the_directory_and_has_not_begun_is_not_named_after_an_older_one(tmp_path, monkeypatch):
+def test_a_run_that_holds_the_directory_and_has_not_begun_is_not_named_after_an_older_one(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(run_status, "LOCK_S", 0.05)
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    (tmp_path / "status.jsonl").write_text(json.dumps({"status": "started", **run_status.here(), "pid": child.pid}))
+    (tmp_path / "status.jsonl").write_text(
+        json.dumps({"status": "started", **run_status.here(), "pid": child.pid})
+    )
     with RunStatus(tmp_path), pytest.raises(HeldError) as error:
         RunStatus(tmp_path)
     assert error.value.pid is None
@@ -216,13 +223,6 @@ def test_a_disk_that_is_full_hides_no_error(tmp_path, monkeypatch):
         fill_and_fail()
 
 
-def test_a_process_that_does_not_lead_writes_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with NoRunStatus() as status:
-        status.end(FINISHED)
-    assert list(tmp_path.iterdir()) == []
-
-
 HOLD = """
 import sys, time
 from pathlib import Path
@@ -237,15 +237,23 @@ with RunStatus(Path(sys.argv[1])) as status:
 def test_a_run_that_another_process_writes_is_refused_and_left_alone(tmp_path, capsys, monkeypatch):
     saving = tmp_path / "checkpoints/5.orbax-checkpoint-tmp"
     saving.mkdir(parents=True)
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE
+    ) as process:
         try:
             assert process.stdout is not None
             process.stdout.readline()
             assert run_status.held_by(tmp_path) == process.pid
             assert cli.main(["train", "recipes=tiny", f"run.dir={tmp_path}"]) == 2
-            said = f"run.dir={tmp_path} is written by process {process.pid} now. Use another run.name, or end that run"
+            said = (
+                f"run.dir={tmp_path} is written by process {process.pid} now. Use another "
+                "run.name, or end that run"
+            )
             assert said in capsys.readouterr().err
-            assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "status.jsonl"]
+            assert sorted(path.name for path in tmp_path.iterdir()) == [
+                "checkpoints",
+                "status.jsonl",
+            ]
             assert saving.exists()
             monkeypatch.setattr(run_status, "here", lambda: {"host": "another"})
             assert run_status.held_by(tmp_path) is None

@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from ppctl.errors import ConfigError
-from ppctl.schedule.partition.clusters import clusters
+from ppctl.schedule.partition.operation_clusters import clusters
 
 
 def best_of_all(costs, crossing, count, tolerance):
@@ -16,7 +16,12 @@ def best_of_all(costs, crossing, count, tolerance):
     for cuts in combinations([i for i in range(1, n) if crossing[i] < inf], count - 1):
         sizes = [sum(costs[a:b]) for a, b in pairwise((0, *cuts, n))]
         passing = [crossing[i] for i in cuts]
-        found.append((max(sizes), (max(passing, default=0), sum(passing), sum(size * size for size in sizes))))
+        found.append(
+            (
+                max(sizes),
+                (max(passing, default=0), sum(passing), sum(size * size for size in sizes)),
+            )
+        )
     least = min(largest for largest, _ in found)
     return min(key for largest, key in found if largest <= least * (1 + tolerance) + 1e-9), least
 
@@ -29,12 +34,17 @@ def test_the_best_division_of_all_is_found(seed):
     crossing = [inf if choose.random() < 0.15 else choose.randint(1, 5) for _ in range(n)]
     count, tolerance = choose.randint(1, 4), choose.choice([0.0, 0.2, 0.5])
     if count - 1 > sum(c < inf for c in crossing[1:]):
-        with pytest.raises(ConfigError, match=r"but there are only \d groups of operations that could be layers"):
+        with pytest.raises(
+            ConfigError, match=r"but there are only \d groups of operations that could be layers"
+        ):
             clusters(costs, crossing, count, tolerance=tolerance)
         return
     found = clusters(costs, crossing, count, tolerance=tolerance)
     assert (found[0], found[-1], len(found)) == (0, n, count + 1)
-    sizes, passing = [sum(costs[a:b]) for a, b in pairwise(found)], [crossing[i] for i in found[1:-1]]
+    sizes, passing = (
+        [sum(costs[a:b]) for a, b in pairwise(found)],
+        [crossing[i] for i in found[1:-1]],
+    )
     key, least = best_of_all(costs, crossing, count, tolerance)
     assert max(sizes) <= least * (1 + tolerance) + 1e-6
     assert (max(passing, default=0), sum(passing), sum(size * size for size in sizes)) == key

@@ -16,7 +16,9 @@ def test_a_full_backward_costs_both_of_its_parts():
     assert Costs(input_grad_s=0.25, weight_grad_s=0.5).backward_s == 0.75
 
 
-TIMES = [f.name for f in dataclasses.fields(Costs) if f.name.endswith("_s") and "bytes" not in f.name]
+TIMES = [
+    f.name for f in dataclasses.fields(Costs) if f.name.endswith("_s") and "bytes" not in f.name
+]
 
 
 @pytest.mark.parametrize("name", TIMES)
@@ -24,9 +26,18 @@ TIMES = [f.name for f in dataclasses.fields(Costs) if f.name.endswith("_s") and 
 def test_a_cost_that_is_not_a_time_is_refused(name, value):
     with pytest.raises(ConfigError) as error:
         Costs(**{name: value})
-    assert str(error.value) == f"{name}={value} is not a time. Use a finite number of seconds, at least 0."
+    assert (
+        str(error.value)
+        == f"{name}={value} is not a time. Use a finite number of seconds, at least 0."
+    )
 
 
 def test_costs_need_the_standard_library_only():
-    code = "import sys, ppctl.schedule.costs; sys.exit(bool({'jax', 'numpy', 'hydra'} & set(sys.modules)))"
+    code = (
+        "import sys, ppctl.schedule.costs; "
+        "sys.exit(bool({'jax', "
+        "'numpy', "
+        "'hydra'} "
+        "& set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -6,15 +6,27 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from support.all_families import FUSED, GROUPED, KNOBS, REAL, SPLIT, UNIT, cases, chunks, make, split_tasks
+from support.all_families import (
+    FUSED,
+    GROUPED,
+    KNOBS,
+    REAL,
+    SPLIT,
+    UNIT,
+    cases,
+    chunks,
+    make,
+    split_tasks,
+)
 
 from ppctl.cli.choices import schema_of
 from ppctl.errors import ScheduleError
-from ppctl.schedule import FAMILIES, LOOPED_WHOLE, ON_RING, Task, advice, build
-from ppctl.schedule.families.passes import merge_backward, split_backward
-from ppctl.schedule.simulate import simulate
-from ppctl.schedule.ticks import ticks
-from ppctl.schedule.validate import validate
+from ppctl.schedule.families.registry import FAMILIES, LOOPED_WHOLE, ON_RING, advice, build
+from ppctl.schedule.families.schedule_passes import split_backward
+from ppctl.schedule.ir import Task
+from ppctl.schedule.simulator import simulate
+from ppctl.schedule.tick_lowering import ticks
+from ppctl.schedule.validation import validate
 
 CASES = cases()
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -29,11 +41,20 @@ def test_every_size_is_valid_and_every_task_there_once(family):
     for case in of(family):
         _, p, m, knobs = case
         schedule, V = make(case), chunks(family, knobs)
-        assert (schedule.name, schedule.num_ranks, schedule.num_stages, schedule.num_chunks) == (family, p, p * V, V)
+        assert (schedule.name, schedule.num_ranks, schedule.num_stages, schedule.num_chunks) == (
+            family,
+            p,
+            p * V,
+            V,
+        )
         found = Counter(split_tasks(schedule))
-        assert found == Counter(Task(s, kind, i) for s in range(p * V) for kind in "FIW" for i in range(m)), case
+        assert found == Counter(
+            Task(s, kind, i) for s in range(p * V) for kind in "FIW" for i in range(m)
+        ), case
         kinds = {task.kind for program in schedule.ranks for task in program}
-        assert kinds == set("FIW") if family in SPLIT else "I" not in kinds or family == "dualpipe_v"
+        assert (
+            kinds == set("FIW") if family in SPLIT else "I" not in kinds or family == "dualpipe_v"
+        )
 
 
 @families
@@ -50,7 +71,7 @@ def test_the_docstring_states_bubble_memory_and_source(family):
     assert "bubble" in text or "makespan" in text
 
 
-# --- schedules.md, section 3: p = 8, m = 32 --------------------------------------------------------------------------
+# --- schedules.md, section 3: p = 8, m = 32 -----------------------------------------------------
 
 TABLE = [  # family, knobs, unit makespan, unit period, fused makespan, real makespan, peak
     ("gpipe", {}, 117, 117, 117, 110.6, 32),
@@ -70,19 +91,35 @@ TABLE = [  # family, knobs, unit makespan, unit period, fused makespan, real mak
     ("v_min", {}, 109.5, 109.5, None, 132.6, 4),
     ("gis", {}, 105, 105, 126.5, 102.4, 6),
     ("dualpipe_v", {}, 99.5, 99.5, 109.5, 98.0, 8.5),
-    ("hanayo", {"num_waves": 2}, 113.25, 113.25, 113.25, None, 8),  # the page's own order: 117.75 at 9
+    (
+        "hanayo",
+        {"num_waves": 2},
+        113.25,
+        113.25,
+        113.25,
+        None,
+        8,
+    ),  # the page's own order: 117.75 at 9
 ]
 
 
 @pytest.mark.parametrize(("family", "knobs", "unit", "period", "fused", "real", "peak"), TABLE)
-def test_eight_ranks_and_32_microbatches_cost_the_published_numbers(family, knobs, unit, period, fused, real, peak):
+def test_eight_ranks_and_32_microbatches_cost_the_published_numbers(
+    family, knobs, unit, period, fused, real, peak
+):
     schedule = build(family, 8, 32, **knobs)
     timeline = simulate(schedule, UNIT)
-    assert (timeline.makespan_s, timeline.period_s, max(timeline.peak_activations)) == (unit, period, peak)
+    assert (timeline.makespan_s, timeline.period_s, max(timeline.peak_activations)) == (
+        unit,
+        period,
+        peak,
+    )
     if fused is not None:
         assert simulate(schedule, FUSED).makespan_s == fused
     if real is not None:
-        assert simulate(schedule, REAL).makespan_s == pytest.approx(real, abs=0.051)  # printed with one decimal
+        assert simulate(schedule, REAL).makespan_s == pytest.approx(
+            real, abs=0.051
+        )  # printed with one decimal
 
 
 def test_the_table_names_every_family():
@@ -95,7 +132,9 @@ def test_the_table_names_every_family():
 )
 def test_longer_warm_up_hides_the_latency_of_transfers(warmup_hops, num_chunks, makespan):
     schedule = build("interleaved", 8, 32, num_chunks=num_chunks, warmup_hops=warmup_hops)
-    assert simulate(schedule, replace(UNIT, transfer_s=0.1)).makespan_s == pytest.approx(makespan, abs=0.051)
+    assert simulate(schedule, replace(UNIT, transfer_s=0.1)).makespan_s == pytest.approx(
+        makespan, abs=0.051
+    )
 
 
 def test_a_shorter_warm_up_holds_p_activations_at_the_same_makespan():
@@ -104,15 +143,7 @@ def test_a_shorter_warm_up_holds_p_activations_at_the_same_makespan():
         assert (timeline.makespan_s, max(timeline.peak_activations)) == (96 + 21 / V, 8)
 
 
-def test_larger_groups_hide_latency_for_more_activations():
-    plain, grouped = (simulate(build("interleaved", 8, 32, group_size=g), REAL) for g in (8, 16))
-    assert grouped.makespan_s < plain.makespan_s
-    assert max(grouped.peak_activations) == max(plain.peak_activations) + (16 - 8) / 2
-    assert build("interleaved", 8, 32) == build("interleaved", 8, 32, group_size=8)
-    build("interleaved", 8, 24, group_size=16)  # the last group may be smaller, down to p
-
-
-# --- other closed forms ----------------------------------------------------------------------------------------------
+# --- other closed forms -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
@@ -131,7 +162,10 @@ def test_looped_bfs_has_the_bubble_of_interleaved_and_the_memory_of_gpipe(p):
 def test_hanayo_has_its_published_bubble_where_a_backward_costs_a_forward(p):
     for w in (1, 2, 3):
         for m in (p, 2 * p, 5 * p):
-            timeline = simulate(build("hanayo", p, m, num_waves=w), replace(UNIT, input_grad_s=0.5, weight_grad_s=0.5))
+            timeline = simulate(
+                build("hanayo", p, m, num_waves=w),
+                replace(UNIT, input_grad_s=0.5, weight_grad_s=0.5),
+            )
             assert timeline.makespan_s == pytest.approx(2 * m + (p - 1) * 2 / (2 * w))
             assert max(timeline.peak_activations) == min(m, p)
 
@@ -147,12 +181,19 @@ def test_gis_holds_three_quarters_of_p(p):
 def test_whole_backwards_cost_what_fused_costs_say():
     for family in SPLIT:
         schedule = build(family, 4, 8)
-        whole = merge_backward(schedule)
-        assert simulate(validate(whole), UNIT).makespan_s == pytest.approx(simulate(schedule, FUSED).makespan_s)
+        halves = {"I": "B"}
+        programs = (
+            tuple(Task(s, halves.get(kind, kind), m) for s, kind, m in tasks if kind != "W")
+            for tasks in schedule.ranks
+        )
+        whole = replace(schedule, ranks=tuple(programs))
+        assert simulate(validate(whole), UNIT).makespan_s == pytest.approx(
+            simulate(schedule, FUSED).makespan_s
+        )
         assert validate(split_backward(whole)).num_stages == schedule.num_stages
 
 
-# --- what runs where -------------------------------------------------------------------------------------------------
+# --- what runs where ----------------------------------------------------------------------------
 
 
 def test_executor_spmd_runs_every_family_and_pairs_those_with_looped_placement_and_whole_backwards():
@@ -171,23 +212,23 @@ def test_the_config_of_a_family_has_its_knobs_and_no_others(family):
     config = schema_of("schedule", family)()
     config.name = family
     config.check()
-    assert config.knobs() == FAMILIES[family].knobs
+    # group_size is an argument of ppctl.build_schedule only
+    assert config.knobs() == {k: v for k, v in FAMILIES[family].knobs.items() if k != "group_size"}
     assert bool(config.knobs()) == (family in KNOBS)
 
 
-# --- advice and refusals ---------------------------------------------------------------------------------------------
+# --- advice and refusals ------------------------------------------------------------------------
 
 
 def test_v_half_and_v_min_without_a_split_backward_are_advised_against():
     for family, slower in (("v_half", "1.25"), ("v_min", "1.79")):
         schedule = build(family, 8, 32)
         assert advice(schedule, UNIT) is None
-        for said in (advice(schedule, FUSED), advice(merge_backward(schedule), UNIT)):
-            assert said.startswith(
-                f"{family} takes {slower} times as long as 1f1b without weight gradients of their own"
-            )
-            assert said.endswith("Use schedule=1f1b.")
-            assert "\n" not in said
+        said = advice(schedule, FUSED)
+        takes = f"{family} takes {slower} times as long as 1f1b"
+        assert said.startswith(f"{takes} without weight gradients of their own")
+        assert said.endswith("Use schedule=1f1b.")
+        assert "\n" not in said
 
 
 def test_hanayo_is_advised_against_where_interleaved_is_faster():
@@ -195,7 +236,9 @@ def test_hanayo_is_advised_against_where_interleaved_is_faster():
         "hanayo takes 1.23 times as long as interleaved at these costs (130.5 s against 106.5 s). "
         "Use schedule=interleaved schedule.num_chunks=2."
     )
-    assert advice(build("hanayo", 8, 32), replace(UNIT, input_grad_s=0.5, weight_grad_s=0.5)) is None
+    assert (
+        advice(build("hanayo", 8, 32), replace(UNIT, input_grad_s=0.5, weight_grad_s=0.5)) is None
+    )
 
 
 def test_most_families_have_nothing_against_them():
@@ -206,27 +249,13 @@ def test_most_families_have_nothing_against_them():
     ("family", "m", "knobs", "message"),
     [
         *(
-            (f, 6, {}, f"num_microbatches=6 is not a multiple of num_ranks=4 ({f}). Use 4, 8, ... or schedule=1f1b.")
+            (f, 6, {}, f"num_microbatches=6 is not a multiple of num_ranks=4 ({f}). Use 4, 8, ... or "
+                "schedule=1f1b.")
             for f in GROUPED
         ),
         ("looped_bfs", 4, {"num_chunks": 0}, "num_chunks=0 is below 1 (looped_bfs). Use num_chunks=1 or more."),
         ("hanayo", 4, {"num_waves": 0}, "num_waves=0 is below 1 (hanayo). Use num_waves=1 or more."),
         ("1f1b", 0, {}, "num_microbatches=0 is below 1 (1f1b). Use num_microbatches=1 or more."),
-        ("interleaved", 8, {"group_size": 2}, "group_size=2 is below 4 (interleaved). Use group_size=4 or more."),
-        (
-            "interleaved",
-            9,
-            {"group_size": 8},
-            "num_microbatches=9 in groups of group_size=8 leaves a group of 1, below num_ranks=4 (interleaved). "
-            "Use 8, 16, ... or group_size=4.",
-        ),
-        (
-            "gis",
-            4,
-            {"group_size": 1},
-            "group_size=1 is outside [ceil(num_ranks/2), num_ranks] = [2, 4] (gis). "
-            "Use 2 for the fewest activations, 4 for the shortest step.",
-        ),
         (
             "eager_1f1b",
             4,
@@ -242,14 +271,19 @@ def test_a_size_that_cannot_be_served_is_refused_in_one_line(family, m, knobs, m
     assert str(error.value) == message
 
 
-# --- mutants ---------------------------------------------------------------------------------------------------------
+# --- mutants ------------------------------------------------------------------------------------
 
 
 def mutants(schedule, rng):
-    """(what was done, a schedule that is wrong by it): a task dropped, run twice, moved to another rank, swapped."""
+    """(what was done, a schedule that is wrong by it): a task dropped, run twice, moved to another
+    rank, swapped.
+    """
 
     def with_rank(rank, program):
-        return replace(schedule, ranks=tuple(tuple(program) if r == rank else t for r, t in enumerate(schedule.ranks)))
+        return replace(
+            schedule,
+            ranks=tuple(tuple(program) if r == rank else t for r, t in enumerate(schedule.ranks)),
+        )
 
     rank = rng.randrange(schedule.num_ranks)
     program = list(schedule.ranks[rank])
@@ -261,11 +295,19 @@ def mutants(schedule, rng):
     if other != rank:
         moved = replace(with_rank(rank, program[:at] + program[at + 1 :]))
         target = [*moved.ranks[other], program[at]]
-        yield "move", replace(moved, ranks=tuple(tuple(target) if r == other else t for r, t in enumerate(moved.ranks)))
+        yield (
+            "move",
+            replace(
+                moved,
+                ranks=tuple(tuple(target) if r == other else t for r, t in enumerate(moved.ranks)),
+            ),
+        )
     # a forward after its own backward
     stage, _, m = program[at]
     first = next(i for i, task in enumerate(program) if (task.stage, task.microbatch) == (stage, m))
-    later = next(i for i, t in enumerate(program) if (t.stage, t.microbatch) == (stage, m) and t.kind in "BI")
+    later = next(
+        i for i, t in enumerate(program) if (t.stage, t.microbatch) == (stage, m) and t.kind in "BI"
+    )
     program[first], program[later] = program[later], program[first]
     yield "swap", with_rank(rank, program)
 

@@ -3,12 +3,16 @@
 import pytest
 from support.all_families import COSTS, REAL, UNIT, cases, make
 
-from ppctl.schedule import FAMILIES
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.families.registry import makespan_formula_s, peak_formula
-from ppctl.schedule.simulate import peak_activations, simulate
+from ppctl.schedule.families.registry import FAMILIES
+from ppctl.schedule.simulator import peak_activations, simulate
 
-HOPS = [Costs(1, 1, 1, 0.1), Costs(1, 0.5, 0.5, 0.3), Costs(0.7, 0.4, 0.3, 0.21), Costs(1, 1, 1, 0.9)]
+HOPS = [
+    Costs(1, 1, 1, 0.1),
+    Costs(1, 0.5, 0.5, 0.3),
+    Costs(0.7, 0.4, 0.3, 0.21),
+    Costs(1, 1, 1, 0.9),
+]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -20,10 +24,12 @@ def test_a_formula_is_the_makespan_or_none(family):
             continue
         schedule = make(case)
         for costs in (*COSTS, *HOPS):
-            formula_s = makespan_formula_s(family, p, m, costs, **knobs)
+            formula_s = FAMILIES[family].makespan_s(p, m, costs, **knobs)
             if formula_s is not None:
                 told += 1
-                assert formula_s == pytest.approx(simulate(schedule, costs).makespan_s, rel=1e-12), (case, costs)
+                assert formula_s == pytest.approx(
+                    simulate(schedule, costs).makespan_s, rel=1e-12
+                ), (case, costs)
     assert told
 
 
@@ -32,23 +38,34 @@ def test_a_formula_is_the_peak_or_none(family):
     told = 0
     for case in cases():
         name, p, m, knobs = case
-        if name == family and (peak := peak_formula(family, p, m, **knobs)) is not None:
+        if (
+            name == family
+            and (peak := FAMILIES[family].peak_activations(p, m, **knobs)) is not None
+        ):
             told += 1
             assert peak == max(peak_activations(make(case))), case
     assert told
 
 
 def test_every_family_but_hanayo_has_a_makespan_at_equal_costs():
-    told = {family: makespan_formula_s(family, 8, 32, UNIT, **knobs(family)) for family in FAMILIES}
+    told = {
+        family: FAMILIES[family].makespan_s(8, 32, UNIT, **knobs(family)) for family in FAMILIES
+    }
     assert {family for family, makespan_s in told.items() if makespan_s is None} == {"hanayo"}
-    assert all(peak_formula(family, 8, 32, **knobs(family)) is not None for family in FAMILIES)
+    assert all(
+        FAMILIES[family].peak_activations(8, 32, **knobs(family)) is not None for family in FAMILIES
+    )
 
 
 def test_latency_is_outside_most_formulas_and_costs_of_each_stage_outside_all():
-    assert makespan_formula_s("zb_v", 8, 32, REAL) is None
-    assert makespan_formula_s("gpipe", 8, 32, REAL) == pytest.approx(110.6)
-    assert makespan_formula_s("gpipe", 2, 4, Costs(forward_s=(1.0, 2.0))) is None
+    assert FAMILIES["zb_v"].makespan_s(8, 32, REAL) is None
+    assert FAMILIES["gpipe"].makespan_s(8, 32, REAL) == pytest.approx(110.6)
+    assert FAMILIES["gpipe"].makespan_s(2, 4, Costs(forward_s=(1.0, 2.0))) is None
 
 
 def knobs(family):
-    return {"num_chunks": 2} if family in ("interleaved", "looped_bfs", "interleaved_zb", "gis") else {}
+    return (
+        {"num_chunks": 2}
+        if family in ("interleaved", "looped_bfs", "interleaved_zb", "gis")
+        else {}
+    )

@@ -1,13 +1,15 @@
-"""Layers divided over stages: all of them, in order; evenly, with the least largest cost, or as somebody says."""
+"""Layers divided over stages: all of them, in order; evenly, with the least largest cost, or as
+somebody says.
+"""
 
 import itertools
 
 import pytest
 
 from ppctl.errors import ConfigError
-from ppctl.schedule import build
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.families.rank_of import loop, v_shape, waves
+from ppctl.schedule.families.registry import build
+from ppctl.schedule.families.stage_placement import loop, v_shape, waves
 from ppctl.schedule.partition.partition import (
     balanced,
     explicit,
@@ -17,7 +19,7 @@ from ppctl.schedule.partition.partition import (
     stages_text,
     uniform,
 )
-from ppctl.schedule.simulate import simulate
+from ppctl.schedule.simulator import simulate
 
 
 def sizes(partition):
@@ -40,9 +42,9 @@ def test_fewer_layers_than_stages_are_refused_in_one_line():
     with pytest.raises(ConfigError) as error:
         uniform(6, 8)
     assert str(error.value) == (
-        "model.num_layers=6 is less than the number of stages, pp*num_chunks = 8, so that a stage would be empty. "
-        "Use model.num_layers=8 or more, fewer ranks or fewer chunks, or partition=explicit, where the first and the "
-        "last stage may be empty."
+        "model.num_layers=6 is less than the number of stages, pp*num_chunks = 8: a stage "
+        "would be empty. Use model.num_layers=8 or more, fewer ranks or chunks, or "
+        "partition=explicit (the first and the last may be empty)."
     )
 
 
@@ -58,9 +60,14 @@ def divisions(num_layers, num_stages):
 
 
 def goals(found, rank_of, embed, head):
-    """What `balanced` makes small, in order: largest stage, largest rank, unequal costs, the large ones misplaced."""
+    """What `balanced` makes small, in order: largest stage, largest rank, unequal costs, the large
+    ones misplaced.
+    """
     costs = stage_costs([range(n) for n in found], embed=embed, head=head)
-    ranks = [sum(cost for cost, rank in zip(costs, rank_of, strict=True) if rank == r) for r in set(rank_of)]
+    ranks = [
+        sum(cost for cost, rank in zip(costs, rank_of, strict=True) if rank == r)
+        for r in set(rank_of)
+    ]
     side = 1 if len(ranks) == len(rank_of) else -1
     return max(costs), max(ranks), sum(c * c for c in costs), [-side * c for c in costs]
 
@@ -87,7 +94,11 @@ def test_balanced_equals_the_best_of_all_partitions(rank_of):
         everything = list(divisions(num_layers, num_stages))
         for embed, head in itertools.product(END_COSTS, END_COSTS):
             best = min(everything, key=lambda found: goals(found, rank_of, embed, head))
-            assert sizes(balanced(num_layers, rank_of, embed=embed, head=head)) == best, (num_layers, embed, head)
+            assert sizes(balanced(num_layers, rank_of, embed=embed, head=head)) == best, (
+                num_layers,
+                embed,
+                head,
+            )
             num_compared += 1
     assert num_compared >= 25
 
@@ -95,18 +106,27 @@ def test_balanced_equals_the_best_of_all_partitions(rank_of):
 def test_balanced_needs_no_exact_numbers_and_little_time():
     for head in (0.1, 1 / 3, 0.7, 2.2857142857142856):
         costs = stage_costs(balanced(23, loop(5), embed=0.1, head=head), embed=0.1, head=head)
-        best = min(max(stage_costs([range(n) for n in d], embed=0.1, head=head)) for d in divisions(23, 5))
+        best = min(
+            max(stage_costs([range(n) for n in d], embed=0.1, head=head)) for d in divisions(23, 5)
+        )
         assert max(costs) == pytest.approx(best, abs=1e-12)
     assert max(sizes(balanced(2000, loop(256), embed=0.0, head=0.7))) == 8
 
 
 def test_balanced_without_ends_is_uniform():
     for num_layers, num_stages in itertools.product(range(9, 25), range(1, 10)):
-        assert balanced(num_layers, loop(num_stages), embed=0.0, head=0.0) == uniform(num_layers, num_stages)
+        assert balanced(num_layers, loop(num_stages), embed=0.0, head=0.0) == uniform(
+            num_layers, num_stages
+        )
 
 
 def test_a_head_worth_layers_leaves_its_stage_few():
-    for head, expected in ((0.0, [3, 3, 3, 3]), (1.0, [4, 3, 3, 2]), (2.6, [4, 4, 3, 1]), (5.0, [4, 4, 4, 0])):
+    for head, expected in (
+        (0.0, [3, 3, 3, 3]),
+        (1.0, [4, 3, 3, 2]),
+        (2.6, [4, 4, 3, 1]),
+        (5.0, [4, 4, 4, 0]),
+    ):
         assert sizes(balanced(12, loop(4), embed=0.0, head=head)) == expected
 
 
@@ -115,8 +135,9 @@ def test_balanced_refuses_a_stage_between_the_ends_without_layers():
     with pytest.raises(ConfigError) as error:
         balanced(3, loop(4, 2), embed=0.0, head=1.0)
     assert str(error.value) == (
-        "model.num_layers=3 is less than the number of stages between the first and the last, pp*num_chunks-2 = 6, so "
-        "that stage 4 would be empty. Use model.num_layers=6 or more, fewer ranks or fewer chunks."
+        "model.num_layers=3 is less than the number of stages between the first and the last, "
+        "pp*num_chunks-2 = 6: stage 4 would be empty. Use model.num_layers=6 or more, "
+        "fewer ranks or fewer chunks."
     )
 
 
@@ -128,9 +149,13 @@ def timeline(program, partition):
     return simulate(program, Costs(forward_s=costs, input_grad_s=costs, weight_grad_s=costs))
 
 
-@pytest.mark.parametrize(("num_microbatches", "before", "after"), [(8, 0.474, 0.273), (32, 0.403, 0.086)])
+@pytest.mark.parametrize(
+    ("num_microbatches", "before", "after"), [(8, 0.474, 0.273), (32, 0.403, 0.086)]
+)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_balanced_shrinks_the_bubble_of_a_model_with_a_large_head(schedule, num_microbatches, before, after):
+def test_balanced_shrinks_the_bubble_of_a_model_with_a_large_head(
+    schedule, num_microbatches, before, after
+):
     program = build(schedule, 4, num_microbatches)
     for partition, bubble_fraction in (
         (uniform(16, 4), before),
@@ -146,7 +171,10 @@ def test_balanced_shrinks_the_bubble_of_a_model_with_a_large_head(schedule, num_
 def test_balanced_shortens_the_step_of_every_kind_of_schedule(schedule):
     program = build(schedule, 4, 8)
     even = timeline(program, uniform(16, program.num_stages))
-    assert timeline(program, balanced(16, program.rank_of, **HEAVY_HEAD)).makespan_s <= 0.82 * even.makespan_s
+    assert (
+        timeline(program, balanced(16, program.rank_of, **HEAVY_HEAD)).makespan_s
+        <= 0.82 * even.makespan_s
+    )
 
 
 # explicit
@@ -156,7 +184,10 @@ def test_balanced_shortens_the_step_of_every_kind_of_schedule(schedule):
     ("text", "expected"),
     [
         ("Et*3|(tt|)*6,tL", [3, 2, 2, 2, 2, 2, 2, 1]),
-        ("Et*3|(tt|)*29,t|L", [3, *[2] * 29, 1, 0]),  # Megatron-LM's own example without its prediction layer m
+        (
+            "Et*3|(tt|)*29,t|L",
+            [3, *[2] * 29, 1, 0],
+        ),  # Megatron-LM's own example without its prediction layer m
         ("E|tt|t*3|L", [0, 2, 3, 0]),
         ("EttL", [2]),
         ("Et(t|t)*2L", [2, 2, 1]),  # a group is repeated as it stands, stages or not
@@ -177,9 +208,13 @@ def test_explicit_stages_hold_what_is_said(text, expected):
 def test_the_layout_text_of_any_stages_is_read_as_these_stages():
     for num_stages in range(1, 8):
         ends = (0, 1, 3) if num_stages > 1 else (1, 4)
-        for stages in itertools.product(ends, *[(1, 2, 5)] * (num_stages - 2), *[ends] * (num_stages > 1)):
+        for stages in itertools.product(
+            ends, *[(1, 2, 5)] * (num_stages - 2), *[ends] * (num_stages > 1)
+        ):
             assert sizes(explicit(sum(stages), num_stages, layout_text(stages))) == list(stages)
-    assert layout_text([2] * 14 + [3, 2] + [3] * 14 + [2, 3]) == "Ett|(tt|)*13t*3|tt|(t*3|)*14tt|t*3L"
+    assert (
+        layout_text([2] * 14 + [3, 2] + [3] * 14 + [2, 3]) == "Ett|(tt|)*13t*3|tt|(t*3|)*14tt|t*3L"
+    )
 
 
 def test_stages_in_a_line_are_short_however_many_there_are():
@@ -189,28 +224,49 @@ def test_stages_in_a_line_are_short_however_many_there_are():
     assert ranks_text([0, 1, 2, 3, 3, 2, 1, 0]) == "0-3 3-0"
 
 
-ENDS_ONLY = r"only the first stage \(0\), which embeds, and the last \(3\), which computes the loss, can do without"
+ENDS_ONLY = (
+    r"only the first stage \(0\), which embeds, and the last \(3\), which computes the loss, can "
+    r"do without"
+)
 WRONG = [  # for 8 layers on 4 stages
-    ([2, 2, 2, 3], r"\[2, 2, 2, 3\] ends with stage 3 at 2\+2\+2\+3 = 9 layers, but model.num_layers=8. Use .*=9, or"),
+    (
+        [2, 2, 2, 3],
+        r"\[2, 2, 2, 3\] ends with stage 3 at 2\+2\+2\+3 = 9 layers, but model.num_layers=8. Use "
+        r".*=9, or",
+    ),
     ([2, 2, 2, 1], r"= 7 layers, but model.num_layers=8"),
-    ([4, 4], r"\[4, 4\] is for 2 stages, but pp\*num_chunks = 4. Give one number .* mesh.pp or schedule.num_chunks"),
+    (
+        [4, 4],
+        r"\[4, 4\] is for 2 stages, but pp\*num_chunks = 4. Give a number .* mesh.pp or "
+        r"schedule.num_chunks",
+    ),
     ([], "is for 0 stages"),
     ([1, 0, 5, 2], rf"stage 1 has 0 layers. Give it 1 or more: {ENDS_ONLY}"),
     ([1, 3, 6, -2], "stage 3 has -2 layers"),
     ("Et*4||t*3|tL", rf"stage 1 has 0 layers. .*{ENDS_ONLY}"),
     ("Et*4|t|t|t", r"stage 3 is 't', but the last stage must end with L \(loss\), .* Write it tL"),
     ("Et*4|t|tL|t", "stage 2 is 'tL', but a middle stage must hold neither E nor L, .* Write it t"),
-    ("t*5|t|t|tL", r"stage 0 is 'ttttt', but the first stage must start with E \(embedding\), .* Write it Ettttt"),
+    (
+        "t*5|t|t|tL",
+        r"stage 0 is 'ttttt', but the first stage must start with E \(embedding\), .* Write it "
+        r"Ettttt",
+    ),
     ("t*5|Et|t|tL", "stage 0 is 'ttttt'"),
     ("tE|t*5|t|tL", "stage 0 is 'tE', .* Write it Et"),
     ("Et|t*5|t|LtL", "stage 3 is 'LtL'"),
-    ("Et*4|t|t|tmL", "stage 3 is 'tmL', .* and t .a layer. is all else that our models have. Write it ttL|tL"),
+    (
+        "Et*4|t|t|tmL",
+        "stage 3 is 'tmL', .* and t .a layer. is all else that our models have. Write it ttL|tL",
+    ),
     ("Et|t*5|t", r"is for 3 stages, but pp\*num_chunks = 4. .*one part between |"),
     ("Et|t*4|t|tL", r"ends with stage 3 at 1\+4\+1\+1 = 7 layers"),
     ("", "is for 1 stages"),
     ("Et|d*5|t|tL", r"cannot be read from 'd\*5|t|tL' on. Write E, t and L .* or a list"),
     ("Et|(t*5|t|tL", "cannot be read from .*"),
-    ("Et|((t|)*2)*2tL", r"cannot be read from '\(\(t|\)\*2\)\*2tL' on. .* a group without groups in it"),
+    (
+        "Et|((t|)*2)*2tL",
+        r"cannot be read from '\(\(t|\)\*2\)\*2tL' on. .* a group without groups in it",
+    ),
     ("Et|(tt)|t|tL", "cannot be read from"),
     ("3,2,2,1", "cannot be read from '3221' on. .*or a list of the layers of each stage"),
     ("Et*2*2|t|t|tL", r"cannot be read from '\*2|t|t|tL'"),
@@ -227,5 +283,8 @@ def test_what_covers_no_model_is_refused_with_its_stage(layers, message):
 
 
 def test_the_only_stage_has_both_ends():
-    with pytest.raises(ConfigError, match=r"must start with E \(embedding\) and end with L \(loss\), .* Write it EttL"):
+    with pytest.raises(
+        ConfigError,
+        match=r"must start with E \(embedding\) and end with L \(loss\), .* Write it EttL",
+    ):
         explicit(2, 1, "tt")

@@ -1,4 +1,6 @@
-"""The setting executor.remat: its members are the strings that records show, and other names are refused."""
+"""The setting executor.remat: its members are the strings that records show, and other names are
+refused.
+"""
 
 import json
 

@@ -3,9 +3,9 @@
 import pytest
 
 from ppctl.errors import ScheduleError
-from ppctl.schedule import FAMILIES, Task, Value, build
-from ppctl.schedule.ir import KINDS
-from ppctl.schedule.text import grid, task_lists, task_name, task_names
+from ppctl.schedule.families.registry import FAMILIES, build
+from ppctl.schedule.ir import KINDS, Task, Value
+from ppctl.schedule.schedule_text import grid, task_lists, task_name, task_names
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -18,12 +18,15 @@ def test_a_task_prints_and_parses_to_itself(stage, kind, microbatch):
     assert Task.parse(f" {task}\n") == task  # as cells of a CSV file come
 
 
-@pytest.mark.parametrize("cell", ["", "F", "2F", "F0", "2X0", "2f0", "-1F0", "2F0B1", "2 F 0", "2F0.5"])
+@pytest.mark.parametrize(
+    "cell", ["", "F", "2F", "F0", "2X0", "2f0", "-1F0", "2F0B1", "2 F 0", "2F0.5"]
+)
 def test_a_cell_that_names_no_task_is_refused_with_the_grammar(cell):
     with pytest.raises(ScheduleError) as error:
         Task.parse(cell)
     assert str(error.value) == (
-        f"cell {cell!r} is not <stage><kind><microbatch> with kind one of F, B, I, W, E, S, T, G, such as 2F0."
+        f"cell {cell!r} is not <stage><kind><microbatch> with kind one of F, B, I, W, E, S, T, "
+        "G, such as 2F0."
     )
 
 
@@ -43,9 +46,9 @@ def test_a_grid_has_a_row_for_each_rank_and_a_column_for_each_step():
 @pytest.mark.parametrize("step", [0, 5, 31, 63])
 def test_a_long_grid_shows_the_steps_round_the_arrow(step):
     schedule = build("gpipe", 4, 32)
-    header, *rows = grid(schedule.ranks, (2, step), width=10).splitlines()
+    header, *rows = grid(schedule.ranks, (2, step)).splitlines()
     shown = [int(word) for word in header.split()[1:]]
-    assert shown == list(range(shown[0], shown[0] + 10))
+    assert shown == list(range(shown[0], shown[0] + 14))
     assert step in shown
     for rank, row in enumerate(rows):
         cells = [str(schedule.ranks[rank][t]) for t in shown]
@@ -54,7 +57,7 @@ def test_a_long_grid_shows_the_steps_round_the_arrow(step):
         assert row.split()[2:] == cells
 
 
-# --- lists in JaxPP's words ------------------------------------------------------------------------------------------
+# --- lists in JaxPP's words ---------------------------------------------------------------------
 
 
 def fused(stage, microbatches):
@@ -66,13 +69,26 @@ def each(word, stage, microbatches=range(4)):
 
 
 # what JaxPP's tutorial prints of Interleaved1F1B, 4 microbatches on 4 ranks: 4 stages, then 8
-RANK_2 = ["fwd_2__0", "fwd_2__1", "fwd_2__2", "bwd_2__0", "fwd_2__3", "bwd_2__1", "bwd_2__2", "bwd_2__3"]
+RANK_2 = [
+    "fwd_2__0",
+    "fwd_2__1",
+    "fwd_2__2",
+    "bwd_2__0",
+    "fwd_2__3",
+    "bwd_2__1",
+    "bwd_2__2",
+    "bwd_2__3",
+]
 OF_FOUR = {2: RANK_2, 3: fused(3, range(4))}
 OF_EIGHT = {
     0: each("fwd", 0) + each("fwd", 4) + each("bwd", 4) + each("bwd", 0),
     3: each("fwd", 3) + fused(7, range(4)) + each("bwd", 3),
 }
-SAME = [("eager_1f1b", {}, OF_FOUR), ("interleaved", {"num_chunks": 1}, OF_FOUR), ("interleaved", {}, OF_EIGHT)]
+SAME = [
+    ("eager_1f1b", {}, OF_FOUR),
+    ("interleaved", {"num_chunks": 1}, OF_FOUR),
+    ("interleaved", {}, OF_EIGHT),
+]
 
 
 @pytest.mark.parametrize(("name", "knobs", "printed"), SAME)
@@ -82,10 +98,15 @@ def test_the_lists_of_jaxpps_tutorial(name, knobs, printed):
         assert task_names(schedule.ranks[rank], schedule.num_stages) == expected
 
 
-@pytest.mark.parametrize(("name", "printed"), [("1f1b", OF_FOUR), ("gpipe", OF_FOUR), ("looped_bfs", OF_EIGHT)])
+@pytest.mark.parametrize(
+    ("name", "printed"), [("1f1b", OF_FOUR), ("gpipe", OF_FOUR), ("looped_bfs", OF_EIGHT)]
+)
 def test_those_are_the_lists_of_no_other_family(name, printed):
     schedule = build(name, 4, 4)
-    assert any(task_names(schedule.ranks[rank], schedule.num_stages) != each for rank, each in printed.items())
+    assert any(
+        task_names(schedule.ranks[rank], schedule.num_stages) != each
+        for rank, each in printed.items()
+    )
 
 
 def test_1f1b_begins_its_backwards_one_forward_earlier_than_jaxpps():
@@ -99,15 +120,26 @@ def test_the_lists_name_every_task_of_a_rank_once_and_in_order(name):
     schedule = build(name, 4, 8)
     for tasks in schedule.ranks:
         names = task_names(tasks, schedule.num_stages)
-        single = [one for name in names for one in name.removeprefix("FusedTask(").removesuffix(")").split(", ")]
+        single = [
+            one
+            for name in names
+            for one in name.removeprefix("FusedTask(").removesuffix(")").split(", ")
+        ]
         assert single == list(map(task_name, tasks))
         assert len(set(single)) == len(single)
 
 
 def test_only_a_forward_of_the_last_stage_is_fused_and_with_its_own_backward_alone():
-    tasks = [Task.parse(cell) for cell in ("1F0", "1F1", "1B1", "1F2", "1I2", "1W2", "1B0", "0F0", "0B0")]
+    tasks = [
+        Task.parse(cell) for cell in ("1F0", "1F1", "1B1", "1F2", "1I2", "1W2", "1B0", "0F0", "0B0")
+    ]
     assert task_names(tasks, 2) == [
-        *("fwd_1__0", "FusedTask(fwd_1__1, bwd_1__1)", "FusedTask(fwd_1__2, bwd_i_1__2)", "bwd_w_1__2"),
+        *(
+            "fwd_1__0",
+            "FusedTask(fwd_1__1, bwd_1__1)",
+            "FusedTask(fwd_1__2, bwd_i_1__2)",
+            "bwd_w_1__2",
+        ),
         *("bwd_1__0", "fwd_0__0", "bwd_0__0"),
     ]
 

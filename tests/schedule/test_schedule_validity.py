@@ -9,8 +9,9 @@ import pytest
 from support.sizes import SIZES, TINY, by_ranks, make, random_programs
 
 from ppctl.errors import ScheduleError
-from ppctl.schedule import FAMILIES, Schedule, Task, build
-from ppctl.schedule.validate import validate
+from ppctl.schedule.families.registry import FAMILIES, build
+from ppctl.schedule.ir import Schedule, Task
+from ppctl.schedule.validation import validate
 
 
 @pytest.mark.parametrize("sizes", by_ranks(SIZES))
@@ -20,13 +21,17 @@ def test_every_size_of_every_family_is_valid_and_complete(sizes):
         schedule = validate(make(*size))
         assert (schedule.num_ranks, schedule.num_stages, schedule.num_chunks) == (p, p * V, V)
         tasks = Counter(task for rank in schedule.ranks for task in rank)
-        assert tasks == Counter(Task(s, kind, i) for s in range(p * V) for kind in "FB" for i in range(m))
+        assert tasks == Counter(
+            Task(s, kind, i) for s in range(p * V) for kind in "FB" for i in range(m)
+        )
         for rank, program in enumerate(schedule.ranks):
             assert {task.stage for task in program} == set(schedule.stages_of[rank])
             assert [schedule.rank_of[s] for s in schedule.stages_of[rank]] == [rank] * V
 
 
-@pytest.mark.parametrize("schedule", random_programs(), ids=lambda s: f"{s.num_ranks}x{s.num_microbatches}")
+@pytest.mark.parametrize(
+    "schedule", random_programs(), ids=lambda s: f"{s.num_ranks}x{s.num_microbatches}"
+)
 def test_any_order_that_ranks_can_run_is_valid(schedule):
     assert validate(schedule) is schedule
 
@@ -47,31 +52,42 @@ def test_two_ranks_run_four_microbatches_in_the_published_order(family):
     assert [" ".join(map(str, program)) for program in build(family, 2, 4).ranks] == ORDERS[family]
 
 
-# --- mutants ---------------------------------------------------------------------------------------------------------
+# --- mutants ------------------------------------------------------------------------------------
 
 
 def with_rank(schedule, rank, program):
-    return replace(schedule, ranks=tuple(tuple(program) if r == rank else t for r, t in enumerate(schedule.ranks)))
+    return replace(
+        schedule,
+        ranks=tuple(tuple(program) if r == rank else t for r, t in enumerate(schedule.ranks)),
+    )
 
 
 def places(schedule):
-    return [(r, t, task) for r, program in enumerate(schedule.ranks) for t, task in enumerate(program)]
+    return [
+        (r, t, task) for r, program in enumerate(schedule.ranks) for t, task in enumerate(program)
+    ]
 
 
 def fault_of(schedule):
-    """(rank, step, what) of the ScheduleError that the schedule meets; its grid points at that cell, and only there."""
+    """(rank, step, what) of the ScheduleError that the schedule meets; its grid points at that
+    cell, and only there.
+    """
     with pytest.raises(ScheduleError) as error:
         validate(schedule)
     first, *grid = str(error.value).splitlines()
     found = re.fullmatch(rf"{schedule.name}: rank (\d+), step (\d+): (.+\.)", first)
     assert found is not None, first
     rank, step, what = int(found[1]), int(found[2]), found[3]
-    assert [row.split()[:2] for row in grid[1:]] == [["rank", str(r)] for r in range(schedule.num_ranks)]
+    assert [row.split()[:2] for row in grid[1:]] == [
+        ["rank", str(r)] for r in range(schedule.num_ranks)
+    ]
     assert ["->" in row for row in grid[1:]] == [r == rank for r in range(schedule.num_ranks)]
     arrow_end = grid[1 + rank].index("->") + len(re.search(r"->\S*", grid[1 + rank])[0])
     assert grid[0][:arrow_end].split()[-1] == str(step)  # the column above the arrow
     program = schedule.ranks[rank]
-    assert re.search(r"->(\S*)", grid[1 + rank])[1] == (str(program[step]) if step < len(program) else "")
+    assert re.search(r"->(\S*)", grid[1 + rank])[1] == (
+        str(program[step]) if step < len(program) else ""
+    )
     return rank, step, what
 
 
@@ -99,7 +115,10 @@ def test_a_repeated_task_is_refused_where_it_is_repeated(sizes):
             at_rank, at_step, what = fault_of(with_rank(schedule, rank, program))
             assert (at_rank, at_step) == (rank, second)
             name = "act" if task.kind == "F" else "grad"
-            assert what == f"{task} writes {name}({task.stage},{task.microbatch}), which {task} writes too."
+            assert (
+                what
+                == f"{task} writes {name}({task.stage},{task.microbatch}), which {task} writes too."
+            )
 
 
 @pytest.mark.parametrize("sizes", by_ranks([size for size in TINY if size[1] > 1]))
@@ -113,7 +132,11 @@ def test_a_task_on_a_rank_that_does_not_hold_its_stage_is_refused(sizes):
             where = rng.randint(0, len(moved))
             moved.insert(where, task)
             found = fault_of(with_rank(with_rank(schedule, rank, program), other, moved))
-            assert found == (other, where, f"{task} is on rank {other}, but stage {task.stage} is on rank {rank}.")
+            assert found == (
+                other,
+                where,
+                f"{task} is on rank {other}, but stage {task.stage} is on rank {rank}.",
+            )
 
 
 @pytest.mark.parametrize("sizes", by_ranks(TINY))
@@ -127,8 +150,13 @@ def test_a_backward_before_its_forward_is_refused_as_a_deadlock(sizes):
                 program[first], program[step] = task, program[first]
                 # the ranks may come to a stand at an earlier cell that waits for this one
                 at_rank, at_step, what = fault_of(with_rank(schedule, rank, program))
-                assert re.match(r"\d+[FB]\d+ waits for \w+\(\d+,\d+\), which no rank can write any more\. ", what)
-                assert what.endswith(f" Rank {rank} has {task} before {program[step]}, on which it depends.")
+                assert re.match(
+                    r"\d+[FB]\d+ waits for \w+\(\d+,\d+\), which no rank can write any more\. ",
+                    what,
+                )
+                assert what.endswith(
+                    f" Rank {rank} has {task} before {program[step]}, on which it depends."
+                )
                 waiting = with_rank(schedule, rank, program).ranks[at_rank][at_step]
                 assert what.startswith(str(waiting))
 
@@ -155,7 +183,11 @@ def test_an_unfinished_split_backward_is_refused():
 
 def test_a_backward_that_is_both_whole_and_split_is_refused():
     ranks = ((Task(0, "F", 0), Task(0, "B", 0), Task(0, "I", 0), Task(0, "W", 0)),)
-    assert fault_of(Schedule("hand made", ranks, (0,), 1)) == (0, 2, "0I0 writes grad(0,0), which 0B0 writes too.")
+    assert fault_of(Schedule("hand made", ranks, (0,), 1)) == (
+        0,
+        2,
+        "0I0 writes grad(0,0), which 0B0 writes too.",
+    )
 
 
 @pytest.mark.parametrize("cell", ["2F0", "0F9"])
@@ -166,11 +198,13 @@ def test_a_task_outside_the_stages_and_microbatches_is_refused(cell):
 
 
 def test_a_stage_on_no_rank_is_refused():
-    with pytest.raises(ScheduleError, match=r"^stage 1 is placed on rank 5, but there are ranks 0\.\.1\.$"):
+    with pytest.raises(
+        ScheduleError, match=r"^stage 1 is placed on rank 5, but there are ranks 0\.\.1\.$"
+    ):
         validate(replace(build("gpipe", 2, 3), rank_of=(0, 5)))
 
 
-# --- sizes that cannot be served -------------------------------------------------------------------------------------
+# --- sizes that cannot be served ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 6), (2, 1), (8, 12), (3, 10)])

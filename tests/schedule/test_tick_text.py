@@ -1,16 +1,17 @@
-"""The table of ticks as people read it says what the schedule does: which tasks, and where their outputs go."""
+"""The table of ticks as people read it says what the schedule does: which tasks, and where their
+outputs go.
+"""
 
 import re
 
 import pytest
 
-from ppctl.schedule import build
 from ppctl.schedule.costs import task_costs
-from ppctl.schedule.families.registry import ON_RING
+from ppctl.schedule.families.registry import ON_RING, build
 from ppctl.schedule.ir import Task
+from ppctl.schedule.tick_lowering import forward_only, ticks
 from ppctl.schedule.tick_text import tick_tasks, tick_text
-from ppctl.schedule.ticks import forward_only, ticks
-from ppctl.schedule.vocabulary import with_vocabulary
+from ppctl.schedule.vocabulary_parallel import with_vocabulary
 
 SIZES = ((4, 8), (2, 4), (1, 2))
 cases = pytest.mark.parametrize("remat", ["full", "none"])
@@ -56,7 +57,9 @@ def test_the_text_can_be_read_back(name):
         assert int(line[: starts[0]]) == t
         for rank, (low, high) in enumerate(zip(starts, [*starts[1:], None], strict=True)):
             cells = re.findall(r"\d+[FBIW]\d+", line[low:high])
-            assert [Task.parse(cell) for cell in cells] == [task for task in table.cells[t][rank] if task is not None]
+            assert [Task.parse(cell) for cell in cells] == [
+                task for task in table.cells[t][rank] if task is not None
+            ]
 
 
 def test_forwards_alone_have_a_table_too():
@@ -73,4 +76,9 @@ def test_parts_of_the_vocabulary_stand_behind_the_ranks():
     schedule = with_vocabulary(build("eager_1f1b", 2, 2), 0)
     lines = tick_text(ticks(schedule, task_costs("none"))).splitlines()
     assert lines[0].endswith("each rank's part of the vocabulary")
-    assert [line.split("  ")[-1].strip() for line in lines[1:5]] == ["E0", "E1 S0 T0", "S1 T1 G0", "G1"]
+    assert [line.split("  ")[-1].strip() for line in lines[1:5]] == [
+        "E0",
+        "E1 S0 T0",
+        "S1 T1 G0",
+        "G1",
+    ]

@@ -1,4 +1,6 @@
-"""What a timeline tells: who waits for whom, what is held when, bytes, costs of each stage, bandwidth."""
+"""What a timeline tells: who waits for whom, what is held when, bytes, costs of each stage,
+bandwidth.
+"""
 
 from itertools import pairwise
 
@@ -6,11 +8,11 @@ import pytest
 from support.all_families import COSTS, UNIT, cases, make
 
 from ppctl.errors import ConfigError
-from ppctl.schedule import FAMILIES, Task, build, reads, writes
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.ir import KINDS
-from ppctl.schedule.simulate import duration_s, simulate
-from ppctl.schedule.walk import Rule
+from ppctl.schedule.execution_order import Rule
+from ppctl.schedule.families.registry import FAMILIES, build
+from ppctl.schedule.ir import KINDS, Task, reads, writes
+from ppctl.schedule.simulator import simulate
 
 SMALL = cases(ranks=(1, 3, 4), microbatches=lambda p: (1, p, 2 * p + 1, 3 * p))
 
@@ -29,7 +31,7 @@ def test_the_critical_path_has_no_gap_from_0_to_the_makespan(family):
             for before, task in pairwise(path):
                 gap_s = timeline.start_s[task] - timeline.end_s[before]
                 crosses = schedule.rank_of[before.stage] != schedule.rank_of[task.stage]
-                assert gap_s == pytest.approx(costs.hop_s if crosses else 0, abs=1e-9)
+                assert gap_s == pytest.approx(costs.transfer_s if crosses else 0, abs=1e-9)
                 assert timeline.waits_for(task) == before
             assert timeline.waits_for(path[0]) is None
 
@@ -50,7 +52,9 @@ def test_memory_curves_peak_at_the_peaks_and_end_at_nothing(family):
 def test_bubble_fractions_are_the_idle_shares_of_the_makespan():
     timeline = simulate(build("zb_h2", 4, 8), Costs((1, 2, 1, 1), 1, (1, 1, 1, 3)))
     for rank, fraction in enumerate(timeline.bubble_fractions):
-        busy_s = sum(timeline.end_s[task] - timeline.start_s[task] for task in timeline.schedule.ranks[rank])
+        busy_s = sum(
+            timeline.end_s[task] - timeline.start_s[task] for task in timeline.schedule.ranks[rank]
+        )
         assert fraction == pytest.approx(1 - busy_s / timeline.makespan_s)
     assert timeline.bubble_fraction == pytest.approx(sum(timeline.bubble_fractions) / 4)
 
@@ -68,7 +72,7 @@ def test_bytes_are_activations_times_their_size():
 
 def test_costs_of_each_stage_are_seconds_of_that_stage():
     costs = Costs((1.0, 2.0), 3.0, (4.0, 5.0))
-    assert [duration_s(Task(1, kind, 0), costs, 2) for kind in "FIWB"] == [2.0, 1.5, 5.0, 6.5]
+    assert [costs.seconds(kind, 1, 2) for kind in "FIWB"] == [2.0, 1.5, 5.0, 6.5]
     even = Costs((0.5,) * 8, (0.5,) * 8, (0.5,) * 8)
     for family in ("interleaved", "zb_v", "hanayo"):
         schedule = build(family, 4, 8)
@@ -83,26 +87,17 @@ def test_a_slow_stage_stretches_every_schedule():
         assert slow.makespan_s >= 16 * 4
 
 
-def test_a_hop_takes_latency_and_size_over_bandwidth():
-    slow = Costs(transfer_s=0.05, transfer_bytes=100.0, transfer_bytes_per_s=2000.0)
-    assert slow.hop_s == pytest.approx(0.1)
-    schedule = build("1f1b", 8, 32)
-    assert simulate(schedule, slow).makespan_s == simulate(schedule, Costs(transfer_s=slow.hop_s)).makespan_s
-    assert Costs(transfer_bytes=100.0).hop_s == 0  # no limit
-
-
 def test_costs_that_cannot_be_are_refused():
     with pytest.raises(ConfigError) as error:
         simulate(build("1f1b", 4, 4), Costs(forward_s=(1.0, 2.0)))
     assert str(error.value) == (
-        "forward_s has 2 entries for 4 stages. Give one for each stage, or a number for 1/p of the model."
+        "forward_s has 2 entries for 4 stages. Give one for each stage, or a number for 1/p of "
+        "the model."
     )
     with pytest.raises(ConfigError, match=r"^forward_s=-1\.0 is not a time"):
         Costs(forward_s=(1.0, -1.0))
     with pytest.raises(ConfigError, match=r"^activation_bytes=-1 is not a size"):
         Costs(activation_bytes=-1)
-    with pytest.raises(ConfigError, match=r"^transfer_bytes_per_s=0 is not a bandwidth"):
-        Costs(transfer_bytes_per_s=0)
 
 
 def test_the_rule_in_integers_is_the_rule():
@@ -112,11 +107,15 @@ def test_the_rule_in_integers_is_the_rule():
         for kind in KINDS:
             for m in range(5):
                 task = Task(stage, kind, m)
-                assert all(value.microbatch == m for value in (*reads(task, num_stages), *writes(task)))
+                assert all(
+                    value.microbatch == m for value in (*reads(task, num_stages), *writes(task))
+                )
                 assert [base for base, _ in rule.reads[kind][stage]] == [
                     rule.base[value.name, value.stage] for value in reads(task, num_stages)
                 ]
-                assert list(rule.writes[kind][stage]) == [rule.base[value.name, value.stage] for value in writes(task)]
+                assert list(rule.writes[kind][stage]) == [
+                    rule.base[value.name, value.stage] for value in writes(task)
+                ]
 
 
 def test_costs_scale_every_time():

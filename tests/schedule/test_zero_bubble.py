@@ -1,15 +1,15 @@
 """ZB-H1, ZB-H2 and interleaved ZB: the papers' closed forms.
 
-p = ranks, m = microbatches, V = chunks a rank, c = seconds of a transfer; F, I, W = seconds of one microbatch through
-1/p of the model.
+p = ranks, m = microbatches, V = chunks a rank, c = seconds of a transfer; F, I, W = seconds of one
+microbatch through 1/p of the model.
 """
 
 import pytest
 from support.all_families import COSTS, UNIT
 
-from ppctl.schedule import build
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.simulate import simulate
+from ppctl.schedule.families.registry import build
+from ppctl.schedule.simulator import simulate
 
 FREE = [Costs(c.forward_s, c.input_grad_s, c.weight_grad_s) for c in COSTS]
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (p, 2 * p, 4 * p)]
@@ -29,8 +29,13 @@ def bubble_s(costs):
 def test_zb_h1_and_interleaved_zb_have_the_published_bubble(costs):
     for p, m in SIZES:
         timeline = simulate(build("zb_h1", p, m), costs)
-        assert timeline.makespan_s == pytest.approx(m * work_s(costs) + (p - 1) * bubble_s(costs)), (p, m)
-        assert timeline.period_s == pytest.approx(timeline.makespan_s) or costs.forward_s > costs.input_grad_s
+        assert timeline.makespan_s == pytest.approx(
+            m * work_s(costs) + (p - 1) * bubble_s(costs)
+        ), (p, m)
+        assert (
+            timeline.period_s == pytest.approx(timeline.makespan_s)
+            or costs.forward_s > costs.input_grad_s
+        )
 
 
 @pytest.mark.parametrize("costs", FREE[:3], ids=str)
@@ -38,7 +43,9 @@ def test_interleaved_zb_divides_the_bubble_by_its_chunks(costs):
     for p, m in SIZES:
         for V in (1, 2, 4):
             timeline = simulate(build("interleaved_zb", p, m, num_chunks=V), costs)
-            assert timeline.makespan_s == pytest.approx(m * work_s(costs) + (p - 1) * bubble_s(costs) / V), (p, m, V)
+            assert timeline.makespan_s == pytest.approx(
+                m * work_s(costs) + (p - 1) * bubble_s(costs) / V
+            ), (p, m, V)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
@@ -47,7 +54,9 @@ def test_every_rank_of_zb_h1_holds_p_activations_and_of_zb_h2_twice_as_many_less
         assert set(simulate(build("zb_h1", p, m), UNIT).peak_activations) == {min(m, p)}
         assert set(simulate(build("zb_h2", p, m), UNIT).peak_activations) == {min(m, 2 * p - 1)}
     for V in (1, 2, 4):
-        assert set(simulate(build("interleaved_zb", p, 4 * p, num_chunks=V), UNIT).peak_activations) == {p}
+        assert set(
+            simulate(build("interleaved_zb", p, 4 * p, num_chunks=V), UNIT).peak_activations
+        ) == {p}
 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 8])
@@ -58,12 +67,16 @@ def test_no_rank_of_zb_h2_idles_between_its_first_and_last_task(p):
         assert timeline.makespan_s == 3 * m + p - 1
 
 
-@pytest.mark.parametrize("costs", [UNIT, Costs(1, 1.05, 0.75), Costs(1, 1.2, 0.8), Costs(1, 1.2, 0.8, 0.1)], ids=str)
+@pytest.mark.parametrize(
+    "costs", [UNIT, Costs(1, 1.05, 0.75), Costs(1, 1.2, 0.8), Costs(1, 1.2, 0.8, 0.1)], ids=str
+)
 def test_zb_h2_has_the_published_period(costs):
     f, i, w, c = costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.transfer_s
     for p, m in ((4, 16), (8, 32)):
         hop_s = max(0, f + i - 2 * w, i - f) + 2 * c
-        assert simulate(build("zb_h2", p, m), costs).period_s == pytest.approx(m * work_s(costs) + (p - 1) * hop_s)
+        assert simulate(build("zb_h2", p, m), costs).period_s == pytest.approx(
+            m * work_s(costs) + (p - 1) * hop_s
+        )
 
 
 @pytest.mark.parametrize(

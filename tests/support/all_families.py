@@ -1,7 +1,8 @@
 """Every registered schedule family over a grid of sizes and knobs, for the tests beside this file."""
 
-from ppctl.schedule import FAMILIES, Task, build
 from ppctl.schedule.costs import Costs
+from ppctl.schedule.families.registry import FAMILIES, build
+from ppctl.schedule.ir import Task
 
 # each family's knobs; a family without an entry has none
 KNOBS = {
@@ -18,7 +19,10 @@ UNIT, FUSED, REAL = Costs(), Costs(1, 2, 0), Costs(1, 1.05, 0.75, 0.1)
 COSTS = [UNIT, FUSED, REAL, Costs(1, 0.5, 0.5), Costs(0.7, 1.3, 0.4, 0.25), Costs(3, 0.25, 0.5)]
 
 
-def cases(ranks=(1, 2, 3, 4, 5, 8), microbatches=lambda p: sorted({1, 2, 3, p, 2 * p - 1, 2 * p, 3 * p + 1, 4 * p})):
+def cases(
+    ranks=(1, 2, 3, 4, 5, 8),
+    microbatches=lambda p: sorted({1, 2, 3, p, 2 * p - 1, 2 * p, 3 * p + 1, 4 * p}),
+):
     """(family, p, m, knobs) of every registered family, m below, at and beside the multiples of p."""
     return [
         (family, p, m, knobs)
@@ -37,7 +41,13 @@ def make(case):
 
 def chunks(family, knobs):
     """V of a family."""
-    of_shape = {"zb_v": 2, "v_half": 2, "v_min": 2, "dualpipe_v": 2, "hanayo": 2 * knobs.get("num_waves", 1)}
+    of_shape = {
+        "zb_v": 2,
+        "v_half": 2,
+        "v_min": 2,
+        "dualpipe_v": 2,
+        "hanayo": 2 * knobs.get("num_waves", 1),
+    }
     return of_shape.get(family, knobs.get("num_chunks", 1))
 
 
@@ -45,4 +55,7 @@ def split_tasks(schedule):
     """The schedule's tasks with every B counted as the I and the W that it is."""
     for program in schedule.ranks:
         for task in program:
-            yield from [Task(task.stage, k, task.microbatch) for k in ("IW" if task.kind == "B" else task.kind)]
+            yield from [
+                Task(task.stage, k, task.microbatch)
+                for k in ("IW" if task.kind == "B" else task.kind)
+            ]

@@ -1,4 +1,6 @@
-"""A browser without a window: where it is, its flags, and what stands where on pages at several widths."""
+"""A browser without a window: where it is, its flags, and what stands where on pages at several
+widths.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 MISSING = "needs chromium or google-chrome on PATH (apt-get install chromium)"
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run")
 FLAGS += ("--disable-background-networking", "--disable-component-update", "--disable-sync")
@@ -30,7 +34,8 @@ CanvasRenderingContext2D.prototype.fillText = function (text, x, y, room) {
 };
 </script>"""
 
-# In a page after all else: draws its charts once more, and tells the page around it what stands where.
+# In a page after all else: draws its charts once more, and tells the page around it what stands
+# where.
 PROBE = """<script>
 const wide = () => document.documentElement.clientWidth;
 const boxed = (text, box) => ({ text, left: box.left, top: box.top, right: box.right, bottom: box.bottom });
@@ -115,7 +120,9 @@ look();
 </script></body>"""
 
 
-def look_at(pages: Mapping[str, str], widths: Sequence[int], directory: Path) -> dict[tuple[str, int], Any]:
+def look_at(
+    pages: Mapping[str, str], widths: Sequence[int], directory: Path
+) -> dict[tuple[str, int], Any]:
     """Return what stands where on each page at each width, all from one start of the browser."""
     assert BROWSER is not None
     shown = []
@@ -126,7 +133,12 @@ def look_at(pages: Mapping[str, str], widths: Sequence[int], directory: Path) ->
     quoted = json.dumps(json.dumps(shown)).replace("<", "\\u003c")
     file = directory / "around.html"
     file.write_text(AROUND.replace("PAGES", quoted), encoding="utf-8")
-    command = [BROWSER, *FLAGS, f"--user-data-dir={directory / 'profile'}", "--window-size=1400,1000"]
+    command = [
+        BROWSER,
+        *FLAGS,
+        f"--user-data-dir={directory / 'profile'}",
+        "--window-size=1400,1000",
+    ]
     command += ["--virtual-time-budget=60000", "--dump-dom", f"file://{file}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     said = re.search(r'<pre id="said">(.*?)</pre>', done.stdout, re.DOTALL)
@@ -136,7 +148,9 @@ def look_at(pages: Mapping[str, str], widths: Sequence[int], directory: Path) ->
 
 
 def overlaps(chart: Mapping[str, Any], allowed: float = 1.0) -> list[tuple[str, str]]:
-    """Return the pairs of texts in a chart that run into each other by more than these pixels in both directions."""
+    """Return the pairs of texts in a chart that run into each other by more than these pixels in
+    both directions.
+    """
     texts = sorted(chart["texts"], key=lambda each: each["left"])
     found = []
     for i, one in enumerate(texts):
@@ -165,5 +179,7 @@ def crossed(chart: Mapping[str, Any]) -> list[str]:
         each["text"]
         for each in chart["texts"]
         for line in chart.get("lines", ())
-        if each["left"] < line["left"] < each["right"] and line["top"] < each["bottom"] and line["bottom"] > each["top"]
+        if each["left"] < line["left"] < each["right"]
+        and line["top"] < each["bottom"]
+        and line["bottom"] > each["top"]
     ]

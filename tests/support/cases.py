@@ -1,4 +1,6 @@
-"""Tiny models, and one step of each by the spmd executor and by the reference, for the tests beside this file."""
+"""Tiny models, and one step of each by the spmd executor and by the reference, for the tests beside
+this file.
+"""
 
 from dataclasses import dataclass
 from functools import cache
@@ -7,32 +9,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ppctl.executors.compiler_preset import cpu_options
-from ppctl.executors.layout import Layout
-from ppctl.executors.mesh import make_mesh
+from ppctl.executors.compiler_options import cpu_options
+from ppctl.executors.device_mesh import make_mesh
+from ppctl.executors.parameter_layout import Layout
 from ppctl.executors.reference import reference
-from ppctl.executors.spmd.program import Options, spmd
+from ppctl.executors.spmd.spmd_program import Options, spmd
 from ppctl.model.mlp import mlp
 from ppctl.model.stack import init
 from ppctl.model.transformer import transformer
-from ppctl.schedule import FAMILIES, build
 from ppctl.schedule.costs import Costs
+from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.partition.partition import explicit, uniform
-from ppctl.schedule.ticks import forward_only, ticks
+from ppctl.schedule.tick_lowering import forward_only, ticks
 
-COMPILE_FAST = {"xla_backend_optimization_level": 0}  # the same program in slower machine code: most time is compiling
-# XLA's older emitters, by which tests compile faster, round a sum otherwise where it is fused with other work
-SAME_BITS = COMPILE_FAST | {option: True for option in cpu_options("quick") if option == "xla_cpu_use_fusion_emitters"}
+COMPILE_FAST = {
+    "xla_backend_optimization_level": 0
+}  # the same program in slower machine code: most time is compiling
+# XLA's older emitters, by which tests compile faster, round a sum otherwise where it is fused with
+# other work
+SAME_BITS = COMPILE_FAST | {
+    option: True for option in cpu_options("quick") if option == "xla_cpu_use_fusion_emitters"
+}
 SEQ_LEN, VOCAB_SIZE = 8, 32
 TRANSFORMER = {
     "d_model": 16,
     "num_heads": 4,
     "num_kv_heads": None,
-    "mlp_ratio": 2.0,
+    "mlp_width": 32,
     "activation": "gelu",
     "vocab_size": VOCAB_SIZE,
     "tied": False,
-    "rope_theta": 10000.0,
 }
 MLP = {"d_model": 16, "activation": "tanh", "input_dim": 5, "target_dim": 3}
 MODELS = {  # every pair of (tied, activation, grouped queries) occurs
@@ -52,7 +58,9 @@ def make_stack(model, num_layers, dtype=jnp.float64):
 
 
 def make_params(stack, seed=0):
-    """Random parameters of a model's shapes: initial norms and biases are all alike, which would hide mistakes."""
+    """Random parameters of a model's shapes: initial norms and biases are all alike, which would
+    hide mistakes.
+    """
     rng = np.random.default_rng(seed)
 
     def random(path, leaf):
@@ -85,13 +93,14 @@ class Case:
     remat: str = "full"
     unroll: int = 16
     gather: str = "step"
-    skip_idle: bool = True
     loops: bool = False
-    layers: tuple[int, ...] | str | None = None  # of each stage, as `explicit` takes them; None: uniform
+    layers: tuple[int, ...] | str | None = (
+        None  # of each stage, as `explicit` takes them; None: uniform
+    )
 
     @property
     def options(self):
-        return Options(self.remat, self.skip_idle, self.gather, self.unroll, jnp.float64, self.loops)
+        return Options(self.remat, self.gather, self.unroll, jnp.float64, self.loops)
 
     def program(self):
         knobs = FAMILIES[self.schedule].knobs_for(self.num_chunks)
@@ -112,11 +121,15 @@ def staged_step(case, stack=None, *, with_grads=True):
 
 
 def run_spmd(case, stack, params, batch):
-    """(loss, gradients) in natural order, by the spmd executor, from parameters and to gradients that are sharded."""
+    """(loss, gradients) in natural order, by the spmd executor, from parameters and to gradients
+    that are sharded.
+    """
     layout = case.layout()
     staged = layout.to_staged(params)
     shardings = layout.shardings(layout.staged_specs(staged))
-    step = jax.jit(staged_step(case, stack), in_shardings=(shardings, None), compiler_options=COMPILE_FAST)
+    step = jax.jit(
+        staged_step(case, stack), in_shardings=(shardings, None), compiler_options=COMPILE_FAST
+    )
     loss, grads = step(staged, batch)
     for grad, leaf, sharding in zip(*map(jax.tree.leaves, (grads, staged, shardings)), strict=True):
         assert (grad.shape, grad.dtype) == (leaf.shape, leaf.dtype)
@@ -126,7 +139,9 @@ def run_spmd(case, stack, params, batch):
 
 @cache
 def run_reference(model, num_layers, batch_size):
-    """(parameters, batch, loss, gradients) by the reference executor; the same for every way to run the step."""
+    """(parameters, batch, loss, gradients) by the reference executor; the same for every way to run
+    the step.
+    """
     stack = make_stack(model, num_layers)
     params, batch = make_params(stack), make_batch(model, batch_size)
     step = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype=jnp.float64)

@@ -20,14 +20,19 @@ def state(step=1, sharding=None):
     sharding = sharding or NamedSharding(mesh(1), PartitionSpec())
     keys = jax.random.split(jax.random.key(step), 3)
     params = {
-        "blocks": (jax.random.normal(keys[0], (8, 16), jnp.float32), jax.random.normal(keys[1], (8,), jnp.bfloat16)),
+        "blocks": (
+            jax.random.normal(keys[0], (8, 16), jnp.float32),
+            jax.random.normal(keys[1], (8,), jnp.bfloat16),
+        ),
         "head": jax.random.normal(keys[2], (8, 4), jnp.float32),
     }
     return jax.device_put({"params": params, "count": jnp.full((8,), step, jnp.int32)}, sharding)
 
 
 def abstract(tree, sharding=None):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), tree)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), tree
+    )
 
 
 def assert_bit_equal(got, want):

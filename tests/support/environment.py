@@ -2,6 +2,14 @@
 
 import os
 
-OF_TESTS = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "JAX_ENABLE_X64")  # as tests/conftest.py sets them
+OF_TESTS = (
+    "JAX_PLATFORMS",
+    "JAX_NUM_CPU_DEVICES",
+    "JAX_ENABLE_X64",
+)  # as tests/conftest.py sets them
 # as a user has it, but for compiled programs, which all tests share
-BY_USER = {name: value for name, value in os.environ.items() if name not in OF_TESTS and not name.startswith("PPCTL_")}
+BY_USER = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in OF_TESTS and not name.startswith("PPCTL_")
+}

@@ -1,4 +1,6 @@
-"""Pipelines of small transformers, and how far their gradients are from the reference's, in float64."""
+"""Pipelines of small transformers, and how far their gradients are from the reference's, in
+float64.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +9,18 @@ import optax
 from support.cases import make_params
 
 import ppctl
-from ppctl.executors.mesh import make_mesh
+from ppctl.executors.device_mesh import make_mesh
 from ppctl.executors.reference import reference
 
 TOLERANCE = 1e-10
-SMALL = {"num_layers": 4, "d_model": 16, "num_heads": 4, "mlp_ratio": 2.0, "activation": "swiglu", "attention": "xla"}
+SMALL = {
+    "num_layers": 4,
+    "d_model": 16,
+    "num_heads": 4,
+    "mlp_width": 32,
+    "activation": "swiglu",
+    "attention": "xla",
+}
 
 
 def make(vocab_size=32, **changes):
@@ -24,18 +33,31 @@ def make_batch(num_tokens, vocab_size, batch_size=8):
 
 
 def make_pipe(stack, batch, mesh, **how):
-    how = {"schedule": "gpipe", "num_microbatches": 2, "remat": "none", "optimizer": optax.sgd(0.1)} | how
+    how = {
+        "schedule": "gpipe",
+        "num_microbatches": 2,
+        "remat": "none",
+        "optimizer": optax.sgd(0.1),
+    } | how
     how = {"dtype": jnp.float64} | how
     sizes = {"dp": 1, "pp": 1, "fsdp": 1} | mesh
     return ppctl.pipeline(stack, mesh=make_mesh(**sizes), batch=batch, **how)
 
 
 def difference(mesh, model=None, num_tokens=16, vocab_size=32, batch_size=8, **how):
-    """The largest relative difference of the loss, or of a leaf of the gradients, from the reference's."""
+    """The largest relative difference of the loss, or of a leaf of the gradients, from the
+    reference's.
+    """
     stack, batch = make(vocab_size, **(model or {})), make_batch(num_tokens, vocab_size, batch_size)
     pipe = make_pipe(stack, batch, mesh, **how)
-    params = jax.tree.map(jnp.asarray, make_params(stack))  # to compile what draws the initial ones takes longer
-    natural = {"params": params, "optimizer": pipe.optimizer.init({}), "step": jnp.zeros((), jnp.int32)}
+    params = jax.tree.map(
+        jnp.asarray, make_params(stack)
+    )  # to compile what draws the initial ones takes longer
+    natural = {
+        "params": params,
+        "optimizer": pipe.optimizer.init({}),
+        "step": jnp.zeros((), jnp.int32),
+    }
     loss, grads = pipe.loss_and_grads(pipe.from_natural(natural), batch)
     plain = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype=jnp.float64)
     expected = jax.jit(plain)(params, batch)

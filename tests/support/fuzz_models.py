@@ -1,4 +1,6 @@
-"""The tests' networks, and pictures for one of them, as `ppctl train` takes them: model.target and data.target."""
+"""The tests' networks, and pictures for one of them, as `ppctl train` takes them: model.target and
+data.target.
+"""
 
 import sys
 from pathlib import Path
@@ -28,7 +30,9 @@ def pictures(batch_size, seed, eval_fraction):
     into = generator(seed, 0).standard_normal((32, 80)) / 8
 
     def read(examples):
-        inputs = np.stack([generator(seed, 1, each).standard_normal((4, 4, 2)) for each in examples.tolist()])
+        inputs = np.stack(
+            [generator(seed, 1, each).standard_normal((4, 4, 2)) for each in examples.tolist()]
+        )
         # one product a picture: of all at once it rounds otherwise
         targets = np.stack([np.tanh(each.reshape(32) @ into) for each in inputs])
         return {"inputs": inputs.astype(np.float32), "targets": targets.astype(np.float32)}
@@ -37,7 +41,9 @@ def pictures(batch_size, seed, eval_fraction):
     return DataSet(
         name="pictures",
         source=f"{NUM_PICTURES} random pictures",
-        fingerprint=fingerprint(name="pictures", batch_size=batch_size, seed=seed, eval_fraction=eval_fraction),
+        fingerprint=fingerprint(
+            name="pictures", batch_size=batch_size, seed=seed, eval_fraction=eval_fraction
+        ),
         batch_size=batch_size,
         seed=seed,
         num_examples=NUM_PICTURES - num_eval,

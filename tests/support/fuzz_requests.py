@@ -1,4 +1,6 @@
-"""Random requests for `tests/fuzz.py`: mostly valid ones, each a function of the seed and its number alone."""
+"""Random requests for `tests/fuzz.py`: mostly valid ones, each a function of the seed and its
+number alone.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pathlib import Path
 from support.networks import NETWORKS
 from support.sizes import random_program
 
-from ppctl.schedule.text import to_csv
+from ppctl.schedule.schedule_text import to_csv
 
 NUM_STEPS = 5
 MOST_DEVICES = 8
@@ -24,7 +26,16 @@ NETWORK_DATA = {
     "images": "data=custom data.target=tests.support.fuzz_models.pictures",
     "tokens": "data=synthetic data.vocab_size=50 data.num_sequences=512 model.seq_len=5",
 }
-ANY_SIZE = ("gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v")  # families without knobs
+ANY_SIZE = (
+    "gpipe",
+    "1f1b",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+    "v_half",
+    "v_min",
+    "dualpipe_v",
+)  # families without knobs
 ON_MPMD_ONLY = ("dualpipe_v",)
 
 
@@ -70,13 +81,19 @@ def request(seed: int, number: int, directory: Path) -> Request:
     sizes.num_stages = sizes.pp * sizes.chunks
     sizes.num_layers = sizes.num_stages + rng.choice((0, 0, 0, 1, 2))
     if limit is not None:
-        sizes.num_layers = rng.randint(min(limit, max(1, sizes.num_stages)), limit) if auto else limit
+        sizes.num_layers = (
+            rng.randint(min(limit, max(1, sizes.num_stages)), limit) if auto else limit
+        )
     dtype = rng.choice(DTYPES)
     made = Request(number, _model(rng, sizes, network, auto))
     batch = sizes.num_microbatches * sizes.dp * sizes.fsdp * rng.choice((1, 1, 2))
     made.model += [f"data.batch_size={batch}", "data.eval_fraction=0.25"]
-    made.layout = [f"mesh={sizes.dp}x{sizes.pp}x{sizes.fsdp}", *schedule, *_partition(rng, sizes, executor)]
-    made.layout += _executor(rng, executor, schedule)
+    made.layout = [
+        f"mesh={sizes.dp}x{sizes.pp}x{sizes.fsdp}",
+        *schedule,
+        *_partition(rng, sizes, executor),
+    ]
+    made.layout += _executor(rng, executor)
     made.training = [*_optimizer(rng), *_run(rng, executor, dtype)]
     if sizes.dp * sizes.pp * sizes.fsdp % 2 == 0 and rng.random() < 0.02:
         made.processes = 2
@@ -87,13 +104,19 @@ def request(seed: int, number: int, directory: Path) -> Request:
 
 def _mesh(rng: random.Random) -> tuple[int, int, int]:
     while True:
-        dp, pp, fsdp = rng.choice((1, 1, 1, 2, 3, 4)), rng.choice((1, 2, 2, 2, 2, 2, 3, 4)), rng.choice((1, 1, 1, 2, 4))
+        dp, pp, fsdp = (
+            rng.choice((1, 1, 1, 2, 3, 4)),
+            rng.choice((1, 2, 2, 2, 2, 2, 3, 4)),
+            rng.choice((1, 1, 1, 2, 4)),
+        )
         pp = 8 if rng.random() < 0.02 else pp
         if dp * pp * fsdp <= MOST_DEVICES:
             return dp, pp, fsdp
 
 
-def _schedule(rng: random.Random, sizes: Sizes, executor: str, limit: int | None, directory: Path) -> list[str]:
+def _schedule(
+    rng: random.Random, sizes: Sizes, executor: str, limit: int | None, directory: Path
+) -> list[str]:
     """Return the words of a schedule that fits the ranks, and note its chunks and microbatches."""
     most = (3 if sizes.pp <= 2 else 2) if limit is None else max(1, limit // sizes.pp)  # chunks
     names = ["eager_1f1b", "interleaved", "interleaved_zb", "looped_bfs", "gis", "auto", "csv"]
@@ -115,7 +138,11 @@ def _schedule(rng: random.Random, sizes: Sizes, executor: str, limit: int | None
         sizes.chunks = rng.randint(1, min(2, most))
         m = sizes.num_microbatches = min(m, 6)
         program = random_program(
-            rng.randrange(10**6), num_ranks=p, num_chunks=sizes.chunks, num_microbatches=m, split=rng.random() < 0.5
+            rng.randrange(10**6),
+            num_ranks=p,
+            num_chunks=sizes.chunks,
+            num_microbatches=m,
+            split=rng.random() < 0.5,
         )
         path = directory / "schedule.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +150,6 @@ def _schedule(rng: random.Random, sizes: Sizes, executor: str, limit: int | None
         return [*words, f"schedule.path={path}"]
     elif name == "auto":
         words.append(f"schedule.max_chunks={rng.randint(1, min(2, most))}")
-        words.append(f"schedule.split_backward={rng.choice(('true', 'false'))}")
         words.append(f"schedule.objective={rng.choice(('makespan', 'period'))}")
         words += [f"schedule.max_activations={rng.choice((p, 1.5 * p))}"] * (rng.random() < 0.3)
         m = sizes.num_microbatches = min(m, 8)
@@ -134,10 +160,6 @@ def _schedule(rng: random.Random, sizes: Sizes, executor: str, limit: int | None
             m = sizes.num_microbatches = p * rng.choice((1, 2))
         if name == "interleaved" and rng.random() < 0.4:
             words.append(f"schedule.warmup_hops={rng.choice((1, 1.5))}")
-        if name == "gis" and rng.random() < 0.4:
-            words.append(f"schedule.group_size={rng.randint((p + 1) // 2, p)}")
-        if name == "interleaved" and rng.random() < 0.3:
-            words.append(f"schedule.group_size={rng.randint(p, m)}")
     return [*words, f"schedule.num_microbatches={m}"]
 
 
@@ -145,8 +167,15 @@ def _model(rng: random.Random, sizes: Sizes, network: str | None, auto: bool) ->
     """Return the words of a model and of data for it."""
     words = [f"model.num_layers={sizes.num_layers}"]
     if network is not None:
-        words += ["model=custom", "model.target=tests.support.fuzz_models.network", f"+model.options.name={network}"]
-        words += [f"model.layers={'auto' if auto else 'marks'}", f"+model.options.marked={str(not auto).lower()}"]
+        words += [
+            "model=custom",
+            "model.target=tests.support.fuzz_models.network",
+            f"+model.options.name={network}",
+        ]
+        words += [
+            f"model.layers={'auto' if auto else 'marks'}",
+            f"+model.options.marked={str(not auto).lower()}",
+        ]
         rows = ["data.num_rows=512"] * NETWORK_DATA[network].startswith("data=regression")
         return [*words, *NETWORK_DATA[network].split(), *rows]
     if rng.random() < 0.7:
@@ -157,10 +186,18 @@ def _model(rng: random.Random, sizes: Sizes, network: str | None, auto: bool) ->
         return [*words, f"data.num_targets={targets}"]
     d_model, heads = rng.choice(((4, 1), (8, 2), (8, 4), (12, 2), (16, 4), (16, 2), (24, 6)))
     words += ["model=transformer", f"model.d_model={d_model}", f"model.num_heads={heads}"]
-    words.append(f"model.num_kv_heads={rng.choice(['null', *(n for n in range(1, heads + 1) if heads % n == 0)])}")
-    words += [f"model.mlp_ratio={rng.choice((1, 1.5, 2, 4))}", f"model.activation={rng.choice(('gelu', 'swiglu'))}"]
-    words += [f"model.tied={rng.choice(('true', 'false'))}", f"model.seq_len={rng.choice((1, 4, 7, 8))}"]
-    words.append(f"model.rope_theta={rng.choice((100, 10000, 500000))}")
+    words.append(
+        f"model.num_kv_heads={rng.choice(['null', *(n for n in range(1, heads + 1) if heads % n == 0)])}"
+    )
+    words += [
+        f"model.mlp_width={d_model * rng.choice((1, 2, 4))}",
+        f"model.activation={rng.choice(('gelu', 'swiglu'))}",
+    ]
+    words += [
+        f"model.tied={rng.choice(('true', 'false'))}",
+        f"model.seq_len={rng.choice((1, 4, 7, 8))}",
+    ]
+    words.append(f"model.rope.theta={rng.choice((100, 10000, 500000))}")
     words.append(f"model.attention={rng.choice(('auto', 'auto', 'xla', 'chunked'))}")
     vocab = rng.randint(2, 32)
     words += [f"model.vocab_size={vocab + rng.randint(0, 5)}"] * (rng.random() < 0.3)
@@ -174,7 +211,10 @@ def _partition(rng: random.Random, sizes: Sizes, executor: str) -> list[str]:
     if kind == "balanced" or rng.random() < 0.02:
         return ["partition=balanced"]
     # the first and the last stage may be empty
-    S, least = sizes.num_stages, [min(1, s, sizes.num_stages - 1 - s) for s in range(sizes.num_stages)]
+    S, least = (
+        sizes.num_stages,
+        [min(1, s, sizes.num_stages - 1 - s) for s in range(sizes.num_stages)],
+    )
     counts, where = list(least), list(range(S))
     for _ in range(sizes.num_layers - sum(least)):
         counts[rng.choice(where)] += 1
@@ -184,12 +224,12 @@ def _partition(rng: random.Random, sizes: Sizes, executor: str) -> list[str]:
     return ["partition=explicit", f"partition.layers='{'|'.join(stages)}'"]
 
 
-def _executor(rng: random.Random, executor: str, schedule: list[str]) -> list[str]:
+def _executor(rng: random.Random, executor: str) -> list[str]:
     words = [f"executor={executor}", f"executor.remat={rng.choice(REMAT)}"]
-    words += [f"executor.unroll={rng.choice((0, 1, 2))}"] * (rng.random() < 0.5)
+    words += [f"executor.unroll={rng.choice((0, 1, 2))}"] * (
+        executor != "reference" and rng.random() < 0.5
+    )
     if executor == "spmd":
-        fb = ("gpipe", "1f1b", "eager_1f1b", "interleaved", "looped_bfs")
-        words += ["executor.idle=compute"] * (schedule[0].removeprefix("schedule=") in fb and rng.random() < 0.3)
         words += ["executor.gather=tick"] * (rng.random() < 0.3)
     if executor == "mpmd":
         words += ["executor.post_validation=true"] * (rng.random() < 0.4)
@@ -197,23 +237,39 @@ def _executor(rng: random.Random, executor: str, schedule: list[str]) -> list[st
 
 
 def _optimizer(rng: random.Random) -> list[str]:
-    words = [f"optim.clip_norm={rng.choice(('null', 1, 0.05))}", f"optim.warmup_steps={rng.choice((0, 2, 20))}"]
+    words = [
+        f"optim.clip_norm={rng.choice(('null', 1, 0.05))}",
+        f"optim.warmup_steps={rng.choice((0, 2, 20))}",
+    ]
     words.append(f"optim.min_lr_fraction={rng.choice((0, 0.1, 1))}")
     if rng.random() < 0.5:
-        return [*words, "optim=adamw", f"optim.weight_decay={rng.choice((0, 0.1))}", "optim.lr=0.002"]
+        return [
+            *words,
+            "optim=adamw",
+            f"optim.weight_decay={rng.choice((0, 0.1))}",
+            "optim.lr=0.002",
+        ]
     return [*words, "optim=sgd", "optim.lr=0.01", f"optim.momentum={rng.choice(('null', 0.9))}"]
 
 
 def _run(rng: random.Random, executor: str, dtype: str) -> list[str]:
-    words = [f"run.num_steps={NUM_STEPS}", f"run.seed={rng.choice((0, 1, 2**31 - 1))}", f"run.dtype={dtype}"]
-    words += ["run.platform=cpu", "run.eval_batches=1", f"run.eval_every={rng.choice(('null', 'null', 2, 5))}"]
-    words += ["run.tensorboard=false"] * (rng.random() < 0.9)
+    words = [
+        f"run.num_steps={NUM_STEPS}",
+        f"run.seed={rng.choice((0, 1, 2**31 - 1))}",
+        f"run.dtype={dtype}",
+    ]
+    words += [
+        "run.platform=cpu",
+        "run.eval_batches=1",
+        f"run.eval_every={rng.choice(('null', 'null', 2, 5))}",
+    ]
+    words += ["run.trackers=[]"] * (rng.random() < 0.9)
     words += ["run.checkpoint.enabled=false"] * (rng.random() < 0.75)
     words += ["run.timeline=true"] * (executor == "mpmd" and rng.random() < 0.05)
     return words
 
 
-# --- mistakes --------------------------------------------------------------------------------------------------------
+# --- mistakes -----------------------------------------------------------------------------------
 
 
 def _break(rng: random.Random, made: Request, sizes: Sizes) -> None:
@@ -224,10 +280,18 @@ def _break(rng: random.Random, made: Request, sizes: Sizes) -> None:
 
 
 MISTAKES: dict[str, Callable[[Sizes], list[str]]] = {  # words that come last, and so count
-    "a batch that cannot be divided": lambda s: [f"data.batch_size={s.num_microbatches * s.dp * s.fsdp + 1}"],
+    "a batch that cannot be divided": lambda s: [
+        f"data.batch_size={s.num_microbatches * s.dp * s.fsdp + 1}"
+    ],
     "fewer layers than stages": lambda s: ["model.num_layers=1"],
-    "layers for another number of stages": lambda s: ["partition=explicit", f"partition.layers={[1] * 17}"],
-    "layers that are not all": lambda s: ["partition=explicit", f"partition.layers={[9] * s.num_stages}"],
+    "layers for another number of stages": lambda s: [
+        "partition=explicit",
+        f"partition.layers={[1] * 17}",
+    ],
+    "layers that are not all": lambda s: [
+        "partition=explicit",
+        f"partition.layers={[9] * s.num_stages}",
+    ],
     "an empty stage in the middle": lambda s: ["partition=explicit", "partition.layers=[1,0,1]"],
     "text that is no partition": lambda s: ["partition=explicit", "partition.layers=Et*x"],
     "groups of microbatches not filled": lambda s: [
@@ -236,10 +300,9 @@ MISTAKES: dict[str, Callable[[Sizes], list[str]]] = {  # words that come last, a
         f"data.batch_size={(s.pp + 1) * s.dp * s.fsdp}",
     ],
     "hops out of range": lambda s: ["schedule=eager_1f1b", "schedule.warmup_hops=3"],
-    "a group that is too small": lambda s: ["schedule=gis", f"schedule.group_size={s.pp + 1}"],
     "a knob of another family": lambda s: ["schedule=gpipe", "schedule.num_chunks=2"],
     "no waves": lambda s: ["schedule=hanayo", "schedule.num_waves=0"],
-    "idle=compute in ticks of one task": lambda s: ["executor=spmd", "schedule=zb_h1", "executor.idle=compute"],
+    "a ring in one program": lambda s: ["executor=spmd", "executor.context=ring"],
     "a placement that is no ring": lambda s: ["executor=spmd", "schedule=dualpipe_v"],
     "the reference on several devices": lambda s: ["executor=reference", "mesh=2x1"],
     "post-validation of one program": lambda s: ["executor=spmd", "executor.post_validation=true"],
@@ -248,8 +311,12 @@ MISTAKES: dict[str, Callable[[Sizes], list[str]]] = {  # words that come last, a
     "nothing held out": lambda s: ["data.eval_fraction=0", "run.eval_every=1"],
     "too few held out": lambda s: ["run.eval_every=1", "run.eval_batches=9999"],
     "no such dtype": lambda s: ["run.dtype=float16"],
-    "a profile past the end": lambda s: ["run.profile.start=4"],
+    "a profile past the end": lambda s: ["run.profile=4"],
     "data of another kind": lambda s: ["model=transformer", "data=regression"],
-    "heads that do not divide": lambda s: ["model=transformer", "data=synthetic", "model.num_heads=5"],
+    "heads that do not divide": lambda s: [
+        "model=transformer",
+        "data=synthetic",
+        "model.num_heads=5",
+    ],
     "no file": lambda s: ["schedule=csv", "schedule.path=/nowhere/at/all.csv"],
 }

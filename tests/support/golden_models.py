@@ -12,16 +12,18 @@ from support.oracle import FOLDER
 
 import ppctl
 from ppctl.executors.reference import outputs_of, reference
+from ppctl.language.tensor_names import named_parameters
+from ppctl.language.transformers_config import model_settings
 from ppctl.model.stack import Stack, init
-from ppctl.training.exchange.families import model_settings
-from ppctl.training.exchange.names import named_parameters
 
 
 def read_model(name: str, dtype: str, *, packed: bool = False) -> tuple[Stack, Any]:
     """Return the stack of a golden model and its parameters."""
     folder = FOLDER / name
     stack = ppctl.transformer(**sizes_of(name), dtype=dtype, packed=packed)
-    params = jax.tree.map(lambda a: np.zeros(a.shape, dtype), jax.eval_shape(lambda: init(stack, 0)))
+    params = jax.tree.map(
+        lambda a: np.zeros(a.shape, dtype), jax.eval_shape(lambda: init(stack, 0))
+    )
     with safe_open(folder / "model.safetensors", "numpy") as tensors:
         names = set(tensors.keys())
         for each in named_parameters(params):
@@ -30,7 +32,9 @@ def read_model(name: str, dtype: str, *, packed: bool = False) -> tuple[Stack, A
             leaf = params
             for key in each.path:
                 leaf = leaf[key]
-            leaf[... if each.layer is None else each.layer] = tensor.T if each.is_transposed else tensor
+            leaf[... if each.layer is None else each.layer] = (
+                tensor.T if each.is_transposed else tensor
+            )
     assert not names
     return stack, params
 
@@ -45,7 +49,9 @@ def expected_of(name: str) -> dict[str, np.ndarray]:
     return dict(np.load(FOLDER / name / "expected.npz"))
 
 
-def computed(stack: Stack, params: Any, inputs: np.ndarray, targets: np.ndarray, dtype: str) -> tuple[Any, Any, Any]:
+def computed(
+    stack: Stack, params: Any, inputs: np.ndarray, targets: np.ndarray, dtype: str
+) -> tuple[Any, Any, Any]:
     """Return logits, loss and gradients by the reference executor."""
     batch = {"inputs": inputs, "targets": targets}
     step = reference(stack, num_microbatches=1, remat="none", unroll=8, dtype=dtype)
@@ -54,7 +60,9 @@ def computed(stack: Stack, params: Any, inputs: np.ndarray, targets: np.ndarray,
 
 
 def by_name(tree: Any) -> dict[str, np.ndarray]:
-    """Return parameters, or their gradients, in natural order as `transformers` names and stores them."""
+    """Return parameters, or their gradients, in natural order as `transformers` names and stores
+    them.
+    """
     found = {}
     for each in named_parameters(tree):
         leaf = tree

@@ -6,26 +6,39 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support.cases import COMPILE_FAST, Case, difference, make_batch, make_params, make_stack, run_reference
+from support.cases import (
+    COMPILE_FAST,
+    Case,
+    difference,
+    make_batch,
+    make_params,
+    make_stack,
+    run_reference,
+)
 
-from ppctl.executors.layout import Layout, layer_specs, shapes_on_device
-from ppctl.executors.mesh import make_mesh
-from ppctl.executors.mpmd.tasks import Model
+from ppctl.executors.device_mesh import make_mesh
+from ppctl.executors.model_shapes import Model
+from ppctl.executors.parameter_layout import Layout, layer_specs, shapes_on_device
 from ppctl.model.parallel import StageAxes
-from ppctl.schedule import build
 from ppctl.schedule.costs import task_costs
+from ppctl.schedule.families.registry import build
 from ppctl.schedule.partition.partition import uniform
-from ppctl.schedule.ticks import forward_only
-from ppctl.schedule.vocabulary import with_vocabulary
-from ppctl.training import optim
-from ppctl.training.engines.make import dispatch_order
-from ppctl.training.engines.mpmd import Mpmd
-from ppctl.training.engines.states import States
-from ppctl.training.request import divided_stack, shards_over_tp
-from ppctl.training.train_step import init_state
+from ppctl.schedule.tick_lowering import forward_only
+from ppctl.schedule.vocabulary_parallel import with_vocabulary
+from ppctl.training.pipeline import optimizers as optim
+from ppctl.training.pipeline.engines.make_engine import dispatch_order
+from ppctl.training.pipeline.engines.mpmd_engine import Mpmd
+from ppctl.training.pipeline.engines.train_states import States
+from ppctl.training.pipeline.pipeline_request import divided_stack, shards_over_tp
+from ppctl.training.pipeline.train_step import init_state
 
-KNOBS = {"interleaved": "num_chunks", "looped_bfs": "num_chunks", "interleaved_zb": "num_chunks", "gis": "num_chunks"}
-LR_SCHEDULE = optim.lr_schedule(lr=1e-2, min_lr_fraction=0.1, warmup_steps=2, num_steps=5)
+KNOBS = {
+    "interleaved": "num_chunks",
+    "looped_bfs": "num_chunks",
+    "interleaved_zb": "num_chunks",
+    "gis": "num_chunks",
+}
+LR_SCHEDULE = optim.LrSchedule(lr=1e-2, min_lr_fraction=0.1, warmup_steps=2, num_steps=5)
 CLIP_NORM = 0.05
 TOLERANCE = 1e-10
 REMAT = ("none", "layer", "full")
@@ -53,7 +66,9 @@ class MpmdCase(Case):
 
 
 def make_optimizer(clip_norm=CLIP_NORM):
-    return optim.clipped(optim.adamw(LR_SCHEDULE, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1), clip_norm)
+    return optim.clipped(
+        optim.adamw(LR_SCHEDULE, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1), clip_norm
+    )
 
 
 def make_engine(case, clip_norm=CLIP_NORM):
@@ -75,17 +90,25 @@ def engine_of(case, stack, params, batch, clip_norm=CLIP_NORM):
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
     microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), batch)
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
-    ends = shapes_on_device(params, shards)["ends"]
+    embed_head = shapes_on_device(params, shards)["embed_head"]
     sizes = case.num_microbatches, case.remat, case.unroll, jnp.dtype("float64")
     specs = layer_specs(layout.staged_specs(jax.eval_shape(layout.to_staged, params))["layers"])
     specs = specs if case.gather == "layer" else None
-    model = Model(stack, ends, layer, microbatch, *sizes, axes, layout.own_ends(ends), specs)
+    model = Model(
+        stack, embed_head, layer, microbatch, *sizes, axes, layout.own_embed_head(embed_head), specs
+    )
     schedules = tuple(
-        (each, dispatch_order(each, task_costs(case.remat))) for each in (schedule, forward_only(schedule))
+        (each, dispatch_order(each, task_costs(case.remat)))
+        for each in (schedule, forward_only(schedule))
     )
     optimizer = make_optimizer(clip_norm)
-    states = States(layout, lambda seed: init_state(jax.tree.map(jnp.asarray, params), optimizer, stack.trainable))
-    return Mpmd(states, shapes, model, schedules, optimizer, LR_SCHEDULE, compiler_options=COMPILE_FAST)
+    states = States(
+        layout,
+        lambda seed: init_state(jax.tree.map(jnp.asarray, params), optimizer, stack.trainable),
+    )
+    return Mpmd(
+        states, shapes, model, schedules, optimizer, LR_SCHEDULE, compiler_options=COMPILE_FAST
+    )
 
 
 def run_mpmd(case):

@@ -2,7 +2,8 @@
 
 python mpmd_worker.py ADDRESS NUM_PROCESSES INDEX NUM_DEVICES OUT CASES
 
-CASES is a JSON list of (name, settings of MpmdCase, settings of `trained`). Process 0 writes OUT/<name>.npz.
+CASES is a JSON list of (name, settings of MpmdCase, settings of `trained`). Process 0 writes
+OUT/<name>.npz.
 """
 
 import json
@@ -22,7 +23,11 @@ import jax  # noqa: E402
 
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(
-    ADDRESS, int(NUM_PROCESSES), int(INDEX), heartbeat_timeout_seconds=20, shutdown_timeout_seconds=20
+    ADDRESS,
+    int(NUM_PROCESSES),
+    int(INDEX),
+    heartbeat_timeout_seconds=20,
+    shutdown_timeout_seconds=20,
 )
 
 import numpy as np  # noqa: E402
@@ -32,8 +37,8 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from support.cases import make_batch  # noqa: E402
 from support.mpmd_cases import MpmdCase, make_engine  # noqa: E402
 
-from ppctl.training.engines.post_validation import PostValidated  # noqa: E402
-from ppctl.training.optim import needs_no_clipping  # noqa: E402
+from ppctl.training.pipeline.engines.post_validation import PostValidated  # noqa: E402
+from ppctl.training.pipeline.optimizers import needs_no_clipping  # noqa: E402
 
 
 def slowed(walk, seed):
@@ -57,12 +62,18 @@ def whole(tree, mesh):
     return [np.asarray(leaf.addressable_data(0)) for leaf in everywhere(tree)]
 
 
-def trained(case, *, slow=False, evaluate=False, round_trip=False, clip_norm=0.05, post_validation=False):
+def trained(
+    case, *, slow=False, evaluate=False, round_trip=False, clip_norm=0.05, post_validation=False
+):
     """What the test looks at, after three steps."""
     engine, batch = make_engine(case, clip_norm)
     runtime, mesh = engine.runtime, engine.layout.mesh
-    used = PostValidated(engine, lambda norm: needs_no_clipping(norm, clip_norm)) if post_validation else engine
-    placed = lambda batch: used.put({name: a[list(used.examples)] for name, a in batch.items()})  # noqa: E731
+    used = (
+        PostValidated(engine, lambda norm: needs_no_clipping(norm, clip_norm))
+        if post_validation
+        else engine
+    )
+    placed = lambda batch: used.put({name: a[list(used.examples)] for name, a in batch.items()})
     used.compile(evaluate=evaluate)
     ranks = {rank for _, rank in runtime.compiled}
     assert ranks == {r for r in engine.ranks if runtime.is_mine[r]}, (ranks, runtime.is_mine)
@@ -78,7 +89,8 @@ def trained(case, *, slow=False, evaluate=False, round_trip=False, clip_norm=0.0
         metrics.append([numbers["loss"], numbers["grad_norm"]])
     found = {"metrics": np.array([list(map(float, each)) for each in metrics])}
     print(
-        f"{INDEX}: ranks {sorted(ranks)}, {len(used.examples)} examples, {time.perf_counter() - began:.2f} s",
+        f"{INDEX}: ranks {sorted(ranks)}, {len(used.examples)} examples, "
+        f"{time.perf_counter() - began:.2f} s",
         flush=True,
     )
     if evaluate:
@@ -95,7 +107,10 @@ def trained(case, *, slow=False, evaluate=False, round_trip=False, clip_norm=0.0
 def main():
     multihost_utils.sync_global_devices("started")
     for name, settings, how in json.loads(CASES):
-        settings = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+        settings = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in settings.items()
+        }
         began = time.perf_counter()
         found = trained(MpmdCase(**settings), **how)
         if INDEX == "0":

@@ -10,7 +10,9 @@ from ppctl import Network, stage_boundary
 
 
 def normal(*shape, of=None):
-    """Numbers of variance 1 / `of`, the same ones for every key: random numbers of JAX's take long to compile."""
+    """Numbers of variance 1 / `of`, the same ones for every key: random numbers of JAX's take long
+    to compile.
+    """
     numbers = np.random.default_rng(sum(shape)).standard_normal(shape)
     return jnp.asarray(numbers / (of or shape[0]) ** 0.5)
 
@@ -21,16 +23,23 @@ def squared_error(outputs, targets):
 
 
 def widths(*, marked=True):
-    """Layers of different widths, a value that skips two boundaries, a mask that crosses one, relu's own derivative."""
+    """Layers of different widths, a value that skips two boundaries, a mask that crosses one,
+    relu's own derivative.
+    """
     sizes = (6, 24, 8, 16, 8, 3)
 
     def init(key):
-        return [{"w": normal(a, b), "bias": 0.1 * jnp.arange(b, dtype=float)} for a, b in pairwise(sizes)]
+        return [
+            {"w": normal(a, b), "bias": 0.1 * jnp.arange(b, dtype=float)}
+            for a, b in pairwise(sizes)
+        ]
 
     mark = stage_boundary if marked else lambda x: x
 
     def apply(params, x):
-        dense = lambda i, x: x @ params[i]["w"] / jnp.linalg.norm(params[i]["w"]) + params[i]["bias"]  # noqa: E731
+        dense = lambda i, x: (
+            x @ params[i]["w"] / jnp.linalg.norm(params[i]["w"]) + params[i]["bias"]
+        )
         x = jax.nn.relu(dense(0, x))
         kept = dense(1, x)
         x, is_small = mark((kept, kept < 0.1))
@@ -114,7 +123,12 @@ def deep(*, marked=True):
 
 
 # layers by marks, and auto
-NETWORKS = {"widths": (widths, 4, 4), "images": (images, 3, 2), "tokens": (tokens, 3, 2), "deep": (deep, 7, 5)}
+NETWORKS = {
+    "widths": (widths, 4, 4),
+    "images": (images, 3, 2),
+    "tokens": (tokens, 3, 2),
+    "deep": (deep, 7, 5),
+}
 
 
 def rows_of(name, number, seed=0):
@@ -124,5 +138,6 @@ def rows_of(name, number, seed=0):
         return {key: rng.integers(0, 50, (number, 5), np.int32) for key in ("inputs", "targets")}
     shapes = {"widths": ((6,), (3,)), "deep": ((6,), (3,)), "images": ((4, 4, 2), (80,))}[name]
     return {
-        key: rng.standard_normal((number, *shape)) for key, shape in zip(("inputs", "targets"), shapes, strict=True)
+        key: rng.standard_normal((number, *shape))
+        for key, shape in zip(("inputs", "targets"), shapes, strict=True)
     }

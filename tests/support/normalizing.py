@@ -10,21 +10,25 @@ WIDTH = 4
 
 
 def normalizing_stack(num_layers):
-    """A model whose layer divides by the norm of its product: zeros, as empty slots and padding hold, give NaN."""
+    """A model whose layer divides by the norm of its product: zeros, as empty slots and padding
+    hold, give NaN.
+    """
 
     def layer(w, x):
         product = x @ w["kernel"]
         return product / jnp.linalg.norm(product, axis=-1, keepdims=True)
 
-    def head(ends, x, targets):
-        errors = x @ ends["head"] - targets
+    def head(embed_head, x, targets):
+        errors = x @ embed_head["head"] - targets
         return jnp.square(errors).sum(), jnp.asarray(errors.size, errors.dtype)
 
     return Stack(
         num_layers,
-        init_ends=lambda key: {name: jax.random.normal(key, (WIDTH, WIDTH)) for name in ("embed", "head")},
+        init_embed_head=lambda key: {
+            name: jax.random.normal(key, (WIDTH, WIDTH)) for name in ("embed", "head")
+        },
         init_layer=lambda key, _: {"kernel": jax.random.normal(key, (WIDTH, WIDTH))},
-        embed=lambda ends, inputs: inputs @ ends["embed"],
+        embed=lambda embed_head, inputs: inputs @ embed_head["embed"],
         layer=layer,
         head=head,
     )
@@ -34,7 +38,9 @@ def normalizing_inputs(num_layers, batch_size):
     """(parameters, batch) of it."""
     rng = np.random.default_rng(0)
     params = {
-        "ends": {name: rng.standard_normal((WIDTH, WIDTH)) for name in ("embed", "head")},
+        "embed_head": {name: rng.standard_normal((WIDTH, WIDTH)) for name in ("embed", "head")},
         "layers": {"kernel": rng.standard_normal((num_layers, WIDTH, WIDTH))},
     }
-    return params, {name: rng.standard_normal((batch_size, WIDTH)) for name in ("inputs", "targets")}
+    return params, {
+        name: rng.standard_normal((batch_size, WIDTH)) for name in ("inputs", "targets")
+    }

@@ -1,7 +1,8 @@
-"""Tiny random language models of each family by `transformers`, with what it computes of them: logits, loss, gradients,
-and five steps of AdamW by a loop of PyTorch.
+"""Tiny random language models of each family by `transformers`, with what it computes of them:
+logits, loss, gradients, and five steps of AdamW by a loop of PyTorch.
 
-`make golden` rewrites tests/golden/models where the extra `oracle` is installed. `make test` reads the files alone.
+`make golden` rewrites tests/golden/models where the extra `oracle` is installed. `make test` reads
+the files alone.
 """
 
 from __future__ import annotations
@@ -81,7 +82,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name: class of transformers
         {
             "head_dim": 12,
             "rope_theta": 10000.0,
-            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
         },
     ),
     "gemma2": (
@@ -116,7 +121,9 @@ def build(name: str, dtype: Any) -> Any:
     import transformers
 
     family, sizes = MODELS[name]
-    config_class = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
+    config_class = getattr(
+        transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    )
     config = config_class(**{**SMALL, **sizes, "attn_implementation": "eager"})
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -138,7 +145,9 @@ def build(name: str, dtype: Any) -> Any:
 
 @contextlib.contextmanager
 def in_double() -> Iterator[None]:
-    """Widen what `transformers` computes in float32 whatever the dtype of the model: norms, softmax, angles."""
+    """Widen what `transformers` computes in float32 whatever the dtype of the model: norms,
+    softmax, angles.
+    """
     import torch
 
     names = {"float32": torch.float64, "float": torch.float64}
@@ -155,14 +164,21 @@ def in_double() -> Iterator[None]:
         torch.Tensor.float = method
 
 
-def computed(model: Any, inputs: np.ndarray, targets: np.ndarray, **how: np.ndarray) -> dict[str, Any]:
-    """Return logits, the mean loss of targets that are some, and its gradients by name. how: what else it is given."""
+def computed(
+    model: Any, inputs: np.ndarray, targets: np.ndarray, **how: np.ndarray
+) -> dict[str, Any]:
+    """Return logits, the mean loss of targets that are some, and its gradients by name. how: what
+    else it is given.
+    """
     import torch
 
     model.zero_grad()
     how = {key: torch.asarray(value) for key, value in how.items()}
     logits = model(torch.asarray(inputs.astype(np.int64)), use_cache=False, **how).logits
-    flat, targets = logits.reshape(-1, logits.shape[-1]), torch.asarray(targets.astype(np.int64)).reshape(-1)
+    flat, targets = (
+        logits.reshape(-1, logits.shape[-1]),
+        torch.asarray(targets.astype(np.int64)).reshape(-1),
+    )
     loss = torch.nn.functional.cross_entropy(flat, targets, ignore_index=NO_TOKEN)
     loss.backward()
     grads = {name: tensor.grad.numpy() for name, tensor in model.named_parameters()}
@@ -180,14 +196,19 @@ class Case(NamedTuple):
 
 
 def cases(name: str) -> dict[str, Case]:
-    """Return the same tokens whole, packed (three documents and two in a sequence), and padded behind."""
+    """Return the same tokens whole, packed (three documents and two in a sequence), and padded
+    behind.
+    """
     ids = tokens(name)
     inputs, targets = ids[:, :-1], ids[:, 1:]
     everywhere, place = np.ones(inputs.shape, bool), np.arange(inputs.shape[1])
     is_first = np.array([np.isin(place, starts) for starts in DOCUMENTS])
     is_last = np.roll(is_first, -1, axis=1)
     positions = np.array(
-        [place - np.array(starts)[np.searchsorted(starts, place, "right") - 1] for starts in DOCUMENTS]
+        [
+            place - np.array(starts)[np.searchsorted(starts, place, "right") - 1]
+            for starts in DOCUMENTS
+        ]
     )
     is_there = place < np.array(LENGTHS)[:, None]
     of_packed = Case(
@@ -199,12 +220,23 @@ def cases(name: str) -> dict[str, Case]:
     )
     padded = np.where(is_there, inputs, 0)
     mask = {"attention_mask": is_there.astype(np.int64)}
-    of_padded = Case(padded, np.where(np.roll(is_there, -1, 1) & is_there, targets, NO_TOKEN), is_there, padded, mask)
-    return {"whole": Case(inputs, targets, everywhere, inputs, {}), "packed": of_packed, "padded": of_padded}
+    of_padded = Case(
+        padded,
+        np.where(np.roll(is_there, -1, 1) & is_there, targets, NO_TOKEN),
+        is_there,
+        padded,
+        mask,
+    )
+    return {
+        "whole": Case(inputs, targets, everywhere, inputs, {}),
+        "packed": of_packed,
+        "padded": of_padded,
+    }
 
 
 def trained(model: Any, batches: Iterable[np.ndarray]) -> dict[str, Any]:
-    """Return loss and norm of the gradient of each step, and the parameters behind the last by name: AdamW, clipped.
+    """Return loss and norm of the gradient of each step, and the parameters behind the last by
+    name: AdamW, clipped.
 
     batches: ids [B, tokens + 1]. The rate rises and falls by PyTorch's own schedules.
     """
@@ -212,20 +244,27 @@ def trained(model: Any, batches: Iterable[np.ndarray]) -> dict[str, Any]:
     from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": ADAMW["weight_decay"]},
+        {
+            "params": [p for p in model.parameters() if p.ndim > 1],
+            "weight_decay": ADAMW["weight_decay"],
+        },
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, LR["lr"], (ADAMW["b1"], ADAMW["b2"]), ADAMW["eps"])
     steps = LR["warmup_steps"]
     rising = LinearLR(optimizer, 1 / (steps + 1), total_iters=steps)
-    falling = CosineAnnealingLR(optimizer, LR["num_steps"] - steps, LR["lr"] * LR["min_lr_fraction"])
+    falling = CosineAnnealingLR(
+        optimizer, LR["num_steps"] - steps, LR["lr"] * LR["min_lr_fraction"]
+    )
     rate = SequentialLR(optimizer, [rising, falling], [steps])
     losses, norms = [], []
     for ids in batches:
         ids = torch.asarray(np.asarray(ids, np.int64))
         optimizer.zero_grad()
         logits = model(ids[:, :-1], use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
+        loss = torch.nn.functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1)
+        )
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)))
         losses.append(float(loss.detach()))
@@ -236,7 +275,9 @@ def trained(model: Any, batches: Iterable[np.ndarray]) -> dict[str, Any]:
 
 
 def summary(tensor: np.ndarray) -> np.ndarray:
-    """Return (norm, projection on a fixed vector, sum) of a tensor: three numbers that stand for it."""
+    """Return (norm, projection on a fixed vector, sum) of a tensor: three numbers that stand for
+    it.
+    """
     flat = np.asarray(tensor, np.float64).ravel()
     return np.array([np.linalg.norm(flat), flat @ np.cos(0.7 * np.arange(flat.size)), flat.sum()])
 
@@ -248,11 +289,15 @@ def of_each(logits: np.ndarray) -> np.ndarray:
 
 def tokens(name: str) -> np.ndarray:
     """Token ids; none is 0, which Gemma pads with, and of which torch makes no gradient."""
-    return np.random.default_rng(len(name)).integers(1, SMALL["vocab_size"], (2, NUM_TOKENS + 1), np.int32)
+    return np.random.default_rng(len(name)).integers(
+        1, SMALL["vocab_size"], (2, NUM_TOKENS + 1), np.int32
+    )
 
 
 def batches(name: str) -> np.ndarray:
-    """Token ids of each step [NUM_STEPS, BATCH_SIZE, tokens + 1]: each 7 above the one before, which can be learned."""
+    """Token ids of each step [NUM_STEPS, BATCH_SIZE, tokens + 1]: each 7 above the one before,
+    which can be learned.
+    """
     last = SMALL["vocab_size"] - 1
     starts = np.random.default_rng(100 + len(name)).integers(last, size=(NUM_STEPS, BATCH_SIZE, 1))
     return (1 + (starts + 7 * np.arange(NUM_TOKENS // 2 + 1)) % last).astype(np.uint8)
@@ -270,31 +315,45 @@ def rewrite(name: str) -> None:
         with in_double() if dtype == torch.float64 else contextlib.nullcontext():
             key = str(dtype).removeprefix("torch.")
             found[key] = {
-                case: computed(build(name, dtype), of.ids, of.targets, **of.how) for case, of in of_cases.items()
+                case: computed(build(name, dtype), of.ids, of.targets, **of.how)
+                for case, of in of_cases.items()
             }
             steps[key] = trained(build(name, dtype), ids)
         whole = found[key]["whole"]
         arrays |= {f"logits_{key}": whole["logits"], f"loss_{key}": whole["loss"]}
-        arrays |= {f"steps_losses_{key}": steps[key]["losses"], f"steps_norms_{key}": steps[key]["norms"]}
+        arrays |= {
+            f"steps_losses_{key}": steps[key]["losses"],
+            f"steps_norms_{key}": steps[key]["norms"],
+        }
     exact = found["float64"]
     arrays |= {f"grad {key}": summary(grad) for key, grad in exact["whole"]["grads"].items()}
-    arrays |= {f"steps_param {key}": summary(param) for key, param in steps["float64"]["params"].items()}
+    arrays |= {
+        f"steps_param {key}": summary(param) for key, param in steps["float64"]["params"].items()
+    }
     for case in ("packed", "padded"):
-        arrays |= {f"{case}_loss": exact[case]["loss"], f"{case}_logits": of_each(exact[case]["logits"])}
+        arrays |= {
+            f"{case}_loss": exact[case]["loss"],
+            f"{case}_logits": of_each(exact[case]["logits"]),
+        }
     build(name, torch.float32).to(torch.bfloat16).save_pretrained(folder)
     np.savez_compressed(folder / "expected.npz", **arrays)
     kind = json.loads((folder / "config.json").read_text())["model_type"]
     rounding = np.abs(found["float32"]["whole"]["logits"] - exact["whole"]["logits"]).max()
     losses = steps["float64"]["losses"]
     print(
-        f"{name}: {kind}, logits {exact['whole']['logits'].std():.2f} around 0, float32 off by {rounding:.1e}; "
-        f"loss of {NUM_STEPS} steps from {losses[0]:.3f} to {losses[-1]:.3f}, float32 off by "
-        f"{np.abs(steps['float32']['losses'] - losses).max():.1e}"
+        f"{name}: {kind}, logits {exact['whole']['logits'].std():.2f} around 0, float32 off by "
+        f"{rounding:.1e}; loss of {NUM_STEPS} steps from {losses[0]:.3f} to {losses[-1]:.3f}, "
+        f"float32 off by {np.abs(steps['float32']['losses'] - losses).max():.1e}"
     )
 
 
 if __name__ == "__main__":
-    if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
-        sys.exit("tests/golden/models stays as it is: rewriting it needs pip install -e '.[oracle]'")
+    if (
+        importlib.util.find_spec("transformers") is None
+        or importlib.util.find_spec("torch") is None
+    ):
+        sys.exit(
+            "tests/golden/models stays as it is: rewriting it needs pip install -e '.[oracle]'"
+        )
     for each in sys.argv[1:] or MODELS:
         rewrite(each)

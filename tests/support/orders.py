@@ -1,6 +1,6 @@
 """Every order of a rank's tasks, for brute force."""
 
-from ppctl.schedule import Task
+from ppctl.schedule.ir import Task
 
 
 def orders_of(stage, num_microbatches, cap):
@@ -14,7 +14,9 @@ def orders_of(stage, num_microbatches, cap):
             if done < 3 and not (done == 0 and live == cap):
                 step = [*at]
                 step[m] += 1
-                extend([*order, Task(stage, "FIW"[done], m)], step, live + (done == 0) - (done == 2))
+                extend(
+                    [*order, Task(stage, "FIW"[done], m)], step, live + (done == 0) - (done == 2)
+                )
 
     extend([], [0] * num_microbatches, 0)
     return found

@@ -6,25 +6,25 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from ppctl.cli.commands.schedule_show import draw
+from ppctl.cli.subcommands.schedule_show import draw
 from ppctl.config import MLP, Config, Costs, Interleaved, Mesh, Mpmd, Regression, ScheduleConfig
 from ppctl.config import Schedule as Plain
 from ppctl.config.schedule_from_config import Pipeline, pipeline_of
 from ppctl.launch.sweep import sweep_page
-from ppctl.launch.sweep.jobs import Job, Outcome, Sweep
-from ppctl.launch.sweep.records import NUMBERS
-from ppctl.planner import plan_page
-from ppctl.planner.plan import predicted
-from ppctl.planner.rehearsal_output import rehearsal_page
-from ppctl.planner.rehearse import Rehearsal, RehearsedRank
-from ppctl.reports import timeline_io
-from ppctl.reports.charts.drawing import Drawing
-from ppctl.reports.charts.html import schedules_page
-from ppctl.reports.run_page.compare import compare_page
-from ppctl.reports.run_page.page import run_page
-from ppctl.reports.run_page.read import RecordedRun, read_run
-from ppctl.schedule.simulate import simulate
-from ppctl.training.job import assemble
+from ppctl.launch.sweep.run_records import NUMBERS
+from ppctl.launch.sweep.sweep_jobs import Job, Outcome, Sweep
+from ppctl.planner.make_plan import predicted
+from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal, RehearsedRank
+from ppctl.planner.show import plan_page
+from ppctl.planner.show.rehearsal_output import rehearsal_page
+from ppctl.reports import measured_timeline_file as timeline_io
+from ppctl.reports.charts.html_charts import schedules_page
+from ppctl.reports.charts.schedule_drawing import Drawing
+from ppctl.reports.run_page.compare_page import compare_page
+from ppctl.reports.run_page.one_run_page import run_page
+from ppctl.reports.run_page.read_run import RecordedRun, read_run
+from ppctl.schedule.simulator import simulate
+from ppctl.training.pipeline.job import assemble
 
 GIB = 2**30
 
@@ -39,7 +39,9 @@ def all_pages(directory: Path) -> dict[str, str]:
         "schedule, 8 ranks, 32 microbatches": schedules_page([drawing("zb_h1", 8, 32)]),
         "schedule, whole backwards": schedules_page([drawing("1f1b", 8, 32, transfer_s=0.25)]),
         "schedule, many ranks": schedules_page([drawing("1f1b", 64, 128)]),
-        "schedules compared": schedules_page([drawing(name, 4, 8) for name in ("gpipe", "zb_h1", "zb_v")]),
+        "schedules compared": schedules_page(
+            [drawing(name, 4, 8) for name in ("gpipe", "zb_h1", "zb_v")]
+        ),
         **plans(),
         "rehearsal": rehearsal(),
         "run": run(directory / "run"),
@@ -51,11 +53,15 @@ def all_pages(directory: Path) -> dict[str, str]:
 
 def drawing(family: str, num_ranks: int, num_microbatches: int, **costs: float) -> Drawing:
     """Return a schedule as `ppctl schedule show` draws it."""
-    return draw(ScheduleConfig(Mesh(1, num_ranks), Plain(family, num_microbatches), costs=Costs(**costs)))
+    return draw(
+        ScheduleConfig(Mesh(1, num_ranks), Plain(family, num_microbatches), costs=Costs(**costs))
+    )
 
 
 def plans() -> dict[str, str]:
-    """Return plan pages of stages in chunks: limits inside of the bars, above them and far away, and none known."""
+    """Return plan pages of stages in chunks: limits inside of the bars, above them and far away,
+    and none known.
+    """
     asked = Config(
         model=MLP(num_layers=16),
         mesh=Mesh(1, 4),
@@ -66,14 +72,25 @@ def plans() -> dict[str, str]:
     job = assemble(asked)
     found = predicted(job)
     picture = plan_page.picture_of(job, found.unknown)
-    large = tuple({part: size * 2**20 + 7 for part, size in held.items()} for held in found.memory_bytes)
-    found = replace(found, memory_bytes=large, total_bytes=tuple(sum(held.values()) for held in large))
+    large = tuple(
+        {part: size * 2**20 + 7 for part, size in held.items()} for held in found.memory_bytes
+    )
+    found = replace(
+        found, memory_bytes=large, total_bytes=tuple(sum(held.values()) for held in large)
+    )
     most = max(found.total_bytes)
-    limits = {"limit inside": most // 2, "limit": 2 * most, "far limit": 9000 * most, "no limit": None}
+    limits = {
+        "limit inside": most // 2,
+        "limit": 2 * most,
+        "far limit": 9000 * most,
+        "no limit": None,
+    }
     stated = {None: None}
     return {
         f"plan, {name}": plan_page.plan_page(
-            replace(found, limit_bytes=limit, limit_source=stated.get(limit, "plan.memory_gib")), asked, picture
+            replace(found, limit_bytes=limit, limit_source=stated.get(limit, "plan.memory_gib")),
+            asked,
+            picture,
         )
         for name, limit in limits.items()
     }
@@ -82,10 +99,25 @@ def plans() -> dict[str, str]:
 def rehearsal() -> str:
     """Return the page of a rehearsal."""
     schedule = drawing("1f1b", 4, 8)
-    memory = {"parameters": 3 * GIB, "optimizer": 6 * GIB, "activations": GIB, "temporaries": GIB // 3}
+    memory = {
+        "parameters": 3 * GIB,
+        "optimizer": 6 * GIB,
+        "activations": GIB,
+        "temporaries": GIB // 3,
+    }
     ranks = tuple(
         RehearsedRank(
-            r, min(r, 1), 0.123456, 0.01, None, (r,), (0.0123,), (0.0246,), None, memory, sum(memory.values())
+            r,
+            min(r, 1),
+            0.123456,
+            0.01,
+            None,
+            (r,),
+            (0.0123,),
+            (0.0246,),
+            None,
+            memory,
+            sum(memory.values()),
         )
         for r in range(4)
     )
@@ -108,19 +140,40 @@ def rehearsal() -> str:
         analytic_per_step_overhead_s=0.01,
         analytic_unknown=None,
     )
-    return rehearsal_page(found, schedule.timeline, Config(mesh=Mesh(2, 4), schedule=Plain("1f1b", 8)))
+    return rehearsal_page(
+        found, schedule.timeline, Config(mesh=Mesh(2, 4), schedule=Plain("1f1b", 8))
+    )
 
 
-def recorded(run_dir: Path, num_steps: int, spike: int, pipeline: Pipeline | str = "") -> RecordedRun:
+def recorded(
+    run_dir: Path, num_steps: int, spike: int, pipeline: Pipeline | str = ""
+) -> RecordedRun:
     """Return a run of so many steps, of which one is ten times as slow, as a report reads it."""
     run_dir.mkdir()
     lines = [
-        {"step": step, "loss": 1.0 + 9.0 / step, "lr": 1e-3, "step_time_s": 5.0 if step == spike else 0.5}
-        | {"tokens_per_s": 1e3 if step == spike else 1e4, "memory_bytes": 2000, "predicted_memory_bytes": 1000}
+        {
+            "step": step,
+            "loss": 1.0 + 9.0 / step,
+            "lr": 1e-3,
+            "step_time_s": 5.0 if step == spike else 0.5,
+        }
+        | {
+            "tokens_per_s": 1e3 if step == spike else 1e4,
+            "memory_bytes": 2000,
+            "predicted_memory_bytes": 1000,
+        }
         for step in range(1, num_steps + 1)
     ]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return read_run(f"a_long_name/{run_dir.name}", run_dir, {}, ["x" * 90], "ppctl train " + "y" * 300, [], pipeline)
+    return read_run(
+        f"a_long_name/{run_dir.name}",
+        run_dir,
+        {},
+        ["x" * 90],
+        "ppctl train " + "y" * 300,
+        [],
+        pipeline,
+    )
 
 
 def run(run_dir: Path) -> str:
@@ -128,16 +181,27 @@ def run(run_dir: Path) -> str:
     pipeline = pipeline_of(Plain("zb_h1", 8), Mpmd(), 4, 8)
     one = recorded(run_dir, 5000, 2500, pipeline)
     timeline_io.write_timeline(run_dir / "timeline", simulate(pipeline.schedule, pipeline.costs))
-    held = [{"parameters": 3 * GIB, "optimizer": 6 * GIB, "activations": (4 - r) * GIB} for r in range(4)]
+    held = [
+        {"parameters": 3 * GIB, "optimizer": 6 * GIB, "activations": (4 - r) * GIB}
+        for r in range(4)
+    ]
     evaluations = [(float(step), 2.0 + 9.0 / step) for step in range(500, 5001, 500)]
-    predicted_s = {"predicted_step_time_s": 0.55, "predicted_bubble_fraction": 0.3, "ideal_bubble_fraction": 0.25}
+    predicted_s = {
+        "predicted_step_time_s": 0.55,
+        "predicted_bubble_fraction": 0.3,
+        "ideal_bubble_fraction": 0.25,
+    }
     newest = {**one.newest, **predicted_s}
-    return run_page(replace(one, memory=held, evaluations=evaluations, newest=newest), run_dir / "report.html")
+    return run_page(
+        replace(one, memory=held, evaluations=evaluations, newest=newest), run_dir / "report.html"
+    )
 
 
 def runs(directory: Path) -> str:
     """Return the page of several runs with long names."""
-    each = [recorded(directory / f"{'r' * 40}{number}", 50 * number, spike=3) for number in range(1, 9)]
+    each = [
+        recorded(directory / f"{'r' * 40}{number}", 50 * number, spike=3) for number in range(1, 9)
+    ]
     return compare_page(each, directory / "report.html")
 
 
@@ -148,9 +212,20 @@ def sweep() -> str:
         name, size = ("gpipe", "zb_h1")[index // 2], (8, 16)[index % 2]
         config = Config(mesh=Mesh(1, 4), schedule=Plain(name, size))
         values = {"schedule": name, "schedule.num_microbatches": size}
-        jobs.append(Job(index, (f"schedule={name}", "x" * 60), values, ("train",), Path("runs/s"), config))
-        record = dict.fromkeys(NUMBERS) | {"tokens_per_s": speed, "step_time_s": 1.0, "predicted_bubble_fraction": 0.2}
-        record |= {"ideal_bubble_fraction": 0.1 * (index + 1), "final_loss": 2.0, "memory_bytes": GIB, "steps": 1000}
+        jobs.append(
+            Job(index, (f"schedule={name}", "x" * 60), values, ("train",), Path("runs/s"), config)
+        )
+        record = dict.fromkeys(NUMBERS) | {
+            "tokens_per_s": speed,
+            "step_time_s": 1.0,
+            "predicted_bubble_fraction": 0.2,
+        }
+        record |= {
+            "ideal_bubble_fraction": 0.1 * (index + 1),
+            "final_loss": 2.0,
+            "memory_bytes": GIB,
+            "steps": 1000,
+        }
         records.append({"job": index, **values, "status": "finished", "seconds": 3.0, **record})
     outcomes = [Outcome("finished", 0, 3.0), *[Outcome("failed", 1, 3.0, "y" * 200)] * 3]
     return sweep_page.sweep_page(Sweep("train", Path("runs/s"), jobs), outcomes, records)

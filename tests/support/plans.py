@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from ppctl import config
 from ppctl.cli.commands.plan import plan as run_plan
-from ppctl.planner import plan
-from ppctl.planner.plan_terminal import show_plan
+from ppctl.planner import make_plan as plan
+from ppctl.planner.show.plan_terminal import show_plan
 
 TINY = config.Config(
     model=config.MLP(num_layers=4, d_model=32),
@@ -24,7 +24,11 @@ def request(schedule="1f1b", num_microbatches=8, *, executor="spmd", remat="laye
     size = changes.setdefault("mesh", TINY.mesh)
     data = replace(TINY.data, batch_size=2 * num_microbatches * size.dp * size.fsdp)
     return replace(
-        TINY, schedule=config.Schedule(schedule, num_microbatches), executor=kind(remat=remat), data=data, **changes
+        TINY,
+        schedule=config.Schedule(schedule, num_microbatches),
+        executor=kind(remat=remat),
+        data=data,
+        **changes,
     )
 
 

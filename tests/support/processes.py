@@ -13,8 +13,9 @@ from support.environment import BY_USER
 TINY = (
     "model=mlp model.num_layers=4 model.d_model=8 data=regression data.batch_size=8 data.num_rows=1024 "
     "data.num_features=5 data.num_targets=3 schedule=gpipe schedule.num_microbatches=2 run.platform=cpu "
-    "run.dtype=float64 run.eval_every=null run.checkpoint.every=null run.tensorboard=false run.log_every=1 "
-    "optim.warmup_steps=0 optim.min_lr_fraction=1"  # the learning rate does not depend on where the run is to end
+    "run.dtype=float64 run.eval_every=null run.checkpoint.every=null run.trackers=[] run.log_every=1 "
+    # the learning rate does not depend on where the run is to end
+    "optim.warmup_steps=0 optim.min_lr_fraction=1"
 )
 WORDS = TINY.split()
 PATIENCE_S = 240  # of a test that waits on a busy machine
@@ -32,7 +33,9 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        self._reader = threading.Thread(target=lambda: self.lines.extend(iter(self.popen.stdout.readline, "")))
+        self._reader = threading.Thread(
+            target=lambda: self.lines.extend(iter(self.popen.stdout.readline, ""))
+        )
         self._reader.start()
 
     def wait_for(self, pattern):
@@ -51,11 +54,18 @@ class Process:
 
 @contextmanager
 def processes(count, run_dir, *words, of=None, programs=None):
-    """Start `count` processes of one run; of: further words, programs: other programs than ppctl's, by process."""
+    """Start `count` processes of one run; of: further words, programs: other programs than ppctl's,
+    by process.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    joined = [f"run.dir={run_dir}", "run.distributed=explicit", f"run.coordinator=127.0.0.1:{port}", *words]
+    joined = [
+        f"run.dir={run_dir}",
+        "run.distributed=explicit",
+        f"run.coordinator=127.0.0.1:{port}",
+        *words,
+    ]
     started = []
     try:
         for i in range(count):

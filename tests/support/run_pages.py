@@ -23,8 +23,19 @@ VOID = {"meta", "br", "wbr", "hr", "input"}
 
 
 def record(step, **other):
-    found = {"step": step, "loss": 4.0 / step, "grad_norm": 0.5, "lr": 1e-3, "step_time_s": 0.5, "tokens_per_s": 1e4}
-    found |= {"predicted_step_time_s": 0.4, "predicted_bubble_fraction": 0.2, "predicted_memory_bytes": 1 << 20}
+    found = {
+        "step": step,
+        "loss": 4.0 / step,
+        "grad_norm": 0.5,
+        "lr": 1e-3,
+        "step_time_s": 0.5,
+        "tokens_per_s": 1e4,
+    }
+    found |= {
+        "predicted_step_time_s": 0.4,
+        "predicted_bubble_fraction": 0.2,
+        "predicted_memory_bytes": 1 << 20,
+    }
     found |= {"ideal_bubble_fraction": 0.125}
     return found | {"memory_bytes": 3 << 19} | other
 
@@ -33,10 +44,14 @@ def make(name, records=None, layers=4, schedule="gpipe", num_steps=9, last=""):
     """A run below runs/, as training leaves it."""
     run_dir = Path("runs") / name
     run_dir.mkdir(parents=True)
-    settings = CONFIG.format(name=json.dumps(name), layers=layers, schedule=schedule, num_steps=num_steps)
+    settings = CONFIG.format(
+        name=json.dumps(name), layers=layers, schedule=schedule, num_steps=num_steps
+    )
     (run_dir / "config.yaml").write_text(settings)
     lines = [record(step) for step in range(1, 10)] if records is None else records
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + last)
+    (run_dir / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + last
+    )
     return run_dir
 
 
@@ -72,7 +87,9 @@ def check(text):
     assert opened == []
     assert "url(" not in text
     assert "@import" not in text
-    assert not re.search(r'="[^"]*\b(nan|inf)\b', "".join(re.findall(r"<(?:path|rect|line|text|circle)[^>]*>", text)))
+    assert not re.search(
+        r'="[^"]*\b(nan|inf)\b', "".join(re.findall(r"<(?:path|rect|line|text|circle)[^>]*>", text))
+    )
 
 
 def words_of(text):

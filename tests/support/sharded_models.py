@@ -1,4 +1,6 @@
-"""Models of one's own that give PartitionSpecs of their parameters over tp, for the tests beside this file."""
+"""Models of one's own that give PartitionSpecs of their parameters over tp, for the tests beside
+this file.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,9 @@ COLUMNS_THEN_ROWS = {"up": P(None, "tp"), "bias": P("tp"), "down": P("tp"), "sca
 
 
 def normal(*shape):
-    """Numbers of variance 1 / the first size, the same ones for every key: random numbers of JAX's compile slowly."""
+    """Numbers of variance 1 / the first size, the same ones for every key: random numbers of JAX's
+    compile slowly.
+    """
     return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape) / shape[0] ** 0.5)
 
 
@@ -21,7 +25,11 @@ def block(params, x):
 
 
 def new_block(hidden):
-    up, down, bias = normal(WIDTH, hidden), normal(hidden, WIDTH), 0.1 * jnp.arange(hidden, dtype=float)
+    up, down, bias = (
+        normal(WIDTH, hidden),
+        normal(hidden, WIDTH),
+        0.1 * jnp.arange(hidden, dtype=float),
+    )
     return {"up": up, "bias": bias, "down": down, "scale": 1.0 + normal(WIDTH)}
 
 
@@ -31,25 +39,35 @@ def squared_error(outputs, targets):
 
 
 def stack(num_layers=4, *, hidden=16, layer=block, sharding=None, dtype=jnp.float64):
-    """Residual layers of two matrices, the first in columns, the second in rows; the head in columns."""
+    """Residual layers of two matrices, the first in columns, the second in rows; the head in
+    columns.
+    """
 
     def init_layer(key, index):
         del key
         return jax.tree.map(lambda a: (a * (1 + 0.1 * index)).astype(dtype), new_block(hidden))
 
-    def init_ends(key):
+    def init_embed_head(key):
         del key
-        return {"embed": normal(INPUTS, WIDTH).astype(dtype), "head": normal(WIDTH, TARGETS).astype(dtype)}
+        return {
+            "embed": normal(INPUTS, WIDTH).astype(dtype),
+            "head": normal(WIDTH, TARGETS).astype(dtype),
+        }
 
-    def embed(ends, inputs):
-        return jnp.tanh(inputs.astype(ends["embed"].dtype) @ ends["embed"])
+    def embed(embed_head, inputs):
+        return jnp.tanh(inputs.astype(embed_head["embed"].dtype) @ embed_head["embed"])
 
-    def head(ends, x, targets):
-        return squared_error(x @ ends["head"], targets)
+    def head(embed_head, x, targets):
+        return squared_error(x @ embed_head["head"], targets)
 
     if sharding is None:
-        sharding = {"ends": {"embed": P(), "head": P(None, "tp")}, "layers": COLUMNS_THEN_ROWS}
-    return ppctl.Stack(num_layers, init_ends, init_layer, embed, layer, head, sharding=sharding)
+        sharding = {
+            "embed_head": {"embed": P(), "head": P(None, "tp")},
+            "layers": COLUMNS_THEN_ROWS,
+        }
+    return ppctl.Stack(
+        num_layers, init_embed_head, init_layer, embed, layer, head, sharding=sharding
+    )
 
 
 def of_config(*, num_layers, dtype, data):
@@ -73,12 +91,16 @@ def network(num_layers=4, *, sharding=None):
         return x @ params["out"]
 
     given = {"in": None, "blocks": [COLUMNS_THEN_ROWS] * num_layers, "out": None}
-    return ppctl.Network(init, apply, squared_error, sharding=given if sharding is None else sharding)
+    return ppctl.Network(
+        init, apply, squared_error, sharding=given if sharding is None else sharding
+    )
 
 
 def mlp(num_layers=4, dtype=jnp.float64):
     """The built-in one, which divides itself by hand."""
-    return ppctl.mlp(num_layers=num_layers, input_dim=INPUTS, target_dim=TARGETS, d_model=WIDTH, dtype=dtype)
+    return ppctl.mlp(
+        num_layers=num_layers, input_dim=INPUTS, target_dim=TARGETS, d_model=WIDTH, dtype=dtype
+    )
 
 
 def rows(number=16):

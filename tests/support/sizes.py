@@ -1,14 +1,22 @@
-"""Four schedule families over a grid of sizes, and programs in random order, for the tests beside this file."""
+"""Four schedule families over a grid of sizes, and programs in random order, for the tests beside
+this file.
+"""
 
 import random
 from itertools import groupby
 
 import pytest
 
-from ppctl.schedule import Schedule, Task, build, reads, writes
-from ppctl.schedule.families.rank_of import loop
+from ppctl.schedule.families.registry import build
+from ppctl.schedule.families.stage_placement import loop
+from ppctl.schedule.ir import Schedule, Task, reads, writes
 
-FAMILIES = ("gpipe", "1f1b", "eager_1f1b", "interleaved")  # test_families.py and its siblings have them all
+FAMILIES = (
+    "gpipe",
+    "1f1b",
+    "eager_1f1b",
+    "interleaved",
+)  # test_families.py and its siblings have them all
 
 
 def knobs_of(family, num_chunks):
@@ -23,7 +31,10 @@ def grid(ranks=range(1, 9), rounds=(1, 2, 3), chunks=(1, 2, 3, 4)):
             if family == "interleaved":
                 found += [(family, p, p * k, V) for k in rounds for V in chunks]
             else:
-                found += [(family, p, m, 1) for m in sorted({1, 2, 3, 5, *(p * k for k in rounds), 3 * p + 1})]
+                found += [
+                    (family, p, m, 1)
+                    for m in sorted({1, 2, 3, 5, *(p * k for k in rounds), 3 * p + 1})
+                ]
     return found
 
 
@@ -42,11 +53,18 @@ def make(family, p, m, V):
 
 
 def random_program(seed, *, num_ranks, num_chunks, num_microbatches, split):
-    """A schedule in the order in which ranks happened to be served: right by construction, and in no family's order."""
+    """A schedule in the order in which ranks happened to be served: right by construction, and in
+    no family's order.
+    """
     rng = random.Random(seed)
     rank_of = loop(num_ranks, num_chunks)
     num_stages, kinds = len(rank_of), "FIW" if split else "FB"
-    left = [Task(s, kind, m) for s in range(num_stages) for kind in kinds for m in range(num_microbatches)]
+    left = [
+        Task(s, kind, m)
+        for s in range(num_stages)
+        for kind in kinds
+        for m in range(num_microbatches)
+    ]
     written, ranks = set(), [[] for _ in range(num_ranks)]
     while left:
         ready = [task for task in left if written.issuperset(reads(task, num_stages))]
@@ -61,7 +79,11 @@ def random_programs():
     """Forty of them, half with the backward split into I and W."""
     return [
         random_program(
-            seed, num_ranks=1 + seed % 4, num_chunks=1 + seed % 3, num_microbatches=1 + seed % 5, split=split
+            seed,
+            num_ranks=1 + seed % 4,
+            num_chunks=1 + seed % 3,
+            num_microbatches=1 + seed % 5,
+            split=split,
         )
         for seed in range(20)
         for split in (False, True)

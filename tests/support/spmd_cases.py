@@ -1,6 +1,8 @@
-"""Choices of settings for one step by the spmd executor, and the comparison of each with the reference.
+"""Choices of settings for one step by the spmd executor, and the comparison of each with the
+reference.
 
-`make test` runs a few of them, `make test-full` every pair of settings, `make exhaustive` their product.
+`make test` runs a few of them, `make test-full` every pair of settings, `make exhaustive` their
+product.
 """
 
 import itertools
@@ -8,23 +10,36 @@ import random
 
 from support.cases import MODELS, Case, difference, make_stack, run_reference, run_spmd
 
-from ppctl.schedule import LOOPED_WHOLE, ON_RING
+from ppctl.schedule.families.registry import LOOPED_WHOLE, ON_RING
 
 TOLERANCE = 1e-10
-# the families that run in single-op ticks, with a number of chunks; the others run in forward-backward ticks
-SINGLE_OP = {name: 1 if name in ("zb_h1", "zb_h2") else 2 for name in ON_RING if name not in LOOPED_WHOLE}
+# the families that run in single-op ticks, with a number of chunks; the others run in
+# forward-backward ticks
+SINGLE_OP = {
+    name: 1 if name in ("zb_h1", "zb_h2") else 2 for name in ON_RING if name not in LOOPED_WHOLE
+}
 
 FACTORS = {
     "schedule": [
-        (name, V) for name in LOOPED_WHOLE for V in ((1, 2, 4) if name in ("interleaved", "looped_bfs") else (1,))
+        (name, V)
+        for name in LOOPED_WHOLE
+        for V in ((1, 2, 4) if name in ("interleaved", "looped_bfs") else (1,))
     ],
-    "mesh": [(1, 4, 1), (2, 4, 1), (4, 2, 1), (2, 2, 2), (1, 2, 4), (8, 1, 1), (1, 3, 1), (1, 8, 1)],
+    "mesh": [
+        (1, 4, 1),
+        (2, 4, 1),
+        (4, 2, 1),
+        (2, 2, 2),
+        (1, 2, 4),
+        (8, 1, 1),
+        (1, 3, 1),
+        (1, 8, 1),
+    ],
     "remat": ["none", "layer", "full"],
     "layers": ["even", "uneven"],
     "model": list(MODELS),
     "unroll": [16, 0],
     "gather": ["step", "tick", "layer"],
-    "skip_idle": [True, False],
     "loops": [False, True],
 }
 
@@ -32,8 +47,7 @@ FACTORS = {
 def possible(values):
     """Whether a (partial) choice of factor values can be run: one stage cannot be uneven."""
     one_stage = values.get("mesh", (1, 2, 1))[1] * values.get("schedule", ("", 2))[1] == 1
-    masked_single_op = values.get("schedule", ("", 2))[0] in SINGLE_OP and not values.get("skip_idle", True)
-    return not (one_stage and values.get("layers") == "uneven") and not masked_single_op
+    return not (one_stage and values.get("layers") == "uneven")
 
 
 def pairs(values):
@@ -43,27 +57,36 @@ def pairs(values):
 ALL_PAIRS = {
     pair
     for (a, a_values), (b, b_values) in itertools.combinations(sorted(FACTORS.items()), 2)
-    for pair in itertools.product([(a, value) for value in a_values], [(b, value) for value in b_values])
+    for pair in itertools.product(
+        [(a, value) for value in a_values], [(b, value) for value in b_values]
+    )
 }
 
 
 def covering_array(factors=FACTORS, wanted=ALL_PAIRS):
-    """Choices of values in which every wanted pair occurs: each next one, of 60 random ones, has the most new pairs."""
+    """Choices of values in which every wanted pair occurs: each next one, of 60 random ones, has
+    the most new pairs.
+    """
     rng, chosen, left = random.Random(0), [], sorted(wanted, key=repr)
     while left:
         missing = set(left)
-        options = [{k: rng.choice(v) for k, v in factors.items()} | dict(left[0]) for _ in range(60)]
+        options = [
+            {k: rng.choice(v) for k, v in factors.items()} | dict(left[0]) for _ in range(60)
+        ]
         best = max(filter(possible, options), key=lambda values: len(pairs(values) & missing))
         chosen.append(best)
         left = [pair for pair in left if pair not in pairs(best)]
     return chosen
 
 
-# `make test`: every family, and every pair of flags, but not of the meshes that cost most; the models that are not
-# perceptrons compile for 3 times as long and are in a few cases of their own
+# `make test`: every family, and every pair of flags, but not of the meshes that cost most; the
+# models that are not perceptrons compile for 3 times as long and are in a few cases of their own
 FEW = FACTORS | {
     "schedule": [
-        *(max(each for each in FACTORS["schedule"] if each[0] == name and each[1] < 4) for name in LOOPED_WHOLE),
+        *(
+            max(each for each in FACTORS["schedule"] if each[0] == name and each[1] < 4)
+            for name in LOOPED_WHOLE
+        ),
         *SINGLE_OP.items(),
     ],
     "mesh": [(1, 4, 1), (2, 2, 2), (1, 2, 4), (8, 1, 1), (1, 3, 1)],
@@ -75,7 +98,10 @@ FEW_PAIRS = {
     for pair in ALL_PAIRS
     if all(name not in ("schedule", "mesh") and value in FEW[name] for name, value in pair)
     or ((pair[0][0], pair[1][0]) == ("layers", "mesh") and pair[1][1] in FEW["mesh"])
-} | {(("remat", FEW["remat"][i % 3]), ("schedule", schedule)) for i, schedule in enumerate(FEW["schedule"])}
+} | {
+    (("remat", FEW["remat"][i % 3]), ("schedule", schedule))
+    for i, schedule in enumerate(FEW["schedule"])
+}
 
 
 def num_layers_of(num_stages, layers):
@@ -95,16 +121,18 @@ def case_of(values):
         num_layers=num_layers_of(mesh[1] * num_chunks, values["layers"]),
         model=values["model"],
         batch_size=60 if mesh[1] == 3 else 64,
-        **{name: values[name] for name in ("remat", "unroll", "gather", "skip_idle", "loops")},
+        **{name: values[name] for name in ("remat", "unroll", "gather", "loops")},
     )
 
 
 def name_of(case):
     mesh = "x".join(map(str, case.mesh))
-    flags = ["scan"] * (case.unroll == 0) + [case.gather] * (case.gather != "step") + ["compute"] * (not case.skip_idle)
+    flags = ["scan"] * (case.unroll == 0) + [case.gather] * (case.gather != "step")
     flags += ["loops"] * case.loops
     chunks = str(case.num_chunks) * (case.schedule in ("interleaved", "looped_bfs"))
-    return " ".join([case.schedule + chunks, mesh, f"L{case.num_layers}", case.remat, case.model, *flags])
+    return " ".join(
+        [case.schedule + chunks, mesh, f"L{case.num_layers}", case.remat, case.model, *flags]
+    )
 
 
 def check(case):

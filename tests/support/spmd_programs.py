@@ -18,9 +18,14 @@ def shapes_of(case):
     stack, layout = make_stack(case.model, case.num_layers), case.layout()
     staged = jax.eval_shape(lambda: layout.to_staged(init(stack, 0)))
     shardings = layout.shardings(layout.staged_specs(staged))
-    params = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), staged, shardings)
+    params = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), staged, shardings
+    )
     dims = {"inputs": MLP["input_dim"], "targets": MLP["target_dim"]}
-    return params, {name: jax.ShapeDtypeStruct((case.batch_size, dim), jnp.float64) for name, dim in dims.items()}
+    return params, {
+        name: jax.ShapeDtypeStruct((case.batch_size, dim), jnp.float64)
+        for name, dim in dims.items()
+    }
 
 
 @cache
@@ -52,14 +57,22 @@ def called(program, root):
         name = todo.pop()
         if name not in seen:
             seen.add(name)
-            todo += [word for line in program[name] for word in re.findall(r"%([\w.\-]+)", line) if word in program]
+            todo += [
+                word
+                for line in program[name]
+                for word in re.findall(r"%([\w.\-]+)", line)
+                if word in program
+            ]
     return seen
 
 
 def collectives_below(program, root):
     """How many collectives of each kind stand in `root` and all that it calls."""
     lines = [line for name in called(program, root) for line in program[name]]
-    count = {kind: sum(bool(re.search(rf" {kind}(-start)?\(", line)) for line in lines) for kind in COLLECTIVES}
+    count = {
+        kind: sum(bool(re.search(rf" {kind}(-start)?\(", line)) for line in lines)
+        for kind in COLLECTIVES
+    }
     return {kind: number for kind, number in count.items() if number}
 
 
@@ -68,7 +81,11 @@ def collectives(case):
     text = compiled(case).as_text()
     program = computations(text)
     entry = re.search(r"^ENTRY %?([\w.\-]+)", text, re.MULTILINE)[1]
-    bodies = [re.search(r"body=%?([\w.\-]+)", line)[1] for line in program[entry] if re.search(r" while\(", line)]
+    bodies = [
+        re.search(r"body=%?([\w.\-]+)", line)[1]
+        for line in program[entry]
+        if re.search(r" while\(", line)
+    ]
     return collectives_below(program, entry), [collectives_below(program, body) for body in bodies]
 
 

@@ -3,9 +3,10 @@
 from ppctl import cli
 
 TINY = (
-    "data=synthetic data.batch_size=16 data.vocab_size=16 data.num_sequences=512 data.eval_fraction=0.1 "
-    "model.d_model=16 model.num_heads=2 model.seq_len=8 run.platform=cpu run.dtype=float32 run.eval_every=null "
-    "run.tensorboard=false run.checkpoint.every=null run.num_steps=6 run.profile.start=2 run.profile.num_steps=2"
+    "data=synthetic data.batch_size=16 data.vocab_size=16 data.num_sequences=512 "
+    "data.eval_fraction=0.1 model.d_model=16 model.num_heads=2 model.seq_len=8 run.platform=cpu "
+    "run.dtype=float32 run.eval_every=null run.trackers=[] run.checkpoint.every=null "
+    "run.num_steps=6 run.profile=2"
 )
 
 

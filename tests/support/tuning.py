@@ -2,14 +2,14 @@
 
 from ppctl import config
 from ppctl.cli.compose import compose
-from ppctl.planner.op_times import StepTime
-from ppctl.planner.search import Candidate
-from ppctl.planner.space import MeshSizes
+from ppctl.planner.cost.op_times import StepTime
+from ppctl.planner.search.layout_search import Candidate
+from ppctl.planner.search.layout_space import MeshSizes
 
 WORDS = (
-    "model=mlp model.num_layers=5 model.d_model=32 data=regression data.batch_size=32 data.num_rows=512 "
-    "data.num_features=8 data.num_targets=512 data.eval_fraction=0.1 run.eval_batches=1 run.dtype=float32 "
-    "run.platform=cpu"
+    "model=mlp model.num_layers=5 model.d_model=32 data=regression data.batch_size=32 "
+    "data.num_rows=512 data.num_features=8 data.num_targets=512 data.eval_fraction=0.1 "
+    "run.eval_batches=1 run.dtype=float32 run.platform=cpu"
 )
 
 
@@ -25,4 +25,6 @@ def request(*words):
 
 def layout(mesh, seconds):
     time = StepTime(seconds, 0.0, seconds, seconds, 1.0)
-    return Candidate(MeshSizes(*mesh), "1f1b", 1, 4, "none", (5,) * mesh[1], time, 0.0, {"parameters": 1})
+    return Candidate(
+        MeshSizes(*mesh), "1f1b", 1, 4, "none", (5,) * mesh[1], time, 0.0, {"parameters": 1}
+    )

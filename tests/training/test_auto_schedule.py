@@ -1,18 +1,20 @@
-"""What schedule=auto knows of a model, compared with what the planner predicts and what engines hold."""
+"""What schedule=auto knows of a model, compared with what the planner predicts and what engines
+hold.
+"""
 
 from dataclasses import replace
 
 import pytest
-from support.selection import few
+from support.selection import full_except
 
 from ppctl import config as c
 from ppctl.errors import ConfigError, ScheduleError
-from ppctl.planner.op_times import OpTimes, PieceTimes, costs_of_stages
+from ppctl.planner.cost.op_times import OpTimes, PieceTimes, costs_of_stages
 from ppctl.schedule.partition.partition import stage_costs
 from ppctl.schedule.remat import Remat
-from ppctl.schedule.simulate import simulate
-from ppctl.training.auto_schedule import ModelCosts
-from ppctl.training.job import assemble, divide
+from ppctl.schedule.simulator import simulate
+from ppctl.training.pipeline.auto_schedule import ModelCosts
+from ppctl.training.pipeline.job import assemble, divide
 
 GIB = 2**30
 MODEL = c.Transformer(num_layers=10, d_model=32, num_heads=2, seq_len=32)
@@ -29,14 +31,17 @@ def planned(config):
 
 
 def costs_of(job):
-    return ModelCosts(job.pipe, lambda rank_of: divide(job.config, rank_of, job.pipe.relative_costs), may_split=True)
+    return ModelCosts(
+        job.pipe, lambda rank_of: divide(job.config, rank_of, job.pipe.relative_costs)
+    )
 
 
 MPMD = [("1f1b", "none"), ("zb_v", "none"), ("zb_v", "layer"), ("1f1b", "full"), ("zb_h1", "full")]
 
 
 @pytest.mark.parametrize(
-    ("family", "remat"), [MPMD[1], *(pytest.param(*each, marks=pytest.mark.full) for each in (MPMD[0], *MPMD[2:]))]
+    ("family", "remat"),
+    [MPMD[1], *(pytest.param(*each, marks=pytest.mark.full) for each in (MPMD[0], *MPMD[2:]))],
 )
 def test_bytes_of_ranks_are_those_that_the_engine_counts_along_its_walk(family, remat):
     job = planned(request(c.Schedule(family, 8), c.Mpmd(remat=remat), partition=c.Balanced()))
@@ -46,7 +51,9 @@ def test_bytes_of_ranks_are_those_that_the_engine_counts_along_its_walk(family, 
     for found, held in zip(placed.ledger(schedule).peaks(schedule), job.pipe.memory(), strict=True):
         exact = sum(size for part, size in held.items() if part != "temporaries")
         assert found <= exact + 6 * x.size * x.dtype.itemsize, held
-        assert found >= exact or not held["weights"], "only the update, after all tasks, may need more"
+        assert found >= exact or not held["weights"], (
+            "only the update, after all tasks, may need more"
+        )
 
 
 def test_in_lockstep_bytes_are_exactly_those_of_the_program():
@@ -54,13 +61,15 @@ def test_in_lockstep_bytes_are_exactly_those_of_the_program():
     assert costs_of(job).in_ticks_bytes(job.pipe.ticks) == sum(job.pipe.memory()[0].values())
 
 
-@pytest.mark.parametrize("remat", few([*Remat], 1))
+@pytest.mark.parametrize("remat", full_except(Remat, Remat.NONE))
 def test_relative_costs_of_stages_are_the_planners_for_such_pieces(remat):
     job = planned(request(c.Schedule("1f1b", 4), c.Mpmd(remat=remat)))
     pipe, again = job.pipe, remat.recompute_forwards
     whole, free = 3 + again, PieceTimes(0.0, 0.0, 0.0)
     head = PieceTimes(0.0, pipe.relative_costs.head * whole, 0.0)
-    times = OpTimes(free, PieceTimes(1.0, 1 + again, 1.0), head, task_s=0.0, hop_s=0.0, overhead_s=0.0)
+    times = OpTimes(
+        free, PieceTimes(1.0, 1 + again, 1.0), head, task_s=0.0, hop_s=0.0, overhead_s=0.0
+    )
     sizes = stage_costs(pipe.partition, embed=0.0, head=0.0, layers=pipe.relative_costs.layers)
     wanted = costs_of_stages(times, sizes, keeps_input=remat.keeps_input_only)
     found = costs_of(job).layers(with_bytes=False).on(pipe.schedule.rank_of).costs
@@ -82,9 +91,13 @@ def test_a_cap_on_bytes_is_kept_by_what_is_planned_and_the_head_counts(executor)
     costs = costs_of(job).layers(with_bytes=False).on(job.pipe.schedule.rank_of).costs
     assert len(set(costs.forward_s)) > 1
     if not job.pipe.ticks:
-        assert simulate(job.pipe.schedule, costs).makespan_s == pytest.approx(job.choice.best.length_s)
+        assert simulate(job.pipe.schedule, costs).makespan_s == pytest.approx(
+            job.choice.best.length_s
+        )
     if executor.name == "mpmd":
-        with pytest.raises(ScheduleError, match=r"max_memory_gib=1e-05: no schedule of 4 ranks .* GiB\)\. Use"):
+        with pytest.raises(
+            ScheduleError, match=r"max_memory_gib=1e-05: no schedule of 4 ranks .* GiB\)\. Use"
+        ):
             planned(request(replace(auto, max_memory_gib=1e-5), executor))
 
 

@@ -7,12 +7,13 @@ import signal
 import pytest
 
 from ppctl import cli
-from ppctl.training.metrics import Metrics
+from ppctl.training.run.metrics import Metrics
 
 WORDS = (
-    "model=mlp model.num_layers=2 model.d_model=8 data=regression data.batch_size=8 data.num_rows=256 "
-    "data.num_features=5 data.num_targets=3 mesh=1x2 schedule=gpipe schedule.num_microbatches=2 run.platform=cpu "
-    "run.num_steps=4 run.eval_every=null run.tensorboard=false run.checkpoint.every=2"
+    "model=mlp model.num_layers=2 model.d_model=8 data=regression data.batch_size=8 "
+    "data.num_rows=256 data.num_features=5 data.num_targets=3 mesh=1x2 schedule=gpipe "
+    "schedule.num_microbatches=2 run.platform=cpu run.num_steps=4 run.eval_every=null "
+    "run.trackers=[] run.checkpoint.every=2"
 )
 
 
@@ -29,7 +30,9 @@ def train(tmp_path, capsys):
 
 
 def steps(run_dir):
-    return [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.full
@@ -69,10 +72,19 @@ def test_options_of_the_compiler_are_printed_and_recorded(train, tmp_path):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("executor.xla_flags=fast", "executor.xla_flags=fast is neither auto nor none nor a list of NAME=VALUE"),
-        ("executor.xla_flags=[xla_gpu_foo]", "executor.xla_flags=['xla_gpu_foo'] is neither auto nor none nor a list"),
+        (
+            "executor.xla_flags=fast",
+            "executor.xla_flags=fast is neither auto nor none nor a list of NAME=VALUE",
+        ),
+        (
+            "executor.xla_flags=[xla_gpu_foo]",
+            "executor.xla_flags=['xla_gpu_foo'] is neither auto nor none nor a list",
+        ),
         ("executor.xla_flags=['xla_foo=1']", "executor.xla_flags: xla_foo=1 is refused by XLA"),
-        ("run.memory_fraction=0.9", "run.memory_fraction=0.9 is of GPUs, but the devices are cpu. Leave it out."),
+        (
+            "run.memory_fraction=0.9",
+            "run.memory_fraction=0.9 is of GPUs, but the devices are cpu. Leave it out.",
+        ),
         ("run.memory_fraction=1.5", "run.memory_fraction=1.5 must lie in [0, 1]"),
         ("mesh.order=pp-dp", "mesh.order=pp-dp is not one of auto, dp-pp-fsdp"),
     ],

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support.checkpoints import CONFIG, abstract, assert_bit_equal, mesh, message, saved, state
-from support.selection import few
+from support.selection import full
 
 from ppctl.errors import CheckpointError
 from ppctl.training.checkpoint.checkpoint import Checkpoints
@@ -44,7 +44,9 @@ def test_a_relative_directory_is_below_the_working_directory(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("sizes", "spec"), few([((8,), ("a",)), ((2, 4), ("b", "a")), ((4, 2), (("a", "b"),)), ((1,), ())], 2), ids=str
+    ("sizes", "spec"),
+    [((8,), ("a",)), ((2, 4), ("b", "a")), full(((4, 2), (("a", "b"),))), full(((1,), ()))],
+    ids=str,
 )
 def test_a_checkpoint_restores_bit_equal_onto_another_mesh(tmp_path, sizes, spec):
     there = NamedSharding(mesh(2, 2), PartitionSpec("b"))
@@ -71,7 +73,9 @@ def test_buffers_donated_right_after_save_leave_the_checkpoint_intact(tmp_path):
     erase = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0, tree), donate_argnums=0)
 
     def big():
-        return {f"w{i}": jnp.full((1024, 512), i + 1, jnp.float32, device=sharding) for i in range(8)}
+        return {
+            f"w{i}": jnp.full((1024, 512), i + 1, jnp.float32, device=sharding) for i in range(8)
+        }
 
     other = big()
     erase(other)
@@ -101,7 +105,10 @@ def test_numpy_scalars_and_random_keys_come_back(tmp_path):
         checkpoints.save(1, tree, {})
         checkpoints.wait()
         sharding = NamedSharding(mesh(1), PartitionSpec())
-        want = {"scalar": jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding), "key": abstract(tree["key"])}
+        want = {
+            "scalar": jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding),
+            "key": abstract(tree["key"]),
+        }
         got = checkpoints.restore(1, want)
     assert got["scalar"] == tree["scalar"]
     assert got["key"] == tree["key"]
@@ -145,7 +152,9 @@ def test_a_checkpoint_half_removed_by_a_kill_does_not_stop_the_run(tmp_path):
     shutil.rmtree(tmp_path / "1" / "state")
     (tmp_path / "1" / "_CHECKPOINT_METADATA").unlink()
     with Checkpoints(tmp_path, keep=2) as checkpoints:
-        with pytest.raises(CheckpointError, match=r"/1 cannot be read: .*Requested checkpointables"):
+        with pytest.raises(
+            CheckpointError, match=r"/1 cannot be read: .*Requested checkpointables"
+        ):
             checkpoints.restore(1, abstract(state()))
         assert_bit_equal(checkpoints.restore(2, abstract(state())), state(2))
         checkpoints.save(3, state(3), {})
@@ -182,7 +191,8 @@ def test_kill_9_at_any_moment_loses_no_finished_checkpoint(tmp_path):
     victims = [start_victim(directory) for directory in directories]
     interrupted = 0
     for victim, directory, delay in zip(victims, directories, delays, strict=True):
-        # A save returns after the one before it is finished: once "2" is printed, step 1 is on disk.
+        # A save returns after the one before it is finished: once "2" is printed, step 1 is on
+        # disk.
         next(line for line in victim.stdout if int(line) >= 2)
         time.sleep(delay)
         victim.send_signal(signal.SIGKILL)
@@ -197,7 +207,10 @@ def test_kill_9_at_any_moment_loses_no_finished_checkpoint(tmp_path):
 def start_victim(directory):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "0"}
     return subprocess.Popen(
-        [sys.executable, "-c", VICTIM, str(directory)], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", VICTIM, str(directory)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
 
 

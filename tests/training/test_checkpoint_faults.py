@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support.checkpoints import abstract, assert_bit_equal, mesh, message, saved, state
-from support.selection import few
+from support.selection import full_except
 
 from ppctl.errors import CheckpointError
 from ppctl.training.checkpoint.checkpoint import Checkpoints
@@ -32,7 +32,9 @@ def test_a_missing_checkpoint_is_named_with_those_there(tmp_path):
 
 
 def changed(path, leaf):
-    """The abstract state with the leaf at `path` (keys joined by /) replaced, or removed when it is None."""
+    """The abstract state with the leaf at `path` (keys joined by /) replaced, or removed when it is
+    None.
+    """
     tree = abstract(state())
     *parents, last = path.split("/")
     node = tree
@@ -48,10 +50,18 @@ def changed(path, leaf):
 @pytest.mark.parametrize(
     ("path", "leaf", "said"),
     [
-        ("params/head", ((8, 5), "float32"), "params/head is stored as float32[8,4], wanted float32[8,5]"),
+        (
+            "params/head",
+            ((8, 5), "float32"),
+            "params/head is stored as float32[8,4], wanted float32[8,5]",
+        ),
         ("params/head", None, "params/head is stored as float32[8,4], not wanted"),
         ("params/norm", ((8,), "float32"), "params/norm is not stored, wanted float32[8]"),
-        ("params/head", ((8, 4), "bfloat16"), "params/head is stored as float32[8,4], wanted bfloat16[8,4]"),
+        (
+            "params/head",
+            ((8, 4), "bfloat16"),
+            "params/head is stored as float32[8,4], wanted bfloat16[8,4]",
+        ),
         ("count", ((8,), "float32"), "count is stored as int32[8], wanted float32[8]"),
     ],
     ids=["shape", "not wanted", "missing", "dtype", "int"],
@@ -61,21 +71,23 @@ def test_a_state_that_does_not_fit_is_refused_with_the_leaf(tmp_path, path, leaf
     with pytest.raises(CheckpointError) as error:
         checkpoints.restore(1, changed(path, leaf))
     assert message(error) == (
-        f"Checkpoint {tmp_path / '1'} does not fit: {said}. Set run.resume=never and another run.dir, or restore the "
-        'settings it was trained with: {"model":{"d_model":8},"schedule":{"name":"gpipe"}}.'
+        f"Checkpoint {tmp_path / '1'} does not fit: {said}. Use another run.dir, or the settings "
+        "in its config.yaml."
     )
 
 
 def test_of_several_leaves_that_differ_the_first_is_named(tmp_path):
     with pytest.raises(CheckpointError) as error:
         saved(tmp_path).restore(1, {})
-    assert "count is stored as int32[8], not wanted (the first of 4 leaves that differ)" in message(error)
+    assert "count is stored as int32[8], not wanted (the first of 4 leaves that differ)" in message(
+        error
+    )
 
 
 ARRAYS = ("state/manifest.ocdbt", "state/_METADATA", "state/array_metadatas/*", "state/d/*")
 
 
-@pytest.mark.parametrize("pattern", few(ARRAYS, 1))
+@pytest.mark.parametrize("pattern", full_except(ARRAYS, "state/manifest.ocdbt"))
 def test_truncated_arrays_are_an_error(tmp_path, pattern, capfd):
     checkpoints = saved(tmp_path, steps=(1, 2))
     truncate(tmp_path / "2", pattern)
@@ -90,12 +102,15 @@ def test_truncated_arrays_are_an_error(tmp_path, pattern, capfd):
 
 
 def test_a_truncated_array_among_many_is_an_error_and_nothing_else_is_printed(tmp_path, capfd):
-    noise = {f"w{i}": jax.random.normal(jax.random.key(i), (512, 512), jnp.float32) for i in range(16)}
+    noise = {
+        f"w{i}": jax.random.normal(jax.random.key(i), (512, 512), jnp.float32) for i in range(16)
+    }
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(1, noise, {})
         checkpoints.wait()
         biggest = max(
-            (tmp_path / "1" / "state" / "ocdbt.process_0" / "d").iterdir(), key=lambda path: path.stat().st_size
+            (tmp_path / "1" / "state" / "ocdbt.process_0" / "d").iterdir(),
+            key=lambda path: path.stat().st_size,
         )
         os.truncate(biggest, biggest.stat().st_size // 2)
         with pytest.raises(CheckpointError) as error:
@@ -152,13 +167,21 @@ def full_disk(limit_bytes):
 
 @pytest.mark.parametrize("limit_bytes", [10, 100_000], ids=["no file fits", "arrays do not fit"])
 @pytest.mark.parametrize("asked", ["wait", "close", "save"])
-def test_a_save_that_fails_in_the_background_is_raised_later_and_once(tmp_path, asked, limit_bytes, capfd):
-    noise = {"w": jax.random.normal(jax.random.key(0), (512, 512), jnp.float32)}  # 1 MB that does not compress
+def test_a_save_that_fails_in_the_background_is_raised_later_and_once(
+    tmp_path, asked, limit_bytes, capfd
+):
+    noise = {
+        "w": jax.random.normal(jax.random.key(0), (512, 512), jnp.float32)
+    }  # 1 MB that does not compress
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(1, state(), {})
     checkpoints.wait()
     digest(noise)  # compiled while JAX's compilation cache can be written
-    ask = {"wait": checkpoints.wait, "close": checkpoints.close, "save": lambda: checkpoints.save(3, noise, {})}
+    ask = {
+        "wait": checkpoints.wait,
+        "close": checkpoints.close,
+        "save": lambda: checkpoints.save(3, noise, {}),
+    }
     with full_disk(limit_bytes):
         checkpoints.save(2, noise, {})
         with pytest.raises(CheckpointError) as error:
@@ -180,6 +203,6 @@ def test_a_directory_that_vanishes_is_an_error_of_the_next_save(tmp_path):
         with pytest.raises(CheckpointError) as error:
             checkpoints.save(1, state(), {})
         assert message(error) == (
-            f"Checkpoint {directory / '1'} could not be written: No such file or directory; no checkpoint is finished. "
-            "Free or extend the disk, or use another run.dir."
+            f"Checkpoint {directory / '1'} could not be written: No such file or directory; no "
+            "checkpoint is finished. Free or extend the disk, or use another run.dir."
         )

@@ -11,7 +11,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ppctl.training.checkpoint.checksum import H, R, digest
 
-DTYPES = ("float32", "float64", "bfloat16", "float16", "int8", "uint16", "int32", "int64", "bool", "complex64")
+DTYPES = (
+    "float32",
+    "float64",
+    "bfloat16",
+    "float16",
+    "int8",
+    "uint16",
+    "int32",
+    "int64",
+    "bool",
+    "complex64",
+)
 LAYOUTS = {
     "one device": ((1,), ()),
     "whole on 8": ((8,), ()),
@@ -32,7 +43,9 @@ def by_definition(array):
     """The checksum of a numpy array, one word after the other."""
     size = {"b": 1}.get(array.dtype.kind, min(array.dtype.itemsize, 4))
     words = np.frombuffer(array.tobytes(), f"<u{size}").tolist()
-    return "".join(f"{sum(mix(w ^ (k * R % 2**32), h) for k, w in enumerate(words)) % 2**32:08x}" for h in H)
+    return "".join(
+        f"{sum(mix(w ^ (k * R % 2**32), h) for k, w in enumerate(words)) % 2**32:08x}" for h in H
+    )
 
 
 def checksum(array):
@@ -50,7 +63,9 @@ def test_checksums_are_those_of_the_definition_on_every_layout(layout):
     mesh = Mesh(np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes), ("a", "b")[: len(sizes)])
     arrays = {dtype: values(dtype) for dtype in (DTYPES if layout == "one device" else DTYPES[:4])}
     placed = jax.device_put(arrays, NamedSharding(mesh, PartitionSpec(*spec)))
-    assert digest(placed).checksums == {dtype: by_definition(np.asarray(a)) for dtype, a in arrays.items()}
+    assert digest(placed).checksums == {
+        dtype: by_definition(np.asarray(a)) for dtype, a in arrays.items()
+    }
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (2, 3, 4, 5)], ids=str)

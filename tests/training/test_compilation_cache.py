@@ -12,13 +12,14 @@ from support.environment import BY_USER
 
 from ppctl import cli
 from ppctl.config import Config, Run
-from ppctl.training import compilation_cache
-from ppctl.training.compilation_cache import CHECKED, keep_compiled
+from ppctl.training.run import compilation_cache
+from ppctl.training.run.compilation_cache import CHECKED, keep_compiled
 
 WORDS = (
-    "train model=mlp model.num_layers=2 model.d_model=8 data=regression data.batch_size=8 data.num_rows=64 "
-    "data.eval_fraction=0 run.eval_every=null run.num_steps=3 run.tensorboard=false run.checkpoint.enabled=false "
-    "run.platform=cpu mesh=1x2 schedule=gpipe schedule.num_microbatches=2"
+    "train model=mlp model.num_layers=2 model.d_model=8 data=regression data.batch_size=8 "
+    "data.num_rows=64 data.eval_fraction=0 run.eval_every=null run.num_steps=3 run.trackers=[] "
+    "run.checkpoint.enabled=false run.platform=cpu mesh=1x2 schedule=gpipe "
+    "schedule.num_microbatches=2"
 )
 
 
@@ -26,7 +27,11 @@ def train(directory, name):
     """Train in a process of its own; return its output, and the loss and norm of each step."""
     run_dir = directory / name
     command = [sys.executable, "-m", "ppctl.cli", *WORDS.split(), f"run.dir={run_dir}"]
-    env = {key: value for key, value in BY_USER.items() if "CACHE" not in key and key != "PYTHONWARNINGS"}
+    env = {
+        key: value
+        for key, value in BY_USER.items()
+        if "CACHE" not in key and key != "PYTHONWARNINGS"
+    }
     env |= {"XDG_CACHE_HOME": str(directory)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")
@@ -43,7 +48,9 @@ def test_a_second_start_compiles_nothing_and_trains_the_same_whatever_a_kill_lef
     said, losses = train(tmp_path, "first")
     assert "kept" not in said
     kept = entries(tmp_path)
-    steps = {path for path in kept if "jit_step" in path.name}  # what compiles as fast as WORTH_S may be kept or not
+    steps = {
+        path for path in kept if "jit_step" in path.name
+    }  # what compiles as fast as WORTH_S may be kept or not
     assert steps
     again, same = train(tmp_path, "second")
     assert "programs kept from an earlier start" in again
@@ -59,7 +66,11 @@ def test_a_second_start_compiles_nothing_and_trains_the_same_whatever_a_kill_lef
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
     """Without a directory of the user's; what is set of JAX is put back."""
-    names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    names = (
+        "jax_enable_compilation_cache",
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+    )
     before = {name: getattr(jax.config, name) for name in names}
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -90,14 +101,22 @@ def test_the_directory_is_the_one_named_or_that_of_the_environment_or_in_the_use
     assert not getattr(jax.config, enabled)
 
 
-def test_a_directory_that_cannot_be_written_is_refused_if_named_and_else_said(settings, tmp_path, capsys):
+def test_a_directory_that_cannot_be_written_is_refused_if_named_and_else_said(
+    settings, tmp_path, capsys
+):
     (tmp_path / "ppctl").write_text("a file")
     note = kept()
     assert note is not None
     assert "Not a directory. Use run.compilation_cache=DIR, or null" in note
-    words = [*WORDS.split(), f"run.dir={tmp_path / 'run'}", f"run.compilation_cache={tmp_path}/ppctl"]
+    words = [
+        *WORDS.split(),
+        f"run.dir={tmp_path / 'run'}",
+        f"run.compilation_cache={tmp_path}/ppctl",
+    ]
     assert cli.main(words) == 2
-    assert capsys.readouterr().err.startswith(f"ppctl: run.compilation_cache={tmp_path}/ppctl: compiled programs")
+    assert capsys.readouterr().err.startswith(
+        f"ppctl: run.compilation_cache={tmp_path}/ppctl: compiled programs"
+    )
     assert not (tmp_path / "run").exists()
 
 

@@ -1,21 +1,19 @@
-"""Whether there is enough data: how many batches an evaluation has, and what a sweep asks before it starts a job."""
+"""Whether there is enough data: how many batches an evaluation has."""
 
-import io
-import json
-import sys
 from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
 from ppctl.config import Config, Regression, Run, Tokens
-from ppctl.data.sizes import sized
+from ppctl.data import BUILDERS_BY_SIZE
 from ppctl.errors import DataError
-from ppctl.training import data_check
-from ppctl.training.checks import check_evaluations
-from ppctl.training.job import num_eval_batches, open_data
+from ppctl.training.pipeline.job import num_eval_batches, open_data
+from ppctl.training.pipeline.job_checks import check_evaluations
 
-ROWS = Regression(batch_size=8, num_features=2, num_targets=1, num_rows=100, eval_fraction=0.25)  # 3 batches and a row
+ROWS = Regression(
+    batch_size=8, num_features=2, num_targets=1, num_rows=100, eval_fraction=0.25
+)  # 3 batches and a row
 
 
 def rows(**changes):
@@ -34,35 +32,27 @@ def test_an_evaluation_takes_what_is_held_out_and_tells_so():
 
 
 def test_a_request_for_more_than_is_held_out_is_refused_with_the_equation():
-    message = r"run.eval_batches\*data.batch_size = 4\*8 = 32 is more than the 25 examples held out of 100. Use run.eva"
+    message = (
+        r"run.eval_batches\*data.batch_size = 4\*8 = 32 is more than the 25 examples held out of "
+        r"100. Use run.eva"
+    )
     with pytest.raises(DataError, match=message):
         check_evaluations(Run(eval_batches=4), rows())
     few = replace(rows(), num_eval_examples=5)  # as a data set of the user's own may have it
-    message = r"1\*8 = 8 is more than the 5 .* Use a smaller data.batch_size, a larger data.eval_fraction, or run.eval"
+    message = (
+        r"1\*8 = 8 is more than the 5 .* Use a smaller data.batch_size, run.eval_every=null "
+        r"or a larger data.eval_fraction"
+    )
     with pytest.raises(DataError, match=message):
         check_evaluations(Run(), few)
 
 
 def test_sizes_are_known_without_reading_the_values(tmp_path):
     np.save(tmp_path / "ids.npy", np.full(1000, -1, np.int32))  # ids that training refuses
-    given = asdict(Tokens(path=str(tmp_path / "ids.npy"), batch_size=4)) | {"seed": 0, "seq_len": 10}
-    assert sized(**given).num_eval_examples == 4
+    given = asdict(Tokens(path=str(tmp_path / "ids.npy"), batch_size=4)) | {
+        "seed": 0,
+        "seq_len": 10,
+    }
+    assert BUILDERS_BY_SIZE[given.pop("name")](**given).num_eval_examples == 4
     given = asdict(ROWS) | {"seed": 0}
-    assert sized(**given).num_eval_examples == 25
-
-
-def test_the_check_of_a_sweep_answers_for_each_request(monkeypatch, capfd):
-    settings = {"model": {"name": "mlp"}, "data": asdict(ROWS), "run": {"seed": 0, "eval_every": 100}}
-    requests = [
-        settings,
-        settings | {"run": {"seed": 0, "eval_batches": 4}},
-        settings | {"data": {**asdict(ROWS), "num_rows": 8}},
-    ]
-    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(requests)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data_check.os, "dup2", lambda a, b: None)
-        data_check.main()
-    fine, many, few = json.loads(capfd.readouterr().out)
-    assert fine is None
-    assert many.startswith("run.eval_batches*data.batch_size = 4*8 = 32 is more than the 25")
-    assert few.startswith("data.num_rows=8: 8-2 = 6 are left to train on")
+    assert BUILDERS_BY_SIZE[given.pop("name")](**given).num_eval_examples == 25

@@ -1,26 +1,29 @@
-"""Runs whose stages are divided over tp and cp: saved, gone on with on other axes, traced and timed."""
+"""Runs whose stages are divided over tp and cp: saved, gone on with on other axes, traced and
+timed.
+"""
 
 import csv
 import json
 
 import numpy as np
 import pytest
-from support.selection import few
+from support.selection import full
 from support.traced_run import traced_run
 
 from ppctl import cli
-from ppctl.reports.timeline_io import TASKS_FILE
-from ppctl.schedule import build
+from ppctl.reports.measured_timeline_file import TASKS_FILE
+from ppctl.schedule.families.registry import build
 
 COMMON = (
-    "schedule.num_microbatches=2 data.batch_size=8 data.eval_fraction=0 run.platform=cpu run.dtype=float64 "
-    "run.eval_every=null run.tensorboard=false run.checkpoint.every=null optim.warmup_steps=0 optim.min_lr_fraction=1"
+    "schedule.num_microbatches=2 data.batch_size=8 data.eval_fraction=0 run.platform=cpu "
+    "run.dtype=float64 run.eval_every=null run.trackers=[] run.checkpoint.every=null "
+    "optim.warmup_steps=0 optim.min_lr_fraction=1"
 )
 MODELS = {
-    "transformer": "data=synthetic data.vocab_size=18 data.num_sequences=64 model.num_layers=2 model.d_model=16 "
-    "model.num_heads=2 model.seq_len=8",
-    "stack divided by XLA": "model=custom model.target=support.sharded_models.of_config model.num_layers=2 "
-    "data=regression data.num_rows=64 data.num_features=6 data.num_targets=4",
+    "transformer": "data=synthetic data.vocab_size=18 data.num_sequences=64 model.num_layers=2 "
+    "model.d_model=16 model.num_heads=2 model.seq_len=8",
+    "stack divided by XLA": "model=custom model.target=support.sharded_models.of_config "
+    "model.num_layers=2 data=regression data.num_rows=64 data.num_features=6 data.num_targets=4",
 }
 STEPS = 2  # of each start
 CHAINS = {
@@ -30,7 +33,7 @@ CHAINS = {
         "mesh=1x2x2x2x1 schedule=zb_h1 executor.gather=layer",
     ),
     "stack divided by XLA": (
-        "mesh=1x2x1x4x1 schedule=1f1b",
+        "mesh=1x2x1x4x1 schedule=1f1b executor=mpmd",
         "mesh=1x2x1x2x1 schedule=zb_h1 executor=mpmd",
         "mesh=2x1x1x1x1 schedule=gpipe",
     ),
@@ -40,16 +43,24 @@ CHAINS = {
 def train(run_dir, model, num_steps, layout):
     words = f"{COMMON} {MODELS[model]} {layout} run.num_steps={num_steps} run.dir={run_dir}"
     assert cli.main(["train", *words.split()]) == 0
-    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
-@pytest.mark.parametrize(("model", "starts"), few([("stack divided by XLA", 2), *((model, 3) for model in CHAINS)], 1))
-def test_a_divided_run_goes_on_over_other_axes_as_the_reference_would(tmp_path, model, starts, capsys):
+@pytest.mark.parametrize(
+    ("model", "starts"), [("stack divided by XLA", 2), *(full((model, 3)) for model in CHAINS)]
+)
+def test_a_divided_run_goes_on_over_other_axes_as_the_reference_would(
+    tmp_path, model, starts, capsys
+):
     chain = CHAINS[model][:starts]
     for number, layout in enumerate(chain):
         losses = train(tmp_path / "divided", model, STEPS * (number + 1), layout)
         assert number == 0 or f"resuming after step {STEPS * number}" in capsys.readouterr().out
-    expected = train(tmp_path / "whole", model, STEPS * len(chain), "mesh=1x1 schedule=gpipe executor=reference")
+    expected = train(
+        tmp_path / "whole", model, STEPS * len(chain), "mesh=1x1 schedule=gpipe executor=reference"
+    )
     assert len(losses) == STEPS * len(chain)
     np.testing.assert_allclose(losses, expected, rtol=1e-9)
 
@@ -59,7 +70,9 @@ def test_tasks_of_divided_stages_are_traced(tmp_path):
     words = "mesh=1x2x1x2x2 schedule=1f1b schedule.num_microbatches=2 model.num_layers=2"
     assert traced_run(tmp_path, *words.split()) == 0
     trace = json.loads((tmp_path / "profile" / TASKS_FILE).read_text())["traceEvents"]
-    tracks = {event["tid"]: event["args"]["name"] for event in trace if event["name"] == "thread_name"}
+    tracks = {
+        event["tid"]: event["args"]["name"] for event in trace if event["name"] == "thread_name"
+    }
     assert len(tracks) == 8
     schedule = build("1f1b", 2, 2)
     for tid, name in tracks.items():
@@ -69,12 +82,20 @@ def test_tasks_of_divided_stages_are_traced(tmp_path):
 
 @pytest.mark.full
 def test_a_step_of_divided_stages_is_drawn_and_its_layers_are_where_it_says(tmp_path, capsys):
-    words = "mesh=1x2x1x2x1 schedule=1f1b executor=mpmd run.show_placement=true run.timeline=true --json"
+    words = (
+        "mesh=1x2x1x2x1 schedule=1f1b executor=mpmd run.show_placement=true run.timeline=true "
+        "--json"
+    )
     train(tmp_path, "transformer", 3, words)
     said = json.loads(capsys.readouterr().out)["placement"]
-    assert {tuple(row["layers"]): len(row["devices"]) for row in said["rows"] if row["layers"]} == {(0,): 2, (1,): 2}
+    assert {tuple(row["layers"]): len(row["devices"]) for row in said["rows"] if row["layers"]} == {
+        (0,): 2,
+        (1,): 2,
+    }
     assert any("tp" in row["sharding"] for row in said["rows"])
     with (tmp_path / "timeline" / "timeline.csv").open() as file:
         found = [(int(row["rank"]), row["task"]) for row in csv.DictReader(file)]
     schedule = build("1f1b", 2, 2)
-    assert sorted(found) == sorted((rank, str(task)) for rank, tasks in enumerate(schedule.ranks) for task in tasks)
+    assert sorted(found) == sorted(
+        (rank, str(task)) for rank, tasks in enumerate(schedule.ranks) for task in tasks
+    )

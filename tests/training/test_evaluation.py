@@ -1,4 +1,6 @@
-"""Losses are means over all that is predicted: in steps over microbatches and replicas, in evaluations over batches."""
+"""Losses are means over all that is predicted: in steps over microbatches and replicas, in
+evaluations over batches.
+"""
 
 import jax
 import numpy as np
@@ -11,7 +13,7 @@ from ppctl.data import DataSet
 from ppctl.errors import DataError
 from ppctl.executors.reference import outputs_of
 from ppctl.model.cross_entropy import NO_TOKEN
-from ppctl.training.evaluation import evaluate
+from ppctl.training.pipeline.evaluation import evaluate
 
 VOCAB_SIZE, SEQ_LEN, BATCH_SIZE, NUM_BATCHES = 11, 6, 8, 4
 LEARNED = np.array(
@@ -30,13 +32,18 @@ def examples(numbers):
 def held_out(first, num_batches):
     """A data set of which these batches are held out, in some order."""
     size = num_batches * BATCH_SIZE
-    read = lambda numbers: examples(first * BATCH_SIZE + numbers)  # noqa: E731
+    read = lambda numbers: examples(first * BATCH_SIZE + numbers)
     return DataSet("prompts", "", "", BATCH_SIZE, 0, 0, size, read, vocab_size=VOCAB_SIZE)
 
 
 def pipeline_of(executor, schedule, axes, **how):
     stack = ppctl.transformer(
-        num_layers=2, d_model=8, num_heads=2, vocab_size=VOCAB_SIZE, activation="swiglu", dtype="float64"
+        num_layers=2,
+        d_model=8,
+        num_heads=2,
+        vocab_size=VOCAB_SIZE,
+        activation="swiglu",
+        dtype="float64",
     )
     pipe = ppctl.pipeline(
         stack,
@@ -59,7 +66,9 @@ def losses_of(pipe, state, batch):
     logits = np.asarray(outputs_of(pipe.stack, unroll=4, dtype="float64")(params, batch["inputs"]))
     likelihoods = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     is_target = batch["targets"] != NO_TOKEN
-    picked = np.take_along_axis(likelihoods, np.where(is_target, batch["targets"], 0)[..., None], -1)[..., 0]
+    picked = np.take_along_axis(
+        likelihoods, np.where(is_target, batch["targets"], 0)[..., None], -1
+    )[..., 0]
     return -picked[is_target]
 
 
@@ -77,7 +86,9 @@ def test_losses_are_means_over_all_targets(executor, schedule, axes, how):
     state = pipe.init(seed=1)
     whole = examples(np.arange(NUM_BATCHES * BATCH_SIZE))
     wanted = losses_of(pipe, state, whole).mean()
-    assert evaluate(pipe.engine, held_out(0, NUM_BATCHES), NUM_BATCHES, state) == pytest.approx(wanted, rel=1e-12)
+    assert evaluate(pipe.engine, held_out(0, NUM_BATCHES), NUM_BATCHES, state) == pytest.approx(
+        wanted, rel=1e-12
+    )
     uneven = examples(np.arange(BATCH_SIZE))  # 6, 1, 11 and 12 targets in its microbatches
     wanted = losses_of(pipe, state, uneven).mean()
     _, metrics = pipe.step(state, uneven)
@@ -86,7 +97,10 @@ def test_losses_are_means_over_all_targets(executor, schedule, axes, how):
     state, empty = pipe.init(seed=1), examples(np.arange(2 * BATCH_SIZE, 3 * BATCH_SIZE))
     before = jax.device_get(pipe.to_natural(state)["params"])
     assert float(pipe.loss(state, empty)) == 0
-    with pytest.raises(DataError, match="data=prompts: nothing is to be predicted in the 1 batches of an evaluation"):
+    with pytest.raises(
+        DataError,
+        match="data=prompts: nothing is to be predicted in the 1 batches of an evaluation",
+    ):
         evaluate(pipe.engine, held_out(2, 1), 1, state)
     loss, grads = pipe.loss_and_grads(state, empty)
     assert float(loss) == 0

@@ -8,14 +8,16 @@ import pytest
 
 from ppctl import config
 from ppctl.errors import ConfigError
-from ppctl.planner.memory import device_limit
-from ppctl.training.gpu_memory import check_memory_fraction, set_memory_fraction
-from ppctl.training.known_hardware import known
+from ppctl.planner.cost.rank_memory import device_limit
+from ppctl.training.pipeline.gpu_memory import check_memory_fraction, set_memory_fraction
+from ppctl.training.pipeline.known_hardware import known
 
 NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
 H100 = SimpleNamespace(
-    platform="gpu", device_kind="NVIDIA H100 80GB HBM3", memory_stats=lambda: {"bytes_limit": 60 * 2**30}
+    platform="gpu",
+    device_kind="NVIDIA H100 80GB HBM3",
+    memory_stats=lambda: {"bytes_limit": 60 * 2**30},
 )
 
 
@@ -52,13 +54,18 @@ def test_jax_is_told_in_one_variable_and_only_where_something_is_said(monkeypatc
         (None, H100, False, None),
     ],
 )
-def test_it_is_of_gpus_that_are_here_or_of_described_ones_where_nothing_trains(hardware, device, planned, devices):
+def test_it_is_of_gpus_that_are_here_or_of_described_ones_where_nothing_trains(
+    hardware, device, planned, devices
+):
     check_memory_fraction(request(None, hardware), device, only_planned=planned)
     asked = request(0.9, hardware)
     if devices is None:
         check_memory_fraction(asked, device, only_planned=planned)
         return
-    with pytest.raises(ConfigError, match=f"^run.memory_fraction=0.9 is of GPUs, but the devices are {devices}. Leave"):
+    with pytest.raises(
+        ConfigError,
+        match=f"^run.memory_fraction=0.9 is of GPUs, but the devices are {devices}. Leave",
+    ):
         check_memory_fraction(asked, device, only_planned=planned)
 
 
@@ -77,12 +84,17 @@ def test_a_limit_says_which_share_of_the_memory_it_is_and_what_says_so(monkeypat
     described = device_limit(request(None, "h100"), CPU)
     assert described is not None
     assert described.size_bytes == round(59.3 * 2**30)
-    assert (described.source, described.fraction) == (f"75% of the 79.1 GiB of hardware=h100: {default}", 0.75)
-    assert described.most is not None
-    assert described.most == (round(59.3 / 0.75 * 0.9 * 2**30), "run.memory_fraction=0.9", 0.9)
+    assert (described.source, described.fraction) == (
+        f"75% of the 79.1 GiB of hardware=h100: {default}",
+        0.75,
+    )
+    assert described.most_bytes == round(59.3 / 0.75 * 0.9 * 2**30)
     larger = device_limit(request(0.925, "h100"), CPU)
     assert larger is not None
-    assert (larger.source, larger.most) == ("92.5% of the 79.1 GiB of hardware=h100: run.memory_fraction=0.925", None)
+    assert (larger.source, larger.most_bytes) == (
+        "92.5% of the 79.1 GiB of hardware=h100: run.memory_fraction=0.925",
+        None,
+    )
 
     def here(asked):
         found = device_limit(asked, H100)
@@ -91,7 +103,10 @@ def test_a_limit_says_which_share_of_the_memory_it_is_and_what_says_so(monkeypat
 
     assert here(request()).source == f"75% of the 80.0 GiB of NVIDIA H100 80GB HBM3: {default}"
     monkeypatch.setenv(NAMES[0], "0.6")
-    assert here(request()).source == "60% of the 100.0 GiB of NVIDIA H100 80GB HBM3: XLA_CLIENT_MEM_FRACTION=0.6"
+    assert (
+        here(request()).source
+        == "60% of the 100.0 GiB of NVIDIA H100 80GB HBM3: XLA_CLIENT_MEM_FRACTION=0.6"
+    )
     assert here(request(None, "h100")).fraction == 0.6  # which is what is here
     assert here(request(0.75)).fraction == 0.75
     assert here(request(None, "h200")).fraction == 0.75  # which is not here
@@ -101,7 +116,7 @@ def test_a_limit_says_which_share_of_the_memory_it_is_and_what_says_so(monkeypat
 def test_other_devices_have_no_share(hardware):
     limit = device_limit(request(None, hardware), CPU)
     assert limit is not None
-    assert (limit.fraction, limit.most) == (None, None)
+    assert (limit.fraction, limit.most_bytes) == (None, None)
 
 
 def test_the_memory_of_hardware_that_does_not_state_it_is_not_known():

@@ -1,4 +1,6 @@
-"""The job of a run: what depends on the layout and what must not, FLOPs against closed forms, what is refused."""
+"""The job of a run: what depends on the layout and what must not, FLOPs against closed forms, what
+is refused.
+"""
 
 import math
 import os
@@ -9,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from support.selection import few
+from support.selection import full
 
 from ppctl.config import (
     MLP,
@@ -35,22 +37,35 @@ from ppctl.errors import ConfigError, ScheduleError
 from ppctl.model.stack import init
 from ppctl.schedule.costs import Costs, task_costs
 from ppctl.schedule.partition.partition import LETTERS, stages_text
-from ppctl.schedule.ticks import ticks
-from ppctl.training.engines.examples import put_examples
-from ppctl.training.job import assemble, model_flops, partition_text, plan, without_pipeline
-from ppctl.training.models import make_stack
-from ppctl.training.start import CPU_FLAGS
+from ppctl.schedule.tick_lowering import ticks
+from ppctl.training.pipeline.built_in_models import make_stack
+from ppctl.training.pipeline.engines.process_examples import put_examples
+from ppctl.training.pipeline.jax_start import CPU_FLAGS
+from ppctl.training.pipeline.job import (
+    assemble,
+    model_flops,
+    partition_text,
+    plan,
+    without_pipeline,
+)
 
 BATCH_SIZE, SEQ_LEN, VOCAB_SIZE = 8, 12, 24
 
 
 def small(**settings):
-    return Transformer(**({"num_layers": 4, "d_model": 16, "num_heads": 4, "seq_len": SEQ_LEN} | settings))
+    return Transformer(
+        **({"num_layers": 4, "d_model": 16, "num_heads": 4, "seq_len": SEQ_LEN} | settings)
+    )
 
 
 def transformer_config(**parts):
     data = Synthetic(batch_size=BATCH_SIZE, vocab_size=VOCAB_SIZE, num_sequences=512)
-    defaults = {"model": small(), "data": data, "mesh": Mesh(1, 2), "schedule": Schedule(num_microbatches=2)}
+    defaults = {
+        "model": small(),
+        "data": data,
+        "mesh": Mesh(1, 2),
+        "schedule": Schedule(num_microbatches=2),
+    }
     return Config(**(defaults | {"run": Run(dtype="float32")} | parts))
 
 
@@ -60,32 +75,45 @@ def mlp_config(**parts):
 
 
 @pytest.mark.parametrize(
-    ("activation", "num_kv_heads", "mlp_ratio"), few([("swiglu", 2, 3.0), ("gelu", None, 4.0), ("gelu", 1, 2.0)], 2)
+    ("activation", "num_kv_heads", "mlp_width"),
+    [("swiglu", 2, 48), ("gelu", None, 64), full(("gelu", 1, 32))],
 )
-def test_flops_of_a_transformer_are_six_a_weight_and_token_plus_attention(activation, num_kv_heads, mlp_ratio):
-    model = small(num_kv_heads=num_kv_heads, mlp_ratio=mlp_ratio, activation=activation)
+def test_flops_of_a_transformer_are_six_a_weight_and_token_plus_attention(
+    activation, num_kv_heads, mlp_width
+):
+    model = small(num_kv_heads=num_kv_heads, mlp_width=mlp_width, activation=activation)
     L, D, T, V, M = 4, 16, SEQ_LEN, VOCAB_SIZE, BATCH_SIZE * SEQ_LEN
     kv_width = D // 4 * (num_kv_heads or 4)
     num_matrices = 3 if activation == "swiglu" else 2
-    weights = L * (2 * D * D + 2 * D * kv_width + num_matrices * D * int(mlp_ratio * D)) + D * V
+    weights = L * (2 * D * D + 2 * D * kv_width + num_matrices * D * mlp_width) + D * V
     attention = L * 2 * (2 * M * T * D)  # scores and mixture, every position with every position
     for kernel in ("xla", "chunked"):
         found = model_flops(assemble(transformer_config(model=replace(model, attention=kernel))))
         assert found.full == 6 * weights * M + 3 * attention
-        assert found.causal == 6 * weights * M + 3 * attention * (T + 1) // (2 * T)  # token t to t + 1 tokens
+        assert found.causal == 6 * weights * M + 3 * attention * (T + 1) // (
+            2 * T
+        )  # token t to t + 1 tokens
 
 
 def test_flops_of_layers_with_a_window_are_of_fewer_pairs():
     window, T = 3, SEQ_LEN
     found = [
         model_flops(
-            assemble(transformer_config(model=small(attention="xla", head_dim=8, window=window, window_pattern=p)))
+            assemble(
+                transformer_config(
+                    model=small(attention="xla", head_dim=8, window=window, window_pattern=p)
+                )
+            )
         )
         for p in ("F", "WWWF")
     ]
     assert found[0].full == found[1].full
-    pairs = T * (T + 1) // 2 - sum(min(t + 1, window) for t in range(T))  # that three layers of four leave out
-    assert found[0].causal - found[1].causal == 12 * BATCH_SIZE * 3 * (4 * 8) * pairs  # heads of their own width
+    pairs = T * (T + 1) // 2 - sum(
+        min(t + 1, window) for t in range(T)
+    )  # that three layers of four leave out
+    assert (
+        found[0].causal - found[1].causal == 12 * BATCH_SIZE * 3 * (4 * 8) * pairs
+    )  # heads of their own width
 
 
 def test_flops_of_an_mlp_are_six_a_weight_and_row_less_the_gradient_of_the_data():
@@ -98,13 +126,10 @@ def test_flops_of_an_mlp_are_six_a_weight_and_row_less_the_gradient_of_the_data(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "parts",
-    few(
-        [
-            {"mesh": Mesh(2, 2, 2), "schedule": Interleaved(num_microbatches=2)},
-            {"mesh": Mesh(), "executor": Reference()},
-        ],
-        1,
-    ),
+    [
+        {"mesh": Mesh(2, 2, 2), "schedule": Interleaved(num_microbatches=2)},
+        full({"mesh": Mesh(), "executor": Reference()}),
+    ],
 )
 def test_flops_and_the_initial_state_do_not_depend_on_the_layout(parts):
     here, there = assemble(transformer_config()), assemble(transformer_config(**parts))
@@ -115,10 +140,14 @@ def test_flops_and_the_initial_state_do_not_depend_on_the_layout(parts):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("num_layers", few([5, 4], 1))  # 5: stages of unequal size
+@pytest.mark.parametrize("num_layers", [5, full(4)])  # 5: stages of unequal size
 def test_states_have_the_shapes_and_shardings_that_are_promised(num_layers):
     model = small(num_layers=num_layers)
-    job = assemble(transformer_config(model=model, mesh=Mesh(1, 2, 2), schedule=Interleaved(num_microbatches=2)))
+    job = assemble(
+        transformer_config(
+            model=model, mesh=Mesh(1, 2, 2), schedule=Interleaved(num_microbatches=2)
+        )
+    )
     engine, states = job.pipe.engine, job.pipe.states
     staged = engine.new_state()
     for state, described in ((staged, states.staged), (engine.to_natural(staged), states.natural)):
@@ -137,17 +166,26 @@ def test_a_batch_is_divided_over_rows_and_shards_and_whole_on_every_rank():
     placed = job.pipe.engine.put(batch)
     for name, array in placed.items():
         np.testing.assert_array_equal(array, batch[name])
-        assert {shard.data.shape for shard in array.addressable_shards} == {(BATCH_SIZE // 4, SEQ_LEN)}
-        assert jax.tree.map(lambda a: (a.shape, a.dtype), job.pipe.batch_shapes)[name] == (array.shape, array.dtype)
+        assert {shard.data.shape for shard in array.addressable_shards} == {
+            (BATCH_SIZE // 4, SEQ_LEN)
+        }
+        assert jax.tree.map(lambda a: (a.shape, a.dtype), job.pipe.batch_shapes)[name] == (
+            array.shape,
+            array.dtype,
+        )
 
 
 def test_weights_are_float32_whatever_the_compute():
     for dtype in ("bfloat16", "float32"):
         job = assemble(transformer_config(run=Run(dtype=dtype)))
         assert job.pipe.dtype == dtype
-        assert {leaf.dtype.name for leaf in jax.tree.leaves(job.pipe.states.natural["params"])} == {"float32"}
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(job.pipe.states.natural["params"])} == {
+            "float32"
+        }
     job = assemble(transformer_config(run=Run(dtype="float64")))
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(job.pipe.states.natural["params"])} == {"float64"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(job.pipe.states.natural["params"])} == {
+        "float64"
+    }
 
 
 def test_dtype_is_the_commands_default_unless_set():
@@ -160,7 +198,9 @@ def test_the_flags_for_busy_machines_are_added_once_and_never_override(monkeypat
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=x {CPU_FLAGS[0].split('=')[0]}=7")
     for _ in range(2):
         assemble(transformer_config())
-    assert os.environ["XLA_FLAGS"] == f"--xla_dump_to=x {CPU_FLAGS[0].split('=')[0]}=7 {CPU_FLAGS[1]}"
+    assert (
+        os.environ["XLA_FLAGS"] == f"--xla_dump_to=x {CPU_FLAGS[0].split('=')[0]}=7 {CPU_FLAGS[1]}"
+    )
 
 
 @pytest.mark.parametrize(("remat", "backward_s"), [("none", 2.0), ("layer", 3.0), ("full", 3.0)])
@@ -171,26 +211,30 @@ def test_recomputing_costs_a_forward(remat, backward_s):
 
 @pytest.mark.parametrize(
     ("sizes", "targets"),
-    few(
-        [
-            ({"activation": "swiglu", "num_kv_heads": 2, "head_dim": 6, "qk_norm": True}, None),
-            ({"activation": "geglu", "post_norms": True, "mlp_width": 40, "qkv_bias": True}, ["q", "down"]),
-            ({}, None),
-        ],
-        2,
-    ),
+    [
+        ({"activation": "swiglu", "num_kv_heads": 2, "head_dim": 6, "family": "qwen3"}, None),
+        ({"activation": "geglu", "family": "qwen2", "mlp_width": 40}, ["q", "down"]),
+        full(({}, None)),
+    ],
 )
 def test_w_costs_what_is_trained_of_the_layers(sizes, targets):
-    """The same share by the settings, which schedules are made by before JAX starts, and by the parameters."""
+    """The same share by the settings, which schedules are made by before JAX starts, and by the
+    parameters.
+    """
     optim = AdamW(train="lora", lora_rank=2, lora_targets=targets)
     request = transformer_config(model=small(**sizes), optim=optim, schedule=Schedule("zb_h1", 4))
     share, pipe = trained_share(request.model, optim), assemble(request).pipe
     assert 0 < share < 0.3
     assert pipe.task_costs == Costs(weight_grad_s=share)
-    assert pipe.ticks == plan(request)[1] == ticks(pipe.schedule, Costs(weight_grad_s=share), "none")
+    assert (
+        pipe.ticks == plan(request)[1] == ticks(pipe.schedule, Costs(weight_grad_s=share), "none")
+    )
     assert trained_share(request.model, AdamW()) == 1
     assert assemble(replace(request, optim=AdamW())).pipe.task_costs == Costs()
-    layers, free = jax.eval_shape(lambda: init(pipe.stack, 0))["layers"], pipe.stack.trains("layers")
+    layers, free = (
+        jax.eval_shape(lambda: init(pipe.stack, 0))["layers"],
+        pipe.stack.trains("layers"),
+    )
     sizes = {True: 0, False: 0}
     for leaf, is_trained in zip(jax.tree.leaves(layers), jax.tree.leaves(free), strict=True):
         sizes[is_trained] += math.prod(leaf.shape[1:]) if leaf.ndim == 3 else 0
@@ -200,9 +244,15 @@ def test_w_costs_what_is_trained_of_the_layers(sizes, targets):
 def test_without_w_zero_bubble_schedules_have_the_bubble_of_1f1b():
     ranks, number = 4, 8
     request = transformer_config(
-        mesh=Mesh(1, ranks), schedule=Schedule("zb_h1", number), executor=Mpmd(), optim=AdamW(train="lora", lora_rank=1)
+        mesh=Mesh(1, ranks),
+        schedule=Schedule("zb_h1", number),
+        executor=Mpmd(),
+        optim=AdamW(train="lora", lora_rank=1),
     )
-    of_1f1b, whole = (ranks - 1) / (number + ranks - 1), 1 - 3 * number / (3 * number + ranks - 1)  # as published
+    of_1f1b, whole = (
+        (ranks - 1) / (number + ranks - 1),
+        1 - 3 * number / (3 * number + ranks - 1),
+    )  # as published
     found, share = assemble(request).pipe.bubble(), trained_share(request.model, request.optim)
     assert assemble(replace(request, optim=AdamW())).pipe.bubble() == pytest.approx(whole)
     assert of_1f1b - share < found < of_1f1b
@@ -213,7 +263,7 @@ def test_without_a_pipeline_the_same_model_meets_the_same_data():
         mesh=Mesh(2, 2), executor=Spmd(remat="full", unroll=3), partition=Explicit(layers=[3, 1])
     )
     plain = without_pipeline(config)
-    assert (plain.mesh, plain.executor, plain.partition) == (Mesh(), Reference(unroll=3), Uniform())
+    assert (plain.mesh, plain.executor, plain.partition) == (Mesh(), Reference(), Uniform())
     for part in ("model", "schedule", "optim", "data", "run"):
         assert getattr(plain, part) == getattr(config, part)
 
@@ -225,8 +275,8 @@ def sizes_of(job):
 @pytest.mark.parametrize(
     ("vocab_size", "remat", "sizes", "text"),
     [
-        # FLOPs a token, forward: a layer 2*12*D^2 + 4*T*D = 6912, the head 2*D*V; forward and backward are 3 of them,
-        # and recomputing makes 4 of a layer's
+        # FLOPs a token, forward: a layer 2*12*D^2 + 4*T*D = 6912, the head 2*D*V; forward and
+        # backward are 3 of them, and recomputing makes 4 of a layer's
         (24, "none", [3, 3, 2, 2], "head 0.1 times a layer; largest stage 1.19 times the mean"),
         (648, "none", [4, 3, 3, 0], "head 3.0 times a layer; largest stage 1.23 times the mean"),
         (648, "full", [3, 3, 3, 1], "head 2.2 times a layer; largest stage 1.06 times the mean"),
@@ -248,10 +298,16 @@ def test_balanced_counts_the_flops_of_the_head(vocab_size, remat, sizes, text):
 
 def test_balanced_counts_an_embedding_that_multiplies():
     data = Regression(batch_size=BATCH_SIZE, num_features=80, num_targets=16, num_rows=512)
-    job = assemble(mlp_config(model=MLP(num_layers=8, d_model=16), data=data, mesh=Mesh(1, 2), partition=Balanced()))
-    # of 2*B*D*D FLOPs: a layer 4, the head 3 of as many, the embedding 2 (the data need no gradient) of 80/16 as many
+    job = assemble(
+        mlp_config(
+            model=MLP(num_layers=8, d_model=16), data=data, mesh=Mesh(1, 2), partition=Balanced()
+        )
+    )
+    # of 2*B*D*D FLOPs: a layer 4, the head 3 of as many, the embedding 2 (the data need no
+    # gradient) of 80/16 as many
     assert partition_text(job) == (
-        f"Et*3|t*5L ({LETTERS}); balanced (embedding 3.3, head 1.0 times a layer; largest stage 1.03 times the mean)"
+        f"Et*3|t*5L ({LETTERS}); balanced (embedding 3.3, head 1.0 times a layer; largest stage "
+        "1.03 times the mean)"
     )
 
 
@@ -261,14 +317,17 @@ def test_partitions_are_shown_where_stages_differ_or_were_asked_for():
 
     assert shown() is None
     assert shown(model=small(num_layers=5)) == (
-        f"Et*3|ttL ({LETTERS}); uniform (embedding 0.0, head 0.1 times a layer; largest stage 1.17 times the mean)"
+        f"Et*3|ttL ({LETTERS}); uniform (embedding 0.0, head 0.1 times a layer; largest stage "
+        "1.17 times the mean)"
     )
     assert shown(model=small(vocab_size=648)) == (
-        "2 of 2 layers each; uniform (embedding 0.0, head 3.0 times a layer; largest stage 1.43 times the mean, "
-        "1.14 with partition=balanced)"
+        "2 of 2 layers each; uniform (embedding 0.0, head 3.0 times a layer; largest stage 1.43 "
+        "times the mean, 1.14 with partition=balanced)"
     )
     assert shown(partition=Balanced()).startswith("2 of 2 layers each; balanced (")
-    assert shown(partition=Explicit(layers="Et|t*3,L")).startswith(f"Et|t*3L ({LETTERS}); explicit (")
+    assert shown(partition=Explicit(layers="Et|t*3,L")).startswith(
+        f"Et|t*3L ({LETTERS}); explicit ("
+    )
     assert shown(mesh=Mesh(), executor=Reference(), model=small(vocab_size=648)) is None
 
 
@@ -276,7 +335,9 @@ def test_a_plan_needs_neither_data_nor_devices():
     model = Transformer(num_layers=2000)
     data = Data(name="tokens")
     schedule, ticks, partition, _ = plan(
-        transformer_config(model=model, data=data, mesh=Mesh(1, 256), schedule=Schedule(num_microbatches=4))
+        transformer_config(
+            model=model, data=data, mesh=Mesh(1, 256), schedule=Schedule(num_microbatches=4)
+        )
     )
     assert schedule.num_ranks == len(partition) == 256
     assert ticks is not None
@@ -289,19 +350,25 @@ def test_a_plan_needs_neither_data_nor_devices():
         (
             {"mesh": Mesh(1, 8), "partition": Balanced()},
             ConfigError,
-            r"model.num_layers=4 is less than the number of stages between .* = 6, so that stage 5 would be empty",
+            r"model.num_layers=4 is less than the number of stages between .* = 6: stage "
+            r"5 would be empty",
         ),
         (
             {"partition": Explicit(layers=[2, 3])},
             ConfigError,
-            r"partition.layers=\[2, 3\] ends with stage 1 at 2\+3 = 5 layers, but model.num_layers=4",
+            r"partition.layers=\[2, 3\] ends with stage 1 at 2\+3 = 5 layers, but "
+            r"model.num_layers=4",
         ),
         (
             {"mesh": Mesh(1, 4), "partition": Explicit(layers="Ett||t|tL")},
             ConfigError,
             "stage 1 has 0 layers. Give it 1 or more",
         ),
-        ({"mesh": Mesh(1, 5)}, ConfigError, r"model.num_layers=4 is less than the number of stages, .* = 5"),
+        (
+            {"mesh": Mesh(1, 5)},
+            ConfigError,
+            r"model.num_layers=4 is less than the number of stages, .* = 5",
+        ),
         (
             {"schedule": Interleaved(num_microbatches=3)},
             ScheduleError,
@@ -310,13 +377,19 @@ def test_a_plan_needs_neither_data_nor_devices():
         (
             {"mesh": Mesh(1, 2, tp=3)},
             ConfigError,
-            r"model.num_heads=4 is not a multiple of tp=3: .* Use tp=2, or other sizes of the model",
+            r"model.num_heads=4 is not a multiple of tp=3: .* Use tp=2, or other sizes of the "
+            r"model",
         ),
-        ({"mesh": Mesh(8, 2)}, ConfigError, r"dp\*pp\*fsdp = 8\*2\*1 = 16 needs 16 devices, but there are \d+ \(cpu\)"),
+        (
+            {"mesh": Mesh(8, 2)},
+            ConfigError,
+            r"dp\*pp\*fsdp = 8\*2\*1 = 16 needs 16 devices, but there are \d+ \(cpu\)",
+        ),
         (
             {"model": small(vocab_size=8)},
             ConfigError,
-            r"model.vocab_size=8 is less than the 24 token ids of data=synthetic\. Use model.vocab_size=null, which",
+            r"model.vocab_size=8 is less than the 24 token ids of data=synthetic\. Use "
+            r"model.vocab_size=null, which",
         ),
     ],
 )
@@ -328,32 +401,44 @@ def test_what_cannot_be_is_refused_in_one_line(parts, error, message):
 
 def test_a_vocabulary_may_be_larger_than_the_data_needs():
     job = assemble(transformer_config(model=small(vocab_size=32)))
-    assert job.pipe.states.natural["params"]["ends"]["embedding"].shape == (32, 16)
+    assert job.pipe.states.natural["params"]["embed_head"]["embedding"].shape == (32, 16)
 
 
 @pytest.mark.parametrize("executor", [Spmd(), Mpmd()], ids=["spmd", "mpmd"])
 @pytest.mark.parametrize(
     ("layers", "which"),
-    [((2, 2), "stage 0 (layers 0-1)"), ((0, 4), "stage 1 (layers 0-3)"), ((1, 3), "stage 0 (layer 0)")],
+    [
+        ((2, 2), "stage 0 (layers 0-1)"),
+        ((0, 4), "stage 1 (layers 0-3)"),
+        ((1, 3), "stage 0 (layer 0)"),
+    ],
 )
 def test_a_backward_without_halves_is_refused_with_its_stage_before_anything_is_compiled(
     executor, layers, which, monkeypatch
 ):
     product = jax.custom_vjp(lambda w, x: x)
-    scaled = lambda w, g, by: (jax.tree.map(lambda a: by * a * g[0, 0], w), by * g)  # noqa: E731
+    scaled = lambda w, g, by: (jax.tree.map(lambda a: by * a * g[0, 0], w), by * g)
     product.defvjp(
-        lambda w, x: (x, w), lambda w, g: jax.lax.cond(g[0, 0] > 0, lambda: scaled(w, g, 1), lambda: scaled(w, g, 2))
+        lambda w, x: (x, w),
+        lambda w, g: jax.lax.cond(g[0, 0] > 0, lambda: scaled(w, g, 1), lambda: scaled(w, g, 2)),
     )
     monkeypatch.setattr(
-        "ppctl.training.job.make_stack", lambda *args: replace(make_stack(*args), layer=lambda w, x: product(w, x))
+        "ppctl.training.pipeline.job.make_stack",
+        lambda *args: replace(make_stack(*args), layer=lambda w, x: product(w, x)),
     )
     split = mlp_config(
-        schedule=Schedule(name="zb_h1", num_microbatches=2), partition=Explicit(layers=list(layers)), executor=executor
+        schedule=Schedule(name="zb_h1", num_microbatches=2),
+        partition=Explicit(layers=list(layers)),
+        executor=executor,
     )
     with pytest.raises(ConfigError) as error:
         assemble(split)
-    assert str(error.value).startswith(f"{which}: the backward of a layer has no I and W: cond, with results ")
-    assert str(error.value).endswith("use a schedule of whole backwards, such as schedule=interleaved.")
+    assert str(error.value).startswith(
+        f"{which}: the backward of a layer has no I and W: cond, with results "
+    )
+    assert str(error.value).endswith(
+        "use a schedule of whole backwards, such as schedule=interleaved."
+    )
     assert "\n" not in str(error.value)
     assemble(replace(split, schedule=Schedule(num_microbatches=2)))  # whole backwards run
 

@@ -1,4 +1,6 @@
-"""run.timeline: every task of one step, when it ran on its device, beside the simulation from its means."""
+"""run.timeline: every task of one step, when it ran on its device, beside the simulation from its
+means.
+"""
 
 import csv
 import json
@@ -9,16 +11,17 @@ from collections import defaultdict
 import pytest
 
 from ppctl import cli
-from ppctl.reports.timeline_io import mean_costs, measured_timeline
-from ppctl.schedule import build
+from ppctl.reports.measured_timeline_file import mean_costs, measured_timeline
+from ppctl.schedule.families.registry import build
 from ppctl.schedule.ir import Task
-from ppctl.schedule.simulate import simulate
-from ppctl.training import timeline
+from ppctl.schedule.simulator import simulate
+from ppctl.training.run import measured_timeline as timeline
 
 TINY = (
-    "mesh=1x2 data=regression data.batch_size=8 data.num_rows=4096 model=mlp model.num_layers=2 model.d_model=16 "
-    "schedule.num_microbatches=4 run.platform=cpu run.dtype=float32 run.tensorboard=false run.checkpoint.every=null "
-    "run.num_steps=3 run.eval_every=null run.timeline=true"
+    "mesh=1x2 data=regression data.batch_size=8 data.num_rows=4096 model=mlp model.num_layers=2 "
+    "model.d_model=16 schedule.num_microbatches=4 run.platform=cpu run.dtype=float32 "
+    "run.trackers=[] run.checkpoint.every=null run.num_steps=3 run.eval_every=null "
+    "run.timeline=true"
 )
 
 
@@ -34,7 +37,9 @@ def rows_by_rank(run_dir):
     return found
 
 
-def test_each_task_is_measured_in_program_order_beside_its_simulation(tmp_path, capsys, monkeypatch):
+def test_each_task_is_measured_in_program_order_beside_its_simulation(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     assert train(tmp_path, "executor=mpmd", "schedule=zb_h1", "executor.post_validation=true") == 0
     schedule = build("zb_h1", 2, 4)
@@ -50,17 +55,28 @@ def test_each_task_is_measured_in_program_order_beside_its_simulation(tmp_path, 
     simulated = simulate(schedule, costs)
     for rank, tasks in enumerate(schedule.ranks):
         for task, row in zip(tasks, found[rank], strict=True):
-            assert float(row["simulated_start_s"]) == pytest.approx(simulated.start_s[task], abs=1e-7)
-    trace = json.loads((tmp_path / "timeline" / "timeline.perfetto.json").read_text())["traceEvents"]
-    names = {pid: sorted(e["name"] for e in trace if e["ph"] == "X" and e["pid"] == pid) for pid in (0, 1)}
+            assert float(row["simulated_start_s"]) == pytest.approx(
+                simulated.start_s[task], abs=1e-7
+            )
+    trace = json.loads((tmp_path / "timeline" / "timeline.perfetto.json").read_text())[
+        "traceEvents"
+    ]
+    names = {
+        pid: sorted(e["name"] for e in trace if e["ph"] == "X" and e["pid"] == pid)
+        for pid in (0, 1)
+    }
     assert names[0] == names[1] == sorted(str(task) for tasks in schedule.ranks for task in tasks)
     assert "zb_h1, measured" in (tmp_path / "timeline" / "timeline.html").read_text()
     out = capsys.readouterr().out
     assert f"timeline  {tmp_path}/timeline: step" in out
-    bubbles = r"bubble    [\d.]+% ideal, [\d.]+% predicted, [\d.]+% measured \(ranks [\d.]+% [\d.]+%\)\n"
+    bubbles = (
+        r"bubble    [\d.]+% ideal, [\d.]+% predicted, [\d.]+% measured \(ranks [\d.]+% [\d.]+%\)\n"
+    )
     assert re.search(bubbles, out)
     assert "note      2 simulated devices share 1 core: ranks also wait for a core" in out
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3  # the measured step is one of the run
+    assert (
+        len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    )  # the measured step is one of the run
 
 
 @pytest.mark.slow
@@ -88,8 +104,11 @@ def test_a_task_without_a_program_takes_no_time_and_means_are_those_of_a_stage()
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("executor=spmd",), "run.timeline=true measures tasks that are programs of their own, but executor=spmd is"),
-        (("executor=mpmd", "run.profile.start=0"), "run.timeline=true and run.profile.start=0 both trace"),
+        (
+            ("executor=spmd",),
+            "run.timeline=true measures tasks that are programs of their own, but executor=spmd is",
+        ),
+        (("executor=mpmd", "run.profile=0"), "run.timeline=true and run.profile=0 both trace"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(tmp_path, words, message, capsys):

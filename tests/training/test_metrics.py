@@ -1,4 +1,6 @@
-"""Metrics: each step exactly once on disk, through kill -9 and resume; valid JSON always; a readable terminal."""
+"""Metrics: each step exactly once on disk, through kill -9 and resume; valid JSON always; a
+readable terminal.
+"""
 
 import io
 import json
@@ -14,11 +16,17 @@ from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
 from ppctl.errors import ConfigError
-from ppctl.training.metrics import Metrics
+from ppctl.training.run.metrics import Metrics
 
 
 def record(step, **changes):
-    usual = {"step": step, "loss": 3.14159 / step, "grad_norm": 0.912, "lr": 1e-3, "step_time_s": 0.123}
+    usual = {
+        "step": step,
+        "loss": 3.14159 / step,
+        "grad_norm": 0.912,
+        "lr": 1e-3,
+        "step_time_s": 0.123,
+    }
     return {**usual, "tokens_per_s": 12345.4, **changes}
 
 
@@ -27,8 +35,11 @@ def plain():
 
 
 def metrics(run_dir, start_step=0, num_steps=20, **changes):
-    settings = {"log_every": 10, "tensorboard": False, "console": plain(), **changes}
-    return Metrics(run_dir, num_steps=num_steps, start_step=start_step, **settings)
+    settings = {"log_every": 10, "console": plain(), **changes}
+    written = Metrics(run_dir, num_steps=num_steps, start_step=start_step, **settings)
+    for tracker in written.trackers:
+        tracker.begin(run_dir, "a run", {}, start_step + 1)
+    return written
 
 
 def run(run_dir, first, last, **changes):
@@ -56,7 +67,9 @@ def test_every_step_is_one_object_with_what_it_was_given(tmp_path):
 def test_none_is_left_out_and_what_is_not_finite_is_null(tmp_path):
     with metrics(tmp_path) as written:
         written.log({"step": 1, "loss": math.nan, "grad_norm": math.inf, "lr": 0.0, "mfu": None})
-    assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None, "grad_norm": None, "lr": 0.0}]
+    assert read(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "loss": None, "grad_norm": None, "lr": 0.0}
+    ]
 
 
 def test_a_line_is_on_disk_when_log_returns(tmp_path):
@@ -68,8 +81,8 @@ def test_a_line_is_on_disk_when_log_returns(tmp_path):
 
 def test_kill_9_loses_no_line_that_was_logged(tmp_path):
     code = (
-        "import os, sys; from ppctl.training.metrics import Metrics\n"
-        "m = Metrics(sys.argv[1], num_steps=9, start_step=0, log_every=1, tensorboard=True)\n"
+        "import os, sys; from ppctl.training.run.metrics import Metrics\n"
+        "m = Metrics(sys.argv[1], num_steps=9, start_step=0, log_every=1)\n"
         "for step in range(1, 8): m.log({'step': step, 'loss': 1.0})\n"
         f"os.kill(os.getpid(), {int(signal.SIGKILL)})"
     )
@@ -78,7 +91,9 @@ def test_kill_9_loses_no_line_that_was_logged(tmp_path):
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("torn", ["", '{"step": 8, "lo', '{"step": 4', "\0\0\0", "{}\n", "[1]\n", "1\n"])
+@pytest.mark.parametrize(
+    "torn", ["", '{"step": 8, "lo', '{"step": 4', "\0\0\0", "{}\n", "[1]\n", "1\n"]
+)
 def test_a_resumed_run_has_each_step_exactly_once(tmp_path, torn):
     run(tmp_path, 1, 7)
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -101,11 +116,17 @@ def test_evaluations_go_to_a_file_of_their_own_and_resume_alike(tmp_path):
         written.log(record(1))
         for step in (5, 10):
             written.log_eval(step, {"eval_loss": 2.5})
-    assert read(tmp_path / "eval.jsonl") == [{"step": 5, "eval_loss": 2.5}, {"step": 10, "eval_loss": 2.5}]
+    assert read(tmp_path / "eval.jsonl") == [
+        {"step": 5, "eval_loss": 2.5},
+        {"step": 10, "eval_loss": 2.5},
+    ]
     assert steps(tmp_path) == [1]
     with metrics(tmp_path, start_step=5) as written:
         written.log_eval(10, {"eval_loss": 2.0})
-    assert read(tmp_path / "eval.jsonl") == [{"step": 5, "eval_loss": 2.5}, {"step": 10, "eval_loss": 2.0}]
+    assert read(tmp_path / "eval.jsonl") == [
+        {"step": 5, "eval_loss": 2.5},
+        {"step": 10, "eval_loss": 2.0},
+    ]
 
 
 def test_a_run_dir_that_cannot_be_written_is_an_error(tmp_path):
@@ -113,7 +134,8 @@ def test_a_run_dir_that_cannot_be_written_is_an_error(tmp_path):
     with pytest.raises(ConfigError) as error:
         metrics(tmp_path / "file")
     assert str(error.value) == (
-        f"run.dir={tmp_path / 'file'} cannot be written: File exists. Use another run.dir, or make it writable."
+        f"run.dir={tmp_path / 'file'} cannot be written: File exists. Use another run.dir, or "
+        "make this one writable."
     )
 
 
@@ -127,8 +149,13 @@ def shown(run_dir, console, **changes):
 
 def test_without_a_terminal_the_first_the_last_and_every_nth_step_are_one_plain_line(tmp_path):
     lines = shown(tmp_path, plain(), num_steps=20, log_every=6).splitlines()
-    assert [line.split("/")[0] for line in lines] == [f"step {step:2}" for step in (1, 6, 12, 18, 20)]
-    assert lines[0] == "step  1/20  loss 3.1416  grad_norm 0.912  lr 1.0e-03  12,345 tok/s  0.123 s/step"
+    assert [line.split("/")[0] for line in lines] == [
+        f"step {step:2}" for step in (1, 6, 12, 18, 20)
+    ]
+    assert (
+        lines[0]
+        == "step  1/20  loss 3.1416  grad_norm 0.912  lr 1.0e-03  12,345 tok/s  0.123 s/step"
+    )
 
 
 def test_a_line_shows_the_mean_of_the_steps_since_the_one_before(tmp_path):
@@ -136,7 +163,12 @@ def test_a_line_shows_the_mean_of_the_steps_since_the_one_before(tmp_path):
     with metrics(tmp_path, num_steps=5, log_every=4, console=console) as written:
         for step, seconds in enumerate(own_s, start=1):
             written.log(
-                {"step": step, "tokens_per_s": 100 / seconds, "mfu_fraction": 0.05 / seconds, "step_time_s": seconds}
+                {
+                    "step": step,
+                    "tokens_per_s": 100 / seconds,
+                    "mfu_fraction": 0.05 / seconds,
+                    "step_time_s": seconds,
+                }
             )
     assert console.file.getvalue().splitlines() == [
         "step 1/5  200 tok/s  mfu 10.0%  0.500 s/step",
@@ -149,13 +181,24 @@ def test_a_line_shows_the_mean_of_the_steps_since_the_one_before(tmp_path):
 def test_a_resumed_run_shows_its_first_step(tmp_path):
     console = plain()
     run(tmp_path, 8, 11, console=console)
-    assert [line.split("/")[0] for line in console.file.getvalue().splitlines()] == ["step  8", "step 10"]
+    assert [line.split("/")[0] for line in console.file.getvalue().splitlines()] == [
+        "step  8",
+        "step 10",
+    ]
 
 
 def test_a_run_over_rows_shows_rows(tmp_path):
     console = plain()
     with metrics(tmp_path, console=console) as written:
-        written.log({"step": 1, "loss": 1e-4, "rows_per_s": 5000.0, "mfu_fraction": 0.25, "step_time_s": 2.0})
+        written.log(
+            {
+                "step": 1,
+                "loss": 1e-4,
+                "rows_per_s": 5000.0,
+                "mfu_fraction": 0.25,
+                "step_time_s": 2.0,
+            }
+        )
         written.log_eval(1, {"eval_loss": math.nan})
         written.note("checkpoint [1] saved")
     assert console.file.getvalue() == (
@@ -166,7 +209,12 @@ def test_a_run_over_rows_shows_rows(tmp_path):
 
 
 def test_a_terminal_shows_a_bar_of_one_line_and_notes_above_it(tmp_path):
-    terminal = {"force_terminal": True, "width": 80, "color_system": None, "_environ": {"TERM": "xterm"}}
+    terminal = {
+        "force_terminal": True,
+        "width": 80,
+        "color_system": None,
+        "_environ": {"TERM": "xterm"},
+    }
     console = Console(file=io.StringIO(), **terminal)
     with metrics(tmp_path, num_steps=200, console=console) as written:
         for step in range(1, 20):
@@ -187,19 +235,22 @@ def test_a_terminal_shows_a_bar_of_one_line_and_notes_above_it(tmp_path):
 def events(run_dir):
     """Every event in the order of the files: (tag, step, value), or ("purge", step, None)."""
     found = []
-    for path in sorted((run_dir / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime_ns):
+    for path in sorted(
+        (run_dir / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime_ns
+    ):
         data = path.read_bytes()
         while data:  # TFRecord: length, its checksum, the event, its checksum
             (size,) = struct.unpack("<Q", data[:8])
             event, data = Event.FromString(data[12 : 12 + size]), data[16 + size :]
             if event.HasField("session_log"):
                 found.append(("purge", event.step, None))
-            found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+            scalars = [value for value in event.summary.value if value.HasField("simple_value")]
+            found += [(value.tag, event.step, value.simple_value) for value in scalars]
     return found
 
 
 def test_scalars_are_grouped_and_hold_what_was_logged(tmp_path):
-    with metrics(tmp_path, tensorboard=True) as written:
+    with metrics(tmp_path, trackers=["tensorboard"]) as written:
         written.log({**record(1, loss=2.0), "mfu": None, "model_flops_per_s": 3.0})
         written.log_eval(1, {"eval_loss": 2.5})
     got = [(tag, step) for tag, step, _ in events(tmp_path) if tag != "purge"]
@@ -210,10 +261,10 @@ def test_scalars_are_grouped_and_hold_what_was_logged(tmp_path):
 
 
 def test_a_resumed_run_purges_the_steps_that_it_repeats(tmp_path):
-    run(tmp_path, 1, 3, tensorboard=True)
+    run(tmp_path, 1, 3, trackers=["tensorboard"])
     (first,) = (tmp_path / "tensorboard").iterdir()
     os.utime(first, (0, 0))
-    run(tmp_path, 3, 4, tensorboard=True)
+    run(tmp_path, 3, 4, trackers=["tensorboard"])
     losses = [(tag, step) for tag, step, _ in events(tmp_path) if tag in ("purge", "train/loss")]
     one, two, three, four = [("train/loss", step) for step in (1, 2, 3, 4)]
     assert losses == [("purge", 1), one, two, three, ("purge", 3), three, four]
@@ -225,7 +276,7 @@ def test_without_tensorboard_nothing_is_written_for_it(tmp_path):
 
 
 def test_close_may_be_called_again(tmp_path):
-    written = metrics(tmp_path, tensorboard=True)
+    written = metrics(tmp_path, trackers=["tensorboard"])
     written.log(record(1))
     written.close()
     written.close()

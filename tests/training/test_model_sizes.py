@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 import ppctl
-from ppctl.config.files import ROOT
+from ppctl.config.config_dirs import ROOT
 from ppctl.model.stack import init
 
 PUBLISHED = {  # parameters, as the models' pages state them, embeddings once where they are tied
@@ -38,10 +38,14 @@ PUBLISHED = {  # parameters, as the models' pages state them, embeddings once wh
 FEW = {"gemma3_1b", "llama3_8b", "qwen2p5_0p5b"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FEW else pytest.mark.full) for n in PUBLISHED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FEW else pytest.mark.full) for n in PUBLISHED]
+)
 def test_a_model_has_the_parameters_that_were_published(name):
     settings = yaml.safe_load((ROOT / "conf" / "model" / f"{name}.yaml").read_text())
-    sizes = {key: value for key, value in settings.items() if key not in ("defaults", "name", "seq_len")}
+    sizes = {
+        key: value for key, value in settings.items() if key not in ("defaults", "name", "seq_len")
+    }
     stack = ppctl.transformer(**sizes)
     shapes = jax.eval_shape(lambda: init(stack, 0))
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) == PUBLISHED[name]

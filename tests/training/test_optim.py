@@ -8,39 +8,49 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.selection import few
+from support.selection import full
 
 from ppctl import config
-from ppctl.config.optim import AdamW
-from ppctl.executors.layout import Layout
-from ppctl.executors.mesh import make_mesh
+from ppctl.config.groups.optim_settings import AdamW
+from ppctl.executors.device_mesh import make_mesh
+from ppctl.executors.parameter_layout import Layout
 from ppctl.executors.reference import reference
-from ppctl.executors.spmd.program import Options, spmd
+from ppctl.executors.spmd.spmd_program import Options, spmd
 from ppctl.model.mlp import mlp
 from ppctl.model.stack import init
 from ppctl.model.transformer import transformer
-from ppctl.schedule import build
 from ppctl.schedule.costs import Costs
+from ppctl.schedule.families.registry import build
 from ppctl.schedule.partition.partition import uniform
-from ppctl.schedule.ticks import ticks
-from ppctl.training import optim
-from ppctl.training.job import assemble
-from ppctl.training.train_step import init_state, train_step
+from ppctl.schedule.tick_lowering import ticks
+from ppctl.training.pipeline import optimizers as optim
+from ppctl.training.pipeline.job import assemble
+from ppctl.training.pipeline.train_step import init_state, train_step
 
 CLIP_NORM = 0.05
 SETTINGS = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-LR_SCHEDULE = optim.lr_schedule(lr=1e-2, min_lr_fraction=0.1, warmup_steps=2, num_steps=5)
+LR_SCHEDULE = optim.LrSchedule(lr=1e-2, min_lr_fraction=0.1, warmup_steps=2, num_steps=5)
 NUM_STEPS = 5
 
 
 def make_stack(num_layers):
-    return mlp(num_layers=num_layers, d_model=16, activation="tanh", input_dim=8, target_dim=4, dtype=jnp.float64)
+    return mlp(
+        num_layers=num_layers,
+        d_model=16,
+        activation="tanh",
+        input_dim=8,
+        target_dim=4,
+        dtype=jnp.float64,
+    )
 
 
 def batches(batch_size):
     rng = np.random.default_rng(0)
     return [
-        {"inputs": rng.standard_normal((batch_size, 8)), "targets": rng.standard_normal((batch_size, 4))}
+        {
+            "inputs": rng.standard_normal((batch_size, 8)),
+            "targets": rng.standard_normal((batch_size, 4)),
+        }
         for _ in range(NUM_STEPS)
     ]
 
@@ -48,7 +58,10 @@ def batches(batch_size):
 def trained(loss_and_grads, optimizer, state, data):
     """(parameters, metrics of each step) after all batches."""
     options = {"xla_backend_optimization_level": 0}  # most time is compiling
-    step, found = jax.jit(train_step(loss_and_grads, optimizer, LR_SCHEDULE), compiler_options=options), []
+    step, found = (
+        jax.jit(train_step(loss_and_grads, optimizer, LR_SCHEDULE), compiler_options=options),
+        [],
+    )
     for batch in data:
         state, metrics = step(state, batch)
         found.append({name: float(value) for name, value in metrics.items()})
@@ -57,21 +70,30 @@ def trained(loss_and_grads, optimizer, state, data):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "num_chunks", "num_layers"), few([((2, 2, 2), 2, 8), ((1, 3, 1), 1, 7)], 1), ids=["2x2x2", "1x3"]
+    ("mesh", "num_chunks", "num_layers"),
+    [((2, 2, 2), 2, 8), full(((1, 3, 1), 1, 7))],
+    ids=["2x2x2", "1x3"],
 )
-def test_five_clipped_steps_of_a_pipeline_equal_five_of_the_reference_with_optax(mesh, num_chunks, num_layers):
+def test_five_clipped_steps_of_a_pipeline_equal_five_of_the_reference_with_optax(
+    mesh, num_chunks, num_layers
+):
     stack, data = make_stack(num_layers), batches(48)
     rng = np.random.default_rng(1)
-    params = jax.tree.map(lambda a: 0.3 * rng.standard_normal(a.shape), jax.eval_shape(lambda: init(stack, 0)))
+    params = jax.tree.map(
+        lambda a: 0.3 * rng.standard_normal(a.shape), jax.eval_shape(lambda: init(stack, 0))
+    )
 
     # the oracle: optax's own parts on the tree in natural order
     kernels = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", params)
     plain = optax.chain(
-        optax.clip_by_global_norm(CLIP_NORM), optax.adamw(LR_SCHEDULE, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=kernels)
+        optax.clip_by_global_norm(CLIP_NORM),
+        optax.adamw(LR_SCHEDULE, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=kernels),
     )
     step = reference(stack, num_microbatches=1, remat="none", unroll=16, dtype=jnp.float64)
     expected, expected_metrics = trained(step, plain, init_state(params, plain), data)
-    assert all(metrics["grad_norm"] > 2 * CLIP_NORM for metrics in expected_metrics)  # clipping is active in every step
+    assert all(
+        metrics["grad_norm"] > 2 * CLIP_NORM for metrics in expected_metrics
+    )  # clipping is active in every step
 
     schedule = build("interleaved", mesh[1], 6, num_chunks=num_chunks)
     layout = Layout(make_mesh(*mesh), uniform(num_layers, schedule.num_stages), schedule.rank_of)
@@ -84,20 +106,25 @@ def test_five_clipped_steps_of_a_pipeline_equal_five_of_the_reference_with_optax
 
     for ours, theirs in zip(metrics, expected_metrics, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-10)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(layout.to_natural(jax.tree.map(np.asarray, found))):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(
+        layout.to_natural(jax.tree.map(np.asarray, found))
+    ):
         other = dict(jax.tree_util.tree_leaves_with_path(expected))[path]
         assert np.max(np.abs(leaf - other)) <= 1e-10 * np.max(np.abs(other)), path
 
 
 def test_the_norm_of_a_gradient_is_over_all_its_leaves():
     rng = np.random.default_rng(0)
-    tree = {"ends": rng.standard_normal((3, 4)), "layers": [rng.standard_normal(5), rng.standard_normal((2, 2, 2))]}
+    tree = {
+        "embed_head": rng.standard_normal((3, 4)),
+        "layers": [rng.standard_normal(5), rng.standard_normal((2, 2, 2))],
+    }
     flat = np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])
     assert optim.global_norm(tree) == pytest.approx(np.sqrt(np.sum(flat**2)), rel=1e-14)
 
 
 def test_the_norm_of_a_bfloat16_gradient_is_computed_in_float32():
-    tree = {"ends": jnp.full(4096, 1.0, jnp.bfloat16)}  # a sum in bfloat16 would stop at 256
+    tree = {"embed_head": jnp.full(4096, 1.0, jnp.bfloat16)}  # a sum in bfloat16 would stop at 256
     norm = optim.global_norm(tree)
     assert norm.dtype == jnp.float32
     assert norm == 64.0
@@ -119,7 +146,9 @@ def test_metrics_are_of_the_step_before_the_update():
 @pytest.mark.parametrize("clip_norm", [4.0, 5.0, 6.0])
 def test_clipping_by_a_known_norm_is_optax_clipping_by_the_global_one(clip_norm):
     grads = {"a": jnp.array([3.0]), "b": jnp.array([[4.0]])}
-    found, state = optim.clip_by_norm(clip_norm).update(grads, optax.EmptyState(), norm=jnp.asarray(5.0))
+    found, state = optim.clip_by_norm(clip_norm).update(
+        grads, optax.EmptyState(), norm=jnp.asarray(5.0)
+    )
     theirs = optax.clip_by_global_norm(clip_norm)
     expected, expected_state = theirs.update(grads, theirs.init(grads))
     assert state == expected_state  # checkpoints hold it
@@ -127,12 +156,19 @@ def test_clipping_by_a_known_norm_is_optax_clipping_by_the_global_one(clip_norm)
         np.testing.assert_array_equal(ours, other)
 
 
-# --- weight decay ----------------------------------------------------------------------------------------------------
+# --- weight decay -------------------------------------------------------------------------------
 
 
 def models():
-    settings = {"num_layers": 2, "d_model": 8, "num_heads": 2, "num_kv_heads": 1, "mlp_ratio": 2.0, "vocab_size": 16}
-    settings |= {"rope_theta": 10000.0, "activation": "swiglu", "dtype": jnp.float64}
+    settings = {
+        "num_layers": 2,
+        "d_model": 8,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "mlp_width": 16,
+        "vocab_size": 16,
+    }
+    settings |= {"activation": "swiglu", "dtype": jnp.float64}
     return {
         "mlp": make_stack(2),
         "tied": transformer(**settings, tied=True),
@@ -157,7 +193,11 @@ def test_weight_decay_moves_matrices_and_neither_norms_nor_biases(name):
 
 def test_no_clipping_leaves_the_gradient_as_it_is():
     params, grads = {"kernel": jnp.zeros((2, 2))}, {"kernel": jnp.full((2, 2), 1e6)}
-    settings = SETTINGS | {"b1": 0.0, "b2": 0.0, "eps": 1e6}  # the update is g / (|g| + eps): 1/2 for g = 1e6
+    settings = SETTINGS | {
+        "b1": 0.0,
+        "b2": 0.0,
+        "eps": 1e6,
+    }  # the update is g / (|g| + eps): 1/2 for g = 1e6
 
     def update(clip_norm):
         optimizer = optim.clipped(optim.adamw(optax.constant_schedule(1.0), **settings), clip_norm)
@@ -168,12 +208,16 @@ def test_no_clipping_leaves_the_gradient_as_it_is():
     assert np.allclose(update(1.0), -0.5 / 1e6, rtol=1e-3)
 
 
-# --- learning rate ---------------------------------------------------------------------------------------------------
+# --- learning rate ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("warmup_steps", "num_steps"), [(20, 200), (1, 10), (5, 6), (0, 50)])
-def test_the_rate_rises_to_its_peak_after_warm_up_and_falls_to_its_fraction(warmup_steps, num_steps):
-    rate = optim.lr_schedule(lr=0.4, min_lr_fraction=0.1, warmup_steps=warmup_steps, num_steps=num_steps)
+def test_the_rate_rises_to_its_peak_after_warm_up_and_falls_to_its_fraction(
+    warmup_steps, num_steps
+):
+    rate = optim.LrSchedule(
+        lr=0.4, min_lr_fraction=0.1, warmup_steps=warmup_steps, num_steps=num_steps
+    )
     rates = [float(rate(k)) for k in range(num_steps + 1)]
     assert rates[0] == pytest.approx(0.4 / (warmup_steps + 1))  # not 0: the first update counts
     assert rates[: warmup_steps + 1] == pytest.approx(
@@ -189,14 +233,14 @@ def test_the_rate_rises_to_its_peak_after_warm_up_and_falls_to_its_fraction(warm
 
 
 def test_a_run_shorter_than_its_warm_up_still_reaches_the_peak():
-    rate = optim.lr_schedule(lr=0.4, min_lr_fraction=0.1, warmup_steps=20, num_steps=4)
+    rate = optim.LrSchedule(lr=0.4, min_lr_fraction=0.1, warmup_steps=20, num_steps=4)
     assert [float(rate(k)) for k in range(4)] == pytest.approx([0.1, 0.2, 0.3, 0.4])
-    one = optim.lr_schedule(lr=0.4, min_lr_fraction=0.1, warmup_steps=20, num_steps=1)
+    one = optim.LrSchedule(lr=0.4, min_lr_fraction=0.1, warmup_steps=20, num_steps=1)
     assert float(one(0)) == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(
-    "executor", few([config.Spmd(), config.Mpmd(post_validation=True), config.Mpmd()], 2), ids=repr
+    "executor", [config.Spmd(), config.Mpmd(post_validation=True), full(config.Mpmd())], ids=repr
 )
 def test_runs_that_differ_in_the_learning_rate_alone_share_their_programs(executor):
     def programs(**changes):
@@ -208,7 +252,9 @@ def test_runs_that_differ_in_the_learning_rate_alone_share_their_programs(execut
             data=config.Regression(batch_size=8, num_rows=512),
             optim=AdamW(**changes),
         )
-        return [program.text("stablehlo") for program in assemble(asked).pipe.engine.programs().programs]
+        return [
+            program.text("stablehlo") for program in assemble(asked).pipe.engine.programs().programs
+        ]
 
     first = programs()
     assert first == programs(lr=0.123, warmup_steps=1, min_lr_fraction=0.5)
@@ -217,21 +263,31 @@ def test_runs_that_differ_in_the_learning_rate_alone_share_their_programs(execut
 
 def test_the_rate_that_a_step_is_given_is_the_one_that_counts():
     params, grads = {"w": jnp.ones(3)}, {"w": jnp.array([1.0, -2.0, 3.0])}
-    constant = lambda k: 0.125  # noqa: E731
+    constant = lambda k: 0.125
     for ours, theirs in (
-        (optim.adamw(LR_SCHEDULE, **SETTINGS), optax.adamw(constant, **SETTINGS, mask=optim.decays)),
-        *((optim.sgd(LR_SCHEDULE, momentum=each), optax.sgd(constant, each)) for each in (0.9, None)),
+        (
+            optim.adamw(LR_SCHEDULE, **SETTINGS),
+            optax.adamw(constant, **SETTINGS, mask=optim.decays),
+        ),
+        *(
+            (optim.sgd(LR_SCHEDULE, momentum=each), optax.sgd(constant, each))
+            for each in (0.9, None)
+        ),
     ):
         state, expected = ours.init(params), theirs.init(params)
         for _ in range(2):
-            updates, state = optax.with_extra_args_support(ours).update(grads, state, params, lr=jnp.asarray(0.125))
+            updates, state = optax.with_extra_args_support(ours).update(
+                grads, state, params, lr=jnp.asarray(0.125)
+            )
             wanted, expected = theirs.update(grads, expected, params)
-            assert jax.tree.structure(state) == jax.tree.structure(expected)  # as older checkpoints hold it
+            assert jax.tree.structure(state) == jax.tree.structure(
+                expected
+            )  # as older checkpoints hold it
             np.testing.assert_allclose(updates["w"], wanted["w"], rtol=1e-14)
             np.testing.assert_allclose(*(jax.tree.leaves(each)[-1] for each in (state, expected)))
 
 
-# --- stochastic gradient descent -------------------------------------------------------------------------------------
+# --- stochastic gradient descent ----------------------------------------------------------------
 
 
 def test_sgd_over_a_pipeline_is_its_formula_over_the_whole_model():
@@ -239,7 +295,9 @@ def test_sgd_over_a_pipeline_is_its_formula_over_the_whole_model():
     params = jax.jit(lambda: init(stack, 0))()
 
     # the oracle: v <- momentum*v + g, w <- w - lr*v
-    gradient = jax.jit(reference(stack, num_microbatches=1, remat="none", unroll=16, dtype=jnp.float64))
+    gradient = jax.jit(
+        reference(stack, num_microbatches=1, remat="none", unroll=16, dtype=jnp.float64)
+    )
     expected, v = params, jax.tree.map(np.zeros_like, params)
     for k, batch in enumerate(data):
         g = jax.tree.map(np.asarray, gradient(expected, batch)[1])
@@ -279,5 +337,5 @@ def test_sgd_keeps_no_more_than_its_momentum():
 
 
 def test_a_rate_may_stay():
-    rate = optim.lr_schedule(lr=0.4, min_lr_fraction=1.0, warmup_steps=0, num_steps=5)
+    rate = optim.LrSchedule(lr=0.4, min_lr_fraction=1.0, warmup_steps=0, num_steps=5)
     assert [float(rate(k)) for k in range(5)] == [0.4] * 5

@@ -1,4 +1,6 @@
-"""`ppctl.attention` in models of one's own: gradients in both executors, the device that chooses, what is refused."""
+"""`ppctl.attention` in models of one's own: gradients in both executors, the device that chooses,
+what is refused.
+"""
 
 import sys
 from types import SimpleNamespace
@@ -8,15 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.selection import few
+from support.selection import full
 
 import ppctl
 from ppctl.errors import ConfigError
-from ppctl.model import chunked_attention
-from ppctl.model.cudnn_attention import FORWARD
-from ppctl.training.user_code import custom_stack
+from ppctl.model.attention import chunked_attention
+from ppctl.model.attention.cudnn_attention import FORWARD
+from ppctl.training.pipeline.user_code import custom_stack
 
-H100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
+H100 = SimpleNamespace(
+    platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0"
+)
 WIDTH, HEADS, LAYERS = 8, 2, 2
 
 
@@ -34,7 +38,10 @@ def squared_error(outputs, targets):
 def network(attend, mark=ppctl.stage_boundary):
     def init(key):
         shape = 4, WIDTH, WIDTH  # q, k, v, out
-        return [jax.random.normal(jax.random.fold_in(key, i), shape, float) / WIDTH**0.5 for i in range(LAYERS)]
+        return [
+            jax.random.normal(jax.random.fold_in(key, i), shape, float) / WIDTH**0.5
+            for i in range(LAYERS)
+        ]
 
     def apply(params, x):
         for i, (q, k, v, out) in enumerate(params):
@@ -46,7 +53,9 @@ def network(attend, mark=ppctl.stage_boundary):
     return ppctl.Network(init, apply, squared_error)
 
 
-@pytest.mark.parametrize("how", few([{"executor": "mpmd", "schedule": "zb_h1"}, {"executor": "spmd"}], 1), ids=str)
+@pytest.mark.parametrize(
+    "how", [{"executor": "mpmd", "schedule": "zb_h1"}, full({"executor": "spmd"})], ids=str
+)
 def test_a_network_with_it_has_the_gradients_of_the_formula(how, monkeypatch):
     monkeypatch.setattr(chunked_attention, "BLOCK", 4)
     draw = np.random.default_rng(0)
@@ -64,11 +73,15 @@ def test_a_network_with_it_has_the_gradients_of_the_formula(how, monkeypatch):
     whole = network(plain, mark=lambda x: x)
 
     def mean_loss(params):
-        total, number = whole.loss(whole.apply(params, jnp.asarray(batch["inputs"])), batch["targets"])
+        total, number = whole.loss(
+            whole.apply(params, jnp.asarray(batch["inputs"])), batch["targets"]
+        )
         return total / number
 
-    of_author = lambda tree: pipe.stack.export(jax.tree.map(np.asarray, tree))  # noqa: E731
-    wanted, wanted_grads = jax.jit(jax.value_and_grad(mean_loss))(of_author(pipe.to_natural(state)["params"]))
+    of_author = lambda tree: pipe.stack.export(jax.tree.map(np.asarray, tree))
+    wanted, wanted_grads = jax.jit(jax.value_and_grad(mean_loss))(
+        of_author(pipe.to_natural(state)["params"])
+    )
     assert float(loss) == pytest.approx(float(wanted), rel=1e-12)
     for found, true in zip(*map(jax.tree.leaves, (of_author(grads), wanted_grads)), strict=True):
         np.testing.assert_allclose(found, true, rtol=1e-10, atol=1e-12)
@@ -76,9 +89,13 @@ def test_a_network_with_it_has_the_gradients_of_the_formula(how, monkeypatch):
 
 def test_for_a_gpu_that_is_not_here_it_is_cudnns():
     q = jax.ShapeDtypeStruct((2, 64, 4, 64), jnp.bfloat16)
-    lowered = lambda attend: jax.jit(attend).trace(q, q, q).lower(lowering_platforms=("cuda",)).as_text()  # noqa: E731
+
+    def lowered(attend):
+        traced = jax.jit(attend).trace(q, q, q)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
     assert FORWARD in lowered(ppctl.attention(device=H100))
-    assert FORWARD not in lowered(ppctl.attention(device=H100, window=8))  # which the call does not have
+    assert FORWARD not in lowered(ppctl.attention(device=H100, window=8))  # unsupported by the call
     assert FORWARD not in lowered(ppctl.attention())
 
 
@@ -94,16 +111,31 @@ FOUND = []
 
 
 @pytest.mark.parametrize(
-    ("named", "options", "gets"), [("device", {}, H100), ("device=None", {"device": "x"}, "x"), ("**rest", {}, None)]
+    ("named", "options", "gets"),
+    [("device", {}, H100), ("device=None", {"device": "x"}, "x"), ("**rest", {}, None)],
 )
-def test_a_function_that_names_device_is_given_one_unless_an_option_does(named, options, gets, tmp_path, monkeypatch):
-    text = MODEL.format(named) if "device" in named else MODEL.format(named).replace("(device)", "(rest.get('device'))")
+def test_a_function_that_names_device_is_given_one_unless_an_option_does(
+    named, options, gets, tmp_path, monkeypatch
+):
+    text = (
+        MODEL.format(named)
+        if "device" in named
+        else MODEL.format(named).replace("(device)", "(rest.get('device'))")
+    )
     name = f"model_{abs(hash(named))}"
     (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    read = lambda numbers: {"inputs": np.ones((len(numbers), 3)), "targets": np.ones((len(numbers), 2))}  # noqa: E731
-    custom_stack(f"{name}.model", 2, options, data=SimpleNamespace(read=read), dtype=jnp.dtype("float32"), device=H100)
+    sizes = {"inputs": 3, "targets": 2}
+    read = lambda numbers: {name: np.ones((len(numbers), n)) for name, n in sizes.items()}
+    custom_stack(
+        f"{name}.model",
+        2,
+        options,
+        data=SimpleNamespace(read=read),
+        dtype=jnp.dtype("float32"),
+        device=H100,
+    )
     (found,) = sys.modules[name].FOUND
     assert found == gets
 
@@ -123,5 +155,7 @@ def test_what_it_cannot_be_is_refused(asked, message):
 
 def test_a_kernel_that_the_device_has_not_is_refused_where_it_is_called():
     q = jnp.ones((1, 4, 2, 8))
-    with pytest.raises(ConfigError, match=r"cudnn: cuDNN runs on NVIDIA GPUs, and the platform is cpu"):
+    with pytest.raises(
+        ConfigError, match=r"cudnn: cuDNN runs on NVIDIA GPUs, and the platform is cpu"
+    ):
         ppctl.attention("cudnn")(q, q, q)

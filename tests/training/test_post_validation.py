@@ -1,4 +1,4 @@
-"""Steps without a barrier before the optimizer are those with one, also where the norm undoes them."""
+"""Steps without a barrier before the optimizer equal those with one, also where undone."""
 
 from functools import partial
 
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from support.mpmd_cases import MpmdCase, make_engine
 
-from ppctl.training import optim
-from ppctl.training.engines.post_validation import PostValidated
+from ppctl.training.pipeline import optimizers as optim
+from ppctl.training.pipeline.engines.post_validation import PostValidated
 
 CASE = MpmdCase("zb_h1", (1, 2, 1), num_layers=2, model="mlp", batch_size=8, num_microbatches=4)
 CLIP_NORM = 1e3  # between the norms of the two batches below
@@ -16,10 +16,12 @@ CLIP_NORM = 1e3  # between the norms of the two batches below
 
 @pytest.fixture(scope="module")
 def setting():
-    """(engine, the same without a barrier, batches by whether their gradient is clipped, one that is not finite)."""
+    """(engine, the same without a barrier, batches by whether their gradient is clipped, one that
+    is not finite).
+    """
     engine, batch = make_engine(CASE, CLIP_NORM)
     checked = PostValidated(engine, partial(optim.needs_no_clipping, max_norm=CLIP_NORM))
-    changed = lambda factor: engine.put(batch | {"targets": batch["targets"] * factor})  # noqa: E731
+    changed = lambda factor: engine.put(batch | {"targets": batch["targets"] * factor})
     return engine, checked, {False: changed(1.0), True: changed(1e4)}, changed(np.nan)
 
 
@@ -28,14 +30,18 @@ def assert_same_bits(found, expected):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-@pytest.mark.parametrize("clipped", [(True, True), (False, False), (False, True, False), (True, False, True)], ids=str)
+@pytest.mark.parametrize(
+    "clipped", [(True, True), (False, False), (False, True, False), (True, False, True)], ids=str
+)
 def test_steps_equal_those_with_a_barrier_bit_for_bit(setting, clipped):
     engine, checked, batches, _ = setting
     state, attempt = engine.new_state(), checked.new_state()
     for is_clipped in clipped:
         state, wanted = engine.step(state, batches[is_clipped])
         attempt, metrics = checked.step(attempt, batches[is_clipped])
-        assert {name: float(value) for name, value in metrics.items()} == {k: float(v) for k, v in wanted.items()}
+        assert {name: float(value) for name, value in metrics.items()} == {
+            k: float(v) for k, v in wanted.items()
+        }
         assert (metrics["grad_norm"] >= CLIP_NORM) == is_clipped
     assert_same_bits(checked.to_natural(attempt), engine.to_natural(state))
 
@@ -50,7 +56,9 @@ def test_a_step_that_is_not_finite_leaves_the_exact_state_before_it(setting):
 
 
 def test_no_rank_waits_for_the_norm_before_its_update(setting):
-    """In the plan: nothing that an update reads has met the norm, except over its own gradients and the number."""
+    """In the plan: nothing that an update reads has met the norm, except over its own gradients and
+    the number.
+    """
     engine, *_ = setting
 
     def depends_on_norm(what):

@@ -10,8 +10,8 @@ import jax
 import pytest
 from support.traced_run import traced_run
 
-from ppctl.training import profiler
-from ppctl.training.metrics import Metrics
+from ppctl.training.run import profiler
+from ppctl.training.run.metrics import Metrics
 
 
 def planes(directory):
@@ -24,7 +24,10 @@ def planes(directory):
 def test_the_window_holds_its_steps_and_no_other(tmp_path, capsys):
     assert traced_run(tmp_path, "mesh=1x2", "schedule=gpipe", "model.num_layers=2") == 0
     out = capsys.readouterr().out
-    assert f"profile   {tmp_path}/profile (xprof, Perfetto); tasks by rank for Perfetto in {tmp_path}/profile/" in out
+    assert (
+        f"profile   {tmp_path}/profile (xprof, Perfetto); tasks by rank for Perfetto in "
+        f"{tmp_path}/profile/" in out
+    )
     modules = defaultdict(set)
     for plane in planes(tmp_path / "profile"):
         for line in plane.lines:
@@ -35,7 +38,9 @@ def test_the_window_holds_its_steps_and_no_other(tmp_path, capsys):
     assert {name: len(runs) for name, runs in modules.items()} == {"jit_step": 2}
     [perfetto] = (tmp_path / "profile").rglob("perfetto_trace.json.gz")
     trace = json.loads(gzip.decompress(perfetto.read_bytes()))
-    steps = {event["name"] for event in trace["traceEvents"] if event.get("name", "").startswith("train")}
+    steps = {
+        event["name"] for event in trace["traceEvents"] if event.get("name", "").startswith("train")
+    }
     assert steps == {"train"}
 
 
@@ -49,9 +54,20 @@ def test_a_run_interrupted_in_the_window_leaves_a_readable_trace(tmp_path, monke
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(Metrics, "log", signal_itself)
-    words = ["mesh=1x2", "schedule=gpipe", "model.num_layers=2", "run.num_steps=50", "run.profile.num_steps=40"]
+    words = [
+        "mesh=1x2",
+        "schedule=gpipe",
+        "model.num_layers=2",
+        "run.num_steps=50",
+        "run.profile=2-41",
+    ]
     assert traced_run(tmp_path, *words) == 143
-    events = [event.name for plane in planes(tmp_path / "profile") for line in plane.lines for event in line.events]
+    events = [
+        event.name
+        for plane in planes(tmp_path / "profile")
+        for line in plane.lines
+        for event in line.events
+    ]
     assert "train" in events
 
 

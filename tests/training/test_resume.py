@@ -1,4 +1,6 @@
-"""Runs that are interrupted: what real processes lose to real signals, and that the rest goes on bit for bit."""
+"""Runs that are interrupted: what real processes lose to real signals, and that the rest goes on
+bit for bit.
+"""
 
 import json
 import random
@@ -15,18 +17,20 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 from support.environment import BY_USER
-from support.selection import few
+from support.selection import full
 
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 
 NUM_STEPS, EVERY = 240, 40
 WORDS = (
-    "model=mlp model.num_layers=2 model.d_model=16 data=regression data.batch_size=8 data.num_rows=1024 "
-    "data.num_features=5 data.num_targets=3 mesh=1x2 schedule=gpipe schedule.num_microbatches=2 run.platform=cpu "
-    f"run.num_steps={NUM_STEPS} run.eval_every=50 run.checkpoint.every={EVERY} run.tensorboard=false"
+    "model=mlp model.num_layers=2 model.d_model=16 data=regression data.batch_size=8 "
+    "data.num_rows=1024 data.num_features=5 data.num_targets=3 mesh=1x2 schedule=gpipe "
+    f"schedule.num_microbatches=2 run.platform=cpu run.num_steps={NUM_STEPS} run.eval_every=50 "
+    f"run.checkpoint.every={EVERY} run.trackers=[]"
 ).split()
 
-# A process whose checkpoint directory turns into a file just when Orbax is about to write the second checkpoint.
+# A process whose checkpoint directory turns into a file just when Orbax is about to write the
+# second checkpoint.
 VANISHING = """
 import shutil, sys
 from ppctl import cli
@@ -62,7 +66,9 @@ cli.console_script()
 
 
 class Process:
-    """`ppctl train` with these tests' settings, in a process of its own; `lines` grows as it prints."""
+    """`ppctl train` with these tests' settings, in a process of its own; `lines` grows as it
+    prints.
+    """
 
     def __init__(self, run_dir, *words, program=("-m", "ppctl.cli")):
         self.run_dir, self.lines = run_dir, []
@@ -74,7 +80,9 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        self._reader = threading.Thread(target=lambda: self.lines.extend(iter(self.popen.stdout.readline, "")))
+        self._reader = threading.Thread(
+            target=lambda: self.lines.extend(iter(self.popen.stdout.readline, ""))
+        )
         self._reader.start()
 
     def __enter__(self):
@@ -112,7 +120,9 @@ def complete(run_dir, *words):
 
 
 def records(run_dir, name="metrics.jsonl"):
-    """The whole lines of a file of records; a line may be half written where the process was killed."""
+    """The whole lines of a file of records; a line may be half written where the process was
+    killed.
+    """
     path = run_dir / name
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith(b"\n")]
@@ -120,7 +130,10 @@ def records(run_dir, name="metrics.jsonl"):
 
 def results(run_dir):
     """What must be the same in any two runs that train the same: no times."""
-    return [{key: record[key] for key in ("step", "loss", "grad_norm", "lr")} for record in records(run_dir)]
+    return [
+        {key: record[key] for key in ("step", "loss", "grad_norm", "lr")}
+        for record in records(run_dir)
+    ]
 
 
 def arrays(run_dir, step=NUM_STEPS):
@@ -128,9 +141,14 @@ def arrays(run_dir, step=NUM_STEPS):
     path = str(run_dir / "checkpoints" / str(step))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     described = ocp.checkpointables_metadata(path).metadata["state"]
-    wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), described)
+    wanted = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), described
+    )
     state = ocp.load_checkpointables(path, {"state": wanted})["state"]
-    return {jax.tree_util.keystr(key): np.asarray(a).tobytes() for key, a in jax.tree.leaves_with_path(state)}
+    return {
+        jax.tree_util.keystr(key): np.asarray(a).tobytes()
+        for key, a in jax.tree.leaves_with_path(state)
+    }
 
 
 def latest(run_dir):
@@ -152,7 +170,9 @@ def uninterrupted(tmp_path_factory):
 
 
 @pytest.mark.full
-def test_a_run_ended_by_signals_saves_its_last_step_and_goes_on_bit_for_bit(tmp_path, uninterrupted):
+def test_a_run_ended_by_signals_saves_its_last_step_and_goes_on_bit_for_bit(
+    tmp_path, uninterrupted
+):
     run_dir, start = tmp_path / "run", 0
     for number in (signal.SIGTERM, signal.SIGINT):
         name = number.name
@@ -165,15 +185,22 @@ def test_a_run_ended_by_signals_saves_its_last_step_and_goes_on_bit_for_bit(tmp_
         assert [record["step"] for record in records(run_dir)] == list(range(1, step + 1))
         assert process.lines[-3] == f"{name}: saving step {step} and leaving\n"
         assert process.lines[-2].startswith("plan ")
-        assert process.lines[-1] == f"interrupted at step {step}; checkpoints, metrics and logs are in {run_dir}\n"
-        assert process.has_printed("from the start" if start == 0 else f"resuming after step {start}")
+        assert (
+            process.lines[-1]
+            == f"interrupted at step {step}; checkpoints, metrics and logs are in {run_dir}\n"
+        )
+        assert process.has_printed(
+            "from the start" if start == 0 else f"resuming after step {start}"
+        )
         start = step
     assert f"resuming after step {start}" in complete(run_dir)
     assert_same_run(run_dir, uninterrupted)
 
 
 def kill_moments(names):
-    """(name, when to kill a process given its start step); random, but the same in every run of this test."""
+    """(name, when to kill a process given its start step); random, but the same in every run of
+    this test.
+    """
     chance = random.Random(0)
 
     def after(seconds, text=""):
@@ -206,12 +233,22 @@ def kill_moments(names):
     return [(name, moment) for name, moment in moments.items() if name in names]
 
 
-MOMENTS = ("importing", "compiling", "stepping", "saving", "evaluating", "saving again", "stepping again")
+MOMENTS = (
+    "importing",
+    "compiling",
+    "stepping",
+    "saving",
+    "evaluating",
+    "saving again",
+    "stepping again",
+)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("moments", few(["stepping", ", ".join(MOMENTS)], 1))
-def test_kill_9_at_any_moment_costs_at_most_what_the_last_checkpoint_lacks(tmp_path, uninterrupted, moments):
+@pytest.mark.parametrize("moments", ["stepping", full(", ".join(MOMENTS))])
+def test_kill_9_at_any_moment_costs_at_most_what_the_last_checkpoint_lacks(
+    tmp_path, uninterrupted, moments
+):
     run_dir, was_killed_in = tmp_path / "run", []
     for name, wait in kill_moments(moments.split(", ")):
         start = latest(run_dir)
@@ -219,9 +256,13 @@ def test_kill_9_at_any_moment_costs_at_most_what_the_last_checkpoint_lacks(tmp_p
             wait(process, start)
             process.popen.kill()
             assert process.end() == -signal.SIGKILL, name
-        for line in process.lines:  # it had gone on from the newest checkpoint, unless it was killed before
+        for line in (
+            process.lines
+        ):  # it had gone on from the newest checkpoint, unless it was killed before
             if line.startswith("run "):
-                assert line.endswith(f"resuming after step {start}\n" if start else "from the start\n")
+                assert line.endswith(
+                    f"resuming after step {start}\n" if start else "from the start\n"
+                )
         assert start <= latest(run_dir) < NUM_STEPS, name
         assert len(records(run_dir)) >= latest(run_dir), name
         was_killed_in.append(name)
@@ -230,10 +271,15 @@ def test_kill_9_at_any_moment_costs_at_most_what_the_last_checkpoint_lacks(tmp_p
     assert_same_run(run_dir, uninterrupted)
 
 
-@pytest.mark.parametrize("module", few(["numpy.linalg", "jaxlib.xla_client", "flax.nnx", "orbax.checkpoint"], 1))
+@pytest.mark.parametrize(
+    "module",
+    ["numpy.linalg", full("jaxlib.xla_client"), full("flax.nnx"), full("orbax.checkpoint")],
+)
 def test_ctrl_c_while_jax_is_imported_ends_the_process_with_one_line(tmp_path, module):
     """Raised there, a KeyboardInterrupt would become an ImportError, or be lost."""
-    with Process(tmp_path / "run", program=("-c", INTERRUPTED_IMPORT.format(module=module))) as process:
+    with Process(
+        tmp_path / "run", program=("-c", INTERRUPTED_IMPORT.format(module=module))
+    ) as process:
         assert process.end() == 130
     assert process.lines == ["ppctl: interrupted.\n"]
     assert not (tmp_path / "run").exists()
@@ -257,10 +303,15 @@ def test_a_signal_before_the_first_step_ends_the_process_without_a_traceback(tmp
 
 @pytest.mark.full
 def test_a_run_whose_reader_has_gone_saves_its_last_step(tmp_path):
-    run_dir, words = tmp_path / "run", [*WORDS, "run.num_steps=100000", "run.checkpoint.every=null", "run.log_every=1"]
+    run_dir, words = (
+        tmp_path / "run",
+        [*WORDS, "run.num_steps=100000", "run.checkpoint.every=null", "run.log_every=1"],
+    )
     train = shlex.join([sys.executable, "-m", "ppctl.cli", "train", *words, f"run.dir={run_dir}"])
     command = f"set -o pipefail; {train} | grep -m 1 'step  *3/'"
-    ended = subprocess.run(["bash", "-c", command], env=BY_USER, capture_output=True, text=True, timeout=240)
+    ended = subprocess.run(
+        ["bash", "-c", command], env=BY_USER, capture_output=True, text=True, timeout=240
+    )
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
     last = records(run_dir, "status.jsonl")[-1]
     assert (last["status"], last["reason"]) == ("interrupted", "SIGPIPE")
@@ -270,7 +321,9 @@ def test_a_run_whose_reader_has_gone_saves_its_last_step(tmp_path):
 @pytest.mark.full
 def test_a_second_ctrl_c_ends_the_process_at_once(tmp_path):
     run_dir = tmp_path / "run"
-    with Process(run_dir, "run.checkpoint.every=null", "run.num_steps=100000", program=("-c", SLOW_TO_SAVE)) as process:
+    with Process(
+        run_dir, "run.checkpoint.every=null", "run.num_steps=100000", program=("-c", SLOW_TO_SAVE)
+    ) as process:
         process.wait_until(lambda: process.has_trained(5))
         process.popen.send_signal(signal.SIGINT)
         process.wait_until(lambda: process.has_printed("SIGINT: saving step"))
@@ -288,11 +341,15 @@ def test_a_save_that_fails_ends_the_process_with_one_line(tmp_path):
         process.wait_until(lambda: process.has_trained(EVERY))
         process.wait_until(lambda: (run_dir / "checkpoints").is_file())
         assert process.end() == 2
-    errors = [line for line in process.lines if not re.match(r"(model|data|mesh|schedule|run|plan|step|comp)", line)]
+    errors = [
+        line
+        for line in process.lines
+        if not re.match(r"(model|data|mesh|schedule|run|plan|step|comp)", line)
+    ]
     assert len(errors) == 1, errors
     assert re.fullmatch(
-        rf"ppctl: Checkpoint {run_dir}/checkpoints/\d+ could not be written: Not a directory; no checkpoint is "
-        r"finished\. Free or extend the disk, or use another run\.dir\. Training stopped after step \d+; "
-        r"run\.checkpoint\.on_failure=continue goes on\.\n",
+        rf"ppctl: Checkpoint {run_dir}/checkpoints/\d+ could not be written: Not a directory; no "
+        r"checkpoint is finished\. Free or extend the disk, or use another run\.dir\. Training "
+        r"stopped after step \d+; run\.checkpoint\.on_failure=continue goes on\.\n",
         errors[0],
     )

@@ -1,4 +1,6 @@
-"""A run goes on with the model it was of, or says so: which settings may change, and how that is told and recorded."""
+"""A run goes on with the model it was of, or says so: which settings may change, and how that is
+told and recorded.
+"""
 
 import importlib
 import json
@@ -9,13 +11,15 @@ from pathlib import Path
 import pytest
 
 from ppctl import cli, config
-from ppctl.config.changes import SAME_FUNCTION, changes
-from ppctl.config.sources import changed_modules, sources
+from ppctl.config.changed_settings import SAME_FUNCTION, changes
+from ppctl.config.code_digests import changed_modules, sources
+from ppctl.config.groups.model_settings import Rope
 
 WORDS = (
-    "model=custom model.target=own_model.model model.num_layers=2 data=regression data.batch_size=8 data.num_rows=256 "
-    "data.num_features=4 data.num_targets=4 mesh=1x2 schedule=gpipe schedule.num_microbatches=2 run.platform=cpu "
-    "run.eval_every=null run.tensorboard=false run.dir=run run.num_steps=2 +model.options.slope=0.5"
+    "model=custom model.target=own_model.model model.num_layers=2 data=regression "
+    "data.batch_size=8 data.num_rows=256 data.num_features=4 data.num_targets=4 mesh=1x2 "
+    "schedule=gpipe schedule.num_microbatches=2 run.platform=cpu run.eval_every=null "
+    "run.trackers=[] run.dir=run run.num_steps=2 +model.options.slope=0.5"
 )
 OWN_MODEL = '''
 """A model."""
@@ -25,14 +29,14 @@ from ppctl import Stack
 
 
 def model(num_layers, dtype, data, slope):
-    def head(ends, x, targets):
+    def head(embed_head, x, targets):
         return jnp.square(x - targets).sum(), x.size
 
     return Stack(
         num_layers=num_layers,
-        init_ends=lambda key: {"scale": jnp.ones((), dtype)},
+        init_embed_head=lambda key: {"scale": jnp.ones((), dtype)},
         init_layer=lambda key, index: jnp.eye(data.input_dim, dtype=dtype),
-        embed=lambda ends, inputs: inputs * ends["scale"],
+        embed=lambda embed_head, inputs: inputs * embed_head["scale"],
         layer=lambda w, x: own_bend.bend(x @ w, slope),
         head=head,
     )
@@ -48,7 +52,9 @@ def own(tmp_path, monkeypatch):
     """A current directory with a model of one's own, whose modules are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # an edit within the same second would go unseen
+    monkeypatch.setattr(
+        sys, "dont_write_bytecode", True
+    )  # an edit within the same second would go unseen
     Path("own_model.py").write_text(OWN_MODEL)
     Path("own_bend.py").write_text(OWN_BEND)
     yield tmp_path
@@ -63,7 +69,9 @@ def _forget():
 
 @pytest.fixture
 def train(own, capsys):
-    """A function that trains the model as its files are now: (exit code, what was printed on stdout, on stderr)."""
+    """A function that trains the model as its files are now: (exit code, what was printed on
+    stdout, on stderr).
+    """
 
     def train(*words):
         _forget()
@@ -95,7 +103,11 @@ def test_a_run_goes_on_with_another_model_only_if_asked_to_and_says_so_everywher
     code_line = lines.pop()
     assert lines == [
         f"changed   since step 2: {each}"
-        for each in ("model.options.slope 0.5 -> 0.25", "optim.lr 0.002 -> 0.1", "run.num_steps 2 -> 3")
+        for each in (
+            "model.options.slope 0.5 -> 0.25",
+            "optim.lr 0.002 -> 0.1",
+            "run.num_steps 2 -> 3",
+        )
     ]
     assert code_line.startswith("changed   since step 2: model.code(own_bend) ")
 
@@ -106,7 +118,9 @@ def test_a_run_goes_on_with_another_model_only_if_asked_to_and_says_so_everywher
     assert cli.main(["report", "run"]) == 0
     assert "<li>since step 2: optim.lr 0.002 -&gt; 0.1</li>" in Path("run/report.html").read_text()
 
-    assert train(*more, "model.options.slope=0.25", "run.num_steps=4")[0] == 0  # with the model of step 3
+    assert (
+        train(*more, "model.options.slope=0.25", "run.num_steps=4")[0] == 0
+    )  # with the model of step 3
 
 
 def stored(request):
@@ -119,30 +133,44 @@ def test_every_setting_of_a_model_is_compared_but_those_that_leave_its_function(
         for name, value in asdict(model).items():
             if name == "name":
                 continue
+            if name == "rope":
+                before, now = (
+                    config.Config(),
+                    config.Config(model=config.Transformer(rope=Rope(theta=3.0))),
+                )
+                assert [change.is_of_function for change in changes(stored(before), now)] == [True]
+                continue
             other = {"x": 1} if isinstance(value, dict) else "gelu" if name == "activation" else 3
             other = "swiglu" if value == other else other
-            before, now = config.Config(model=model), config.Config(model=replace(model, **{name: other}))
+            before, now = (
+                config.Config(model=model),
+                config.Config(model=replace(model, **{name: other})),
+            )
             found = {change.name: change for change in changes(stored(before), now)}
             key = "model.options.x" if name == "options" else f"model.{name}"
             assert found[key].is_of_function == (key not in SAME_FUNCTION)
             assert not changes(stored(now), now)
 
 
-def test_a_null_is_the_value_that_it_stands_for_and_an_unknown_setting_had_its_default():
+def test_a_null_is_the_value_that_it_stands_for():
     heads = config.Config(model=config.Transformer(num_heads=4))
-    assert not changes(stored(heads), config.Config(model=config.Transformer(num_heads=4, num_kv_heads=4)))
+    assert not changes(
+        stored(heads), config.Config(model=config.Transformer(num_heads=4, num_kv_heads=4))
+    )
     assert not changes(stored(config.Config(run=config.Run(eval_batches=4))), config.Config())
     assert changes(stored(config.Config(run=config.Run(eval_batches=2))), config.Config())
-    before = stored(heads)
-    del before["model"]["rope_theta"]
-    assert not changes(before, heads)
-    turned = config.Config(model=config.Transformer(num_heads=4, rope_theta=500.0))
-    assert [change.text for change in changes(before, turned)] == ["model.rope_theta: 10000.0 then, 500.0 now"]
+    turned = config.Config(model=config.Transformer(num_heads=4, rope=Rope(theta=500.0)))
+    assert [change.text for change in changes(stored(heads), turned)] == [
+        "model.rope.theta: 10000.0 then, 500.0 now"
+    ]
 
 
 def test_where_and_how_a_run_is_started_is_no_change():
     before = config.Config()
-    moved = replace(before, run=config.Run(name="b", dir="/b", resume="must", log_every=1, distributed="explicit"))
+    moved = replace(
+        before,
+        run=config.Run(name="b", dir="/b", resume="must", log_every=1, distributed="explicit"),
+    )
     assert not changes(stored(before), replace(moved, launch=config.Launch(processes=2)))
 
 

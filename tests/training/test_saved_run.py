@@ -1,4 +1,6 @@
-"""`ppctl.load_run`: settings, records and parameters of a run, as the run has them, and the model that they make."""
+"""`ppctl.load_run`: settings, records and parameters of a run, as the run has them, and the model
+that they make.
+"""
 
 import json
 import shutil
@@ -10,15 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
-from support.selection import few
+from support.selection import full
 
 import ppctl
-from ppctl.config import MLP, Config, CustomData, CustomModel, Mesh, Regression, Run, Schedule, Synthetic, Transformer
-from ppctl.config.stored import model_and_data
+from ppctl.config import (
+    MLP,
+    Config,
+    CustomData,
+    CustomModel,
+    Mesh,
+    Regression,
+    Run,
+    Schedule,
+    Synthetic,
+    Transformer,
+)
+from ppctl.config.stored_config import model_and_data
 from ppctl.training.checkpoint.checkpoint import Checkpoints
-from ppctl.training.job import assemble
-from ppctl.training.loop import metadata
-from ppctl.training.run import as_yaml
+from ppctl.training.pipeline.job import assemble
+from ppctl.training.run.loop import metadata
+from ppctl.training.run.train_run import as_yaml
 
 OWN = """
 import jax, jax.numpy as jnp, numpy as np
@@ -26,7 +39,8 @@ import ppctl
 
 def network(width=4):
     def init(key):
-        dense = lambda a, b: {"w": jax.random.normal(jax.random.fold_in(key, a), (a, b)) / a, "bias": jnp.ones(b)}
+        normal = lambda a, b: jax.random.normal(jax.random.fold_in(key, a), (a, b))
+        dense = lambda a, b: {"w": normal(a, b) / a, "bias": jnp.ones(b)}
         return {"blocks": [dense(6, width), dense(width, 3)], "gain": (jnp.full(3, 2.0),)}
 
     def apply(params, x):
@@ -35,7 +49,8 @@ def network(width=4):
         return {"logits": (x @ last["w"] + last["bias"]) * params["gain"][0]}
 
     def loss(outputs, targets):
-        found = -jnp.take_along_axis(jax.nn.log_softmax(outputs["logits"]), targets[:, None], axis=-1)
+        log_p = jax.nn.log_softmax(outputs["logits"])
+        found = -jnp.take_along_axis(log_p, targets[:, None], axis=-1)
         return found.sum(), jnp.asarray(found.size, float)
 
     return ppctl.Network(init, apply, loss)
@@ -58,7 +73,7 @@ def save(config, path, seed=0):
 
 @pytest.fixture(scope="module")
 def network_run(tmp_path_factory):
-    """A run of a network of the user's in three stages; the module is imported as it was trained."""
+    """A run of a user's network in three stages; the module is imported as it was trained."""
     home = tmp_path_factory.mktemp("own")
     (home / "own_net.py").write_text(OWN)
     config = Config(
@@ -90,7 +105,9 @@ def test_a_network_predicts_without_its_data(network_run, monkeypatch):
     batch = {"inputs": rng.standard_normal((5, 2, 3)), "targets": rng.integers(0, 3, 5)}
     wanted = network.apply(run.params(), jnp.asarray(batch["inputs"], jnp.float32))
     np.testing.assert_allclose(run.predict(batch["inputs"])["logits"], wanted["logits"], rtol=1e-5)
-    np.testing.assert_allclose(run.predict(batch["inputs"][:1])["logits"], wanted["logits"][:1], rtol=1e-5)
+    np.testing.assert_allclose(
+        run.predict(batch["inputs"][:1])["logits"], wanted["logits"][:1], rtol=1e-5
+    )
     total, number = network.loss(wanted, batch["targets"])
     assert run.loss(batch) == pytest.approx(float(total / number), rel=1e-5)
     with pytest.raises(ppctl.PpctlError, match="own_net has no function rows"):
@@ -100,11 +117,16 @@ def test_a_network_predicts_without_its_data(network_run, monkeypatch):
 def test_code_that_changed_is_warned_of_and_other_parameters_are_refused(network_run, monkeypatch):
     file = network_run.parent / "own_net.py"
     file.write_text(OWN.replace("2.0", "3.0"))
-    with pytest.warns(UserWarning, match="own_net changed after .* was trained; it may compute something else"):
+    with pytest.warns(
+        UserWarning, match="own_net changed after .* was trained; it may compute something else"
+    ):
         ppctl.load_run(network_run).predict(np.zeros((1, 2, 3)))
     file.write_text(OWN)
     monkeypatch.setattr(sys.modules["own_net"].network, "__defaults__", (5,))
-    with pytest.raises(ppctl.PpctlError, match=r"other parameters now than at step 1: .* restore own_net\.network\."):
+    with pytest.raises(
+        ppctl.PpctlError,
+        match=r"other parameters now than at step 1: .* restore own_net\.network\.",
+    ):
         ppctl.load_run(network_run).params()
 
 
@@ -114,7 +136,9 @@ def test_code_that_is_not_here_is_said_to_be_where_the_run_was_started(network_r
     settings.write_text(settings.read_text().replace("own_net.", "away_net."))
     with pytest.raises(ppctl.PpctlError, match=r"no module away_net, neither in .* packages\.$"):
         ppctl.load_run(away).params()
-    (away / "status.jsonl").write_text('{"status": "started", "step": 0, "directory": "/of/hers"}\n')
+    (away / "status.jsonl").write_text(
+        '{"status": "started", "step": 0, "directory": "/of/hers"}\n'
+    )
     where = r"packages\. .*/run was started in /of/hers: go there, or name it in PYTHONPATH\."
     with pytest.raises(ppctl.PpctlError, match=where):
         ppctl.load_run(away).params()
@@ -122,7 +146,7 @@ def test_code_that_is_not_here_is_said_to_be_where_the_run_was_started(network_r
         _ = ppctl.load_run(away).data
 
 
-@pytest.mark.parametrize("dtype", few(["float32", "float64"], 1))
+@pytest.mark.parametrize("dtype", ["float32", full("float64")])
 def test_a_transformer_predicts_logits_of_which_the_loss_is_that_of_the_run(tmp_path, dtype):
     config = Config(
         model=Transformer(num_layers=2, d_model=8, num_heads=2, seq_len=6),
@@ -135,10 +159,15 @@ def test_a_transformer_predicts_logits_of_which_the_loss_is_that_of_the_run(tmp_
     batch = next(run.data.batches())
     logits = run.predict(batch["inputs"])
     assert logits.shape == (4, 6, 16)
-    expected = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], axis=-1).mean()
+    expected = -jnp.take_along_axis(
+        jax.nn.log_softmax(logits), batch["targets"][..., None], axis=-1
+    ).mean()
     assert run.loss(batch) == pytest.approx(float(expected), rel=1e-5)
     if dtype == "float64":
-        with jax.enable_x64(False), pytest.raises(ppctl.PpctlError, match=r"run\.dtype=float64, and JAX has 32 bits"):
+        with (
+            jax.enable_x64(False),
+            pytest.raises(ppctl.PpctlError, match=r"run\.dtype=float64, and JAX has 32 bits"),
+        ):
             ppctl.load_run(tmp_path).params()
 
 
@@ -148,17 +177,24 @@ def test_an_mlp_predicts_and_a_stack_without_outputs_is_refused(saved, monkeypat
     error = np.square(run.predict(batch["inputs"]) - batch["targets"]).mean()
     assert run.loss(batch) == pytest.approx(error, rel=1e-5)
     stack, params = run._trained(5)
-    monkeypatch.setattr(ppctl.SavedRun, "_trained", lambda self, step: (replace(stack, outputs=None), params))
-    with pytest.raises(ppctl.PpctlError, match=r"returns a Stack without outputs, only with a loss\. Give it outputs"):
+    monkeypatch.setattr(
+        ppctl.SavedRun, "_trained", lambda self, step: (replace(stack, outputs=None), params)
+    )
+    with pytest.raises(
+        ppctl.PpctlError,
+        match=r"returns a Stack without outputs, only with a loss\. Give it outputs",
+    ):
         run.predict(batch["inputs"])
 
 
 def test_settings_of_another_version_are_refused():
     settings = yaml.safe_load(as_yaml(Config()))
     assert model_and_data(settings).model == Config().model
-    with pytest.raises(ppctl.PpctlError, match=r"model=rnn of this run is none that this version of ppctl has\."):
+    with pytest.raises(
+        ppctl.PpctlError, match=r"model=rnn of this run is none that this version of ppctl has\."
+    ):
         model_and_data(settings | {"model": {"name": "rnn"}})
-    with pytest.raises(ppctl.PpctlError, match=r"data\.colour of this run is no setting of this version"):
+    with pytest.raises(ppctl.PpctlError, match=r"data\.colour is no setting of this version"):
         model_and_data(settings | {"data": {"name": "stdlib", "colour": 3}})
 
 
@@ -188,7 +224,12 @@ def saved(tmp_path_factory):
 
 def test_settings_records_and_checkpoints_are_those_of_the_run(saved):
     run = ppctl.load_run(saved[0])
-    assert run.settings["model"] == {"name": "mlp", "num_layers": 4, "d_model": 8, "activation": "relu"}
+    assert run.settings["model"] == {
+        "name": "mlp",
+        "num_layers": 4,
+        "d_model": 8,
+        "activation": "relu",
+    }
     assert run.metrics == [{"step": 5, "loss": 0.5}]  # not the half of one that a kill left
     assert run.evaluations == []
     assert run.steps == (3, 5)
@@ -205,7 +246,9 @@ def test_parameters_are_whole_and_in_model_order(saved, step):
 
 
 def test_what_is_not_there_is_refused(saved, tmp_path):
-    with pytest.raises(ppctl.PpctlError, match=r"has no checkpoint of step 4; there are of steps 3, 5\."):
+    with pytest.raises(
+        ppctl.PpctlError, match=r"has no checkpoint of step 4; there are of steps 3, 5\."
+    ):
         ppctl.load_run(saved[0]).params(4)
     with pytest.raises(ppctl.PpctlError, match=r"is no run: it has no config\.yaml"):
         ppctl.load_run(tmp_path)
@@ -213,10 +256,17 @@ def test_what_is_not_there_is_refused(saved, tmp_path):
 
 def test_a_flipped_byte_is_found(saved, tmp_path):
     run = ppctl.load_run(saved[0])
-    data = max((saved[0] / "checkpoints/3/state").rglob("*"), key=lambda file: file.stat().st_size * file.is_file())
+    data = max(
+        (saved[0] / "checkpoints/3/state").rglob("*"),
+        key=lambda file: file.stat().st_size * file.is_file(),
+    )
     whole = data.read_bytes()
     try:
-        data.write_bytes(whole[: len(whole) // 2] + bytes([whole[len(whole) // 2] ^ 1]) + whole[len(whole) // 2 + 1 :])
+        data.write_bytes(
+            whole[: len(whole) // 2]
+            + bytes([whole[len(whole) // 2] ^ 1])
+            + whole[len(whole) // 2 + 1 :]
+        )
         with pytest.raises(ppctl.PpctlError, match="cannot be read"):
             run.params(3)
     finally:

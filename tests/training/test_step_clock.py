@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ppctl.training import step_clock
-from ppctl.training.step_clock import StepClock
+from ppctl.training.run import step_clock
+from ppctl.training.run.step_clock import StepClock
 
 
 class Numbers:

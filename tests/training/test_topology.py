@@ -1,4 +1,6 @@
-"""GPUs that are not here: how they are described to their compiler, what is refused, and what is compiled for them."""
+"""GPUs that are not here: how they are described to their compiler, what is refused, and what is
+compiled for them.
+"""
 
 import json
 import re
@@ -12,13 +14,13 @@ from support.cuda_plugin import needs_cuda_plugin
 from ppctl import cli, config
 from ppctl.cli.commands.plan import plan as run_plan
 from ppctl.errors import ConfigError
-from ppctl.executors import topology
-from ppctl.executors.mpmd import runtime
-from ppctl.executors.topology import described_mesh, has_plugin, target_config
-from ppctl.model.cudnn_attention import CALLS
-from ppctl.planner import plan
-from ppctl.training.job import assemble
-from ppctl.training.known_hardware import gpu_names, gpu_target, known
+from ppctl.executors import described_devices as topology
+from ppctl.executors.described_devices import described_mesh, has_plugin, target_config
+from ppctl.executors.mpmd import mpmd_runtime as runtime
+from ppctl.model.attention.cudnn_attention import CALLS
+from ppctl.planner import make_plan as plan
+from ppctl.training.pipeline.job import assemble
+from ppctl.training.pipeline.known_hardware import gpu_names, gpu_target, known
 
 GPUS = gpu_names()
 REQUEST = config.Config(
@@ -30,7 +32,9 @@ REQUEST = config.Config(
     plan=config.Plan(compile=True, topology="h100:2x2"),
 )
 
-DISPATCHED = replace(REQUEST, executor=config.Mpmd(remat="none"), schedule=config.Schedule("zb_h1", 8))
+DISPATCHED = replace(
+    REQUEST, executor=config.Mpmd(remat="none"), schedule=config.Schedule("zb_h1", 8)
+)
 
 
 def described(monkeypatch):
@@ -54,7 +58,7 @@ def test_all_nvidia_gpus_are_described():
 @pytest.mark.parametrize("name", GPUS)
 def test_a_gpu_is_described_by_its_own_numbers(name):
     hardware = known()[name]
-    cuda, text = hardware.cuda, target_config(gpu_target(hardware))
+    cuda, text = hardware.gpu, target_config(gpu_target(hardware))
     assert cuda is not None
     assert hardware.memory_gib is not None
     found = dict(re.findall(r"(\w+): (\S+)", text))
@@ -64,7 +68,11 @@ def test_a_gpu_is_described_by_its_own_numbers(name):
     assert text.count("{") == text.count("}")
     assert hardware.device_kinds[0] in text
     # float32 lanes at two operations a clock reach no more than the tensor cores' float32
-    assert 0.02 < 2e9 * cuda.cores * cuda.fp32_per_core * cuda.clock_ghz / hardware.peak_flops["float32"] < 1
+    assert (
+        0.02
+        < 2e9 * cuda.cores * cuda.fp32_per_core * cuda.clock_ghz / hardware.peak_flops["float32"]
+        < 1
+    )
     # programs can use three quarters
     assert cuda.memory_bytes * 0.75 / 2**30 == pytest.approx(hardware.memory_gib, rel=0.02)
 
@@ -77,17 +85,27 @@ def test_hosts_and_their_gpus_are_asked_for_and_the_description_says_what_fits(m
     assert asked["target_config"] == target_config(gpu_target(known()["h100"]))
     assert found["hardware"] == "h100"
     assert found["fits"] is True
-    assert found["limit_bytes"] == round(known()["h100"].memory_gib * 2**30)  # the compiler refuses nothing
+    assert found["limit_bytes"] == round(
+        known()["h100"].memory_gib * 2**30
+    )  # the compiler refuses nothing
     assert run_plan(replace(REQUEST, run=config.Run(memory_fraction=0.9)), as_json=True) == 0
-    assert json.loads(capsys.readouterr().out)["limit_bytes"] == round(known()["h100"].memory_gib * 0.9 / 0.75 * 2**30)
-    small = replace(REQUEST, plan=replace(REQUEST.plan, memory_gib=max(found["total_bytes"]) / 2**30 - 1e-6))
+    assert json.loads(capsys.readouterr().out)["limit_bytes"] == round(
+        known()["h100"].memory_gib * 0.9 / 0.75 * 2**30
+    )
+    small = replace(
+        REQUEST, plan=replace(REQUEST.plan, memory_gib=max(found["total_bytes"]) / 2**30 - 1e-6)
+    )
     assert run_plan(small, as_json=True) == 1
 
 
 def test_hardware_of_ones_own_is_described_too(monkeypatch):
     asked = described(monkeypatch)
-    mine = replace(known()["h100"], name="mine", cuda=replace(known()["h100"].cuda, cores=99), memory_gib=10.0)
-    found = plan.predict(replace(REQUEST, hardware=mine, plan=replace(REQUEST.plan, topology="mine:1x4")))
+    mine = replace(
+        known()["h100"], name="mine", cuda=known()["h100"].cuda | {"cores": 99}, memory_gib=10.0
+    )
+    found = plan.predict(
+        replace(REQUEST, hardware=mine, plan=replace(REQUEST.plan, topology="mine:1x4"))
+    )
     assert "core_count: 99" in asked["target_config"]
     assert (found.hardware, found.limit_bytes) == ("mine", 10 * 2**30)
 
@@ -108,10 +126,13 @@ def test_other_shapes_and_sizes_are_refused(monkeypatch):
     described(monkeypatch)
     h100 = gpu_target(known()["h100"])
     with pytest.raises(
-        ConfigError, match=r"^plan.topology=h100:1x2x2 is of GPUs: write the number of hosts .*h100:2x8"
+        ConfigError,
+        match=r"^plan.topology=h100:1x2x2 is of GPUs: write the number of hosts .*h100:2x8",
     ):
         described_mesh((1, 4, 1, 1, 1), "h100:1x2x2", h100)
-    with pytest.raises(ConfigError, match=r"1\*2\*1 = 2, but plan.topology=h100:1x4 has 4 devices. Use a mesh"):
+    with pytest.raises(
+        ConfigError, match=r"1\*2\*1 = 2, but plan.topology=h100:1x4 has 4 devices. Use a mesh"
+    ):
         described_mesh((1, 2, 1, 1, 1), "h100:1x4", h100)
 
 
@@ -137,7 +158,10 @@ def test_without_the_plugin_it_is_named(capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"capability": "9"}, "hardware.cuda.capability='9' is not a compute capability, such as 9.0"),
+        (
+            {"capability": "9"},
+            "hardware.cuda.capability='9' is not a compute capability, such as 9.0",
+        ),
         ({"cores": 0}, "hardware.cuda.cores=0"),
         ({"clock_ghz": float("nan")}, "hardware.cuda.clock_ghz=nan"),
     ],
@@ -145,7 +169,7 @@ def test_without_the_plugin_it_is_named(capsys):
 def test_a_gpu_that_cannot_be_is_refused(changes, message):
     hardware = known()["h100"]
     with pytest.raises(ConfigError, match=message):
-        replace(hardware, cuda=replace(hardware.cuda, **changes)).check()
+        replace(hardware, cuda=hardware.cuda | changes).check()
 
 
 @needs_cuda_plugin
@@ -158,12 +182,16 @@ def test_a_program_is_compiled_for_gpus():
 
 @needs_cuda_plugin
 @pytest.mark.parametrize("remat", ["none", "layer"])
-@pytest.mark.parametrize(("schedule", "backward"), [("1f1b", ["bwd"]), ("zb_h1", ["bwd_i", "bwd_w"])])
+@pytest.mark.parametrize(
+    ("schedule", "backward"), [("1f1b", ["bwd"]), ("zb_h1", ["bwd_i", "bwd_w"])]
+)
 def test_a_stages_programs_run_cudnns_kernels_once_a_layer(schedule, backward, remat):
     layers, again = 2, int(remat == "layer")  # of a stage; whether its backward recomputes
     request = replace(
         REQUEST,
-        model=config.Transformer(num_layers=2 * layers, d_model=128, num_heads=2, seq_len=128, attention="cudnn"),
+        model=config.Transformer(
+            num_layers=2 * layers, d_model=128, num_heads=2, seq_len=128, attention="cudnn"
+        ),
         mesh=config.Mesh(1, 2, 1),
         schedule=config.Schedule(schedule, 4),
         executor=config.Mpmd(remat=remat),
@@ -172,10 +200,19 @@ def test_a_stages_programs_run_cudnns_kernels_once_a_layer(schedule, backward, r
         plan=config.Plan(compile=True, topology="h100:1x2"),
     )
     engine = assemble(request).pipe.engine
-    tasks = engine.programs(lambda entries: {entry for entry in entries if entry.task is not None}).programs
-    runs = {task.name: tuple(task.hlo.count(f'custom_call_target="{call}"') for call in CALLS) for task in tasks}
+    tasks = engine.programs(
+        lambda entries: {entry for entry in entries if entry.task is not None}
+    ).programs
+    runs = {
+        task.name: tuple(task.hlo.count(f'custom_call_target="{call}"') for call in CALLS)
+        for task in tasks
+    }
     wanted = {"fwd": (layers, 0), backward[0]: (again * layers, layers), "bwd_w": (0, 0)}
-    assert runs == {f"{kind} of stage {stage}": wanted[kind] for stage in range(2) for kind in ["fwd", *backward]}
+    assert runs == {
+        f"{kind} of stage {stage}": wanted[kind]
+        for stage in range(2)
+        for kind in ["fwd", *backward]
+    }
 
 
 @needs_cuda_plugin
@@ -187,9 +224,13 @@ def test_a_plan_of_mpmd_is_compiled_for_gpus():
 
 
 @needs_cuda_plugin
-@pytest.mark.parametrize(("num_layers", "stacked"), [(8, "[1,1,2,512,512]"), (24, "[1,1,6,512,512]")])
+@pytest.mark.parametrize(
+    ("num_layers", "stacked"), [(8, "[1,1,2,512,512]"), (24, "[1,1,6,512,512]")]
+)
 def test_the_update_of_layers_is_one_pass(num_layers, stacked):
     request = replace(REQUEST, model=config.MLP(num_layers=num_layers, d_model=512))
     program = assemble(request).pipe.engine.compile(evaluate=False).text.partition("\nENTRY")[2]
     kernels = re.findall(r" = (\S+|\(.*?\)) (?:fusion|copy)\(", program)
-    assert [made.count(stacked) for made in kernels if stacked in made] == [3]  # parameters and both moments
+    assert [made.count(stacked) for made in kernels if stacked in made] == [
+        3
+    ]  # parameters and both moments

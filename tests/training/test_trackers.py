@@ -11,14 +11,15 @@ from rich.console import Console
 
 from ppctl import cli, config
 from ppctl.errors import ConfigError
-from ppctl.training import trackers
-from ppctl.training.metrics import Metrics
-from ppctl.training.trackers import BackgroundTracker, check_trackers
+from ppctl.training.run import trackers
+from ppctl.training.run.metrics import Metrics
+from ppctl.training.run.trackers import BackgroundTracker, check_trackers
 
 TINY = (
-    "train model=mlp model.num_layers=2 model.d_model=4 mesh=1x1 schedule=gpipe schedule.num_microbatches=1 "
-    "data=regression data.batch_size=4 data.num_features=3 data.num_targets=3 run.platform=cpu run.eval_every=2 "
-    "run.eval_batches=1 run.checkpoint.every=null run.dir=run run.log_every=1 optim.warmup_steps=0"
+    "train model=mlp model.num_layers=2 model.d_model=4 mesh=1x1 schedule=gpipe "
+    "schedule.num_microbatches=1 data=regression data.batch_size=4 data.num_features=3 "
+    "data.num_targets=3 run.platform=cpu run.eval_every=2 run.eval_batches=1 "
+    "run.checkpoint.every=null run.dir=run run.log_every=1 optim.warmup_steps=0"
 )
 
 
@@ -27,9 +28,9 @@ class Recorder:
 
     place = "in memory"
 
-    def __init__(self, start, wait=None, fails_at=None):
-        self.start, self.wait, self.fails_at = start, wait, fails_at
-        self.id, self.records, self.ending = start.id or "first", [], None
+    def __init__(self, settings, id, wait=None, fails_at=None):
+        self.given_id, self.settings, self.wait, self.fails_at = id, settings, wait, fails_at
+        self.id, self.records, self.ending = id or "first", [], None
 
     def log(self, values, step):
         if self.wait is not None:
@@ -47,13 +48,13 @@ def background(monkeypatch, tmp_path, **how):
     made, notes = [], []
     end_s = how.pop("end_s", 30.0)
 
-    def opened(start):
-        made.append(Recorder(start, **how))
+    def opened(run):
+        made.append(Recorder(run.settings, run.id, **how))
         return made[-1]
 
     monkeypatch.setitem(trackers.TRACKERS, "wandb", opened)
     tracker = BackgroundTracker("wandb", notes.append, end_s)
-    tracker.begin(tmp_path, "a run", {"model": {"d_model": 64}})
+    tracker.begin(tmp_path, "a run", {"model": {"d_model": 64}}, 1)
     return tracker, made, notes
 
 
@@ -71,14 +72,14 @@ def test_a_tracker_gets_known_values_by_their_tags_and_the_end(monkeypatch, tmp_
 def test_the_next_start_goes_on_with_the_same_run(monkeypatch, tmp_path):
     tracker, made, _ = background(monkeypatch, tmp_path)
     tracker.close()
-    assert made[0].start.id is None
+    assert made[0].given_id is None
     tracker, made, _ = background(monkeypatch, tmp_path)
     tracker.close()
-    assert made[0].start.id == "first"
+    assert made[0].given_id == "first"
     (tmp_path / "trackers.json").write_text('["no", "names"]')
     tracker, made, _ = background(monkeypatch, tmp_path)
     tracker.close()
-    assert made[0].start.id is None
+    assert made[0].given_id is None
 
 
 def test_training_does_not_wait_for_a_tracker(monkeypatch, tmp_path):
@@ -87,7 +88,9 @@ def test_training_does_not_wait_for_a_tracker(monkeypatch, tmp_path):
     for step in range(1000):
         tracker.log({"loss": 1.0}, step, str)
     tracker.close()
-    assert notes[-1] == "note      wandb has not taken all records within 0.1 s: the rest is left out"
+    assert (
+        notes[-1] == "note      wandb has not taken all records within 0.1 s: the rest is left out"
+    )
     wait.set()
     assert len(made[0].records) < 1000
 
@@ -102,24 +105,31 @@ def test_a_tracker_that_fails_is_named_and_left_out(monkeypatch, tmp_path):
 
 
 def test_metrics_go_on_where_their_tracker_cannot_start(monkeypatch, tmp_path):
-    def refuses(start):
+    def refuses(*about):
         raise ConnectionError("no route to host")
 
     monkeypatch.setitem(trackers.TRACKERS, "wandb", refuses)
     console = Console(file=io.StringIO(), width=40)
-    settings = {"num_steps": 2, "start_step": 0, "log_every": 1, "tensorboard": False, "console": console}
+    settings = {"num_steps": 2, "start_step": 0, "log_every": 1, "console": console}
     with Metrics(tmp_path, trackers=["wandb"], **settings) as metrics:
-        metrics.trackers[0].begin(tmp_path, "a run", {})
+        metrics.trackers[0].begin(tmp_path, "a run", {}, 1)
         for step in (1, 2):
             metrics.log({"step": step, "loss": 1.0})
-    assert "note      wandb failed: no route to host. Training goes on without it" in console.file.getvalue()
+    assert (
+        "note      wandb failed: no route to host. Training goes on without it"
+        in console.file.getvalue()
+    )
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ("wandb", r"run.trackers=wandb is not a list of tensorboard, wandb, mlflow. Use run.trackers=\[tensorboard,"),
+        (
+            "wandb",
+            r"run.trackers=wandb is not a list of tensorboard, wandb, mlflow. Use "
+            r"run.trackers=\[tensorboard,",
+        ),
         (["wanb"], r"run.trackers=\['wanb'\] is not a list of tensorboard, wandb, mlflow"),
         (["wandb", "wandb"], "names one twice"),
     ],
@@ -131,7 +141,10 @@ def test_other_words_are_refused(wanted, message):
 
 def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"run.trackers=mlflow needs the package mlflow.*pip install 'ppctl\[mlflow"):
+    with pytest.raises(
+        ConfigError,
+        match=r"run.trackers=mlflow needs the package mlflow.*pip install 'ppctl\[mlflow",
+    ):
         check_trackers(["mlflow"])
 
 
@@ -145,7 +158,10 @@ def test_both_record_a_run_without_a_server_and_go_on_with_it(monkeypatch, tmp_p
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.chdir(tmp_path)
     for num_steps in (2, 3):
-        assert cli.main([*TINY.split(), "run.trackers=[wandb,mlflow]", f"run.num_steps={num_steps}"]) == 0
+        assert (
+            cli.main([*TINY.split(), "run.trackers=[wandb,mlflow]", f"run.num_steps={num_steps}"])
+            == 0
+        )
         out = capsys.readouterr().out
         assert "wandb     offline in " in out
         assert "failed" not in out
@@ -155,6 +171,10 @@ def test_both_record_a_run_without_a_server_and_go_on_with_it(monkeypatch, tmp_p
     assert b"train/loss" in next(offline[0].glob("*.wandb")).read_bytes()
     with sqlite3.connect(tmp_path / "run/mlflow.db") as store:
         assert store.execute("select status from runs").fetchall() == [("FINISHED",)]
-        found = store.execute("select step from metrics where key = 'train/loss' order by step").fetchall()
+        found = store.execute(
+            "select step from metrics where key = 'train/loss' order by step"
+        ).fetchall()
         assert found == [(1,), (2,), (3,)]
-        assert store.execute("select value from params where key = 'model.d_model'").fetchone() == ("4",)
+        assert store.execute("select value from params where key = 'model.d_model'").fetchone() == (
+            "4",
+        )

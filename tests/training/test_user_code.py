@@ -1,4 +1,6 @@
-"""Models and data of the user's own: the starter project runs, and what does not fit is said in one line."""
+"""Models and data of the user's own: the starter project runs, and what does not fit is said in one
+line.
+"""
 
 import json
 import os
@@ -16,13 +18,13 @@ import pytest
 from ppctl import cli, config
 from ppctl.cli.commands.init import NETWORK as STARTER_NETWORK
 from ppctl.cli.commands.init import STARTER, serve
-from ppctl.config.sources import sources
+from ppctl.config.code_digests import sources
 from ppctl.data.dataset import DataSet, fingerprint
 from ppctl.errors import ConfigError
 from ppctl.model.stack import init
-from ppctl.planner.measure import _key
-from ppctl.training.job import assemble, open_data
-from ppctl.training.user_code import custom_data, custom_stack
+from ppctl.planner.cost.measured_costs import _key
+from ppctl.training.pipeline.job import assemble, open_data
+from ppctl.training.pipeline.user_code import custom_data, custom_stack
 
 ROOT = Path(__file__).parents[2]
 GOOD_MODEL = """
@@ -31,11 +33,11 @@ from ppctl.model.stack import Stack
 
 def model(*, num_layers, dtype, data, width=4, **changes):
     parts = {
-        "init_ends": lambda key: {"w": jnp.ones((data.input_dim, width), dtype)},
+        "init_embed_head": lambda key: {"w": jnp.ones((data.input_dim, width), dtype)},
         "init_layer": lambda key, index: jnp.ones((width, width), dtype),
-        "embed": lambda ends, inputs: inputs @ ends["w"],
+        "embed": lambda w, inputs: inputs @ w["w"],
         "layer": lambda w, x: x @ w,
-        "head": lambda ends, x, targets: (jnp.sum(x), jnp.float32(x.size)),
+        "head": lambda w, x, targets: (jnp.sum(x), jnp.float32(x.size)),
     }
     BREAK
     return Stack(num_layers, *parts.values())
@@ -62,7 +64,11 @@ def rows(**changes):
         seed=0,
         num_eval_examples=0,
         read=settings.pop(
-            "read", lambda n: {"inputs": np.ones((len(n), 3), np.float32), "targets": np.ones((len(n), 2), np.float32)}
+            "read",
+            lambda n: {
+                "inputs": np.ones((len(n), 3), np.float32),
+                "targets": np.ones((len(n), 2), np.float32),
+            },
         ),
         **settings,
     )
@@ -84,7 +90,19 @@ def test_the_starter_project_trains_and_is_verified(here, capsys, monkeypatch):
     assert cli.main(["train", *asked, "run.num_steps=30", "run.eval_every=15"]) == 0
     lines = [json.loads(line) for line in Path("runs/mine/metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < 0.5 < lines[0]["loss"] == pytest.approx(1.9780, abs=1e-4)
-    assert cli.main(["verify", *asked, "verify.steps=1", "run.dtype=float64", "executor=mpmd", "schedule=zb_h1"]) == 0
+    assert (
+        cli.main(
+            [
+                "verify",
+                *asked,
+                "verify.steps=1",
+                "run.dtype=float64",
+                "executor=mpmd",
+                "schedule=zb_h1",
+            ]
+        )
+        == 0
+    )
 
 
 @pytest.mark.full  # three commands that start JAX
@@ -93,14 +111,27 @@ def test_the_starter_network_trains_is_verified_and_predicts(here, capsys, monke
     monkeypatch.chdir(here / "own")
     asked = ["--config-dir", ".", "recipes=mine"]
     assert cli.main(["train", *asked, "run.num_steps=30", "run.eval_every=15"]) == 0
-    losses = [json.loads(line)["loss"] for line in Path("runs/mine/metrics.jsonl").read_text().splitlines()]
+    losses = [
+        json.loads(line)["loss"]
+        for line in Path("runs/mine/metrics.jsonl").read_text().splitlines()
+    ]
     assert losses[-1] < 0.5 < 1 < losses[0]
     capsys.readouterr()
     assert cli.main(["verify", *asked, "verify.steps=1", "--json"]) == 0
-    found = {leaf["name"]: leaf["layer"] for leaf in json.loads(capsys.readouterr().out)["gradients"]}
-    assert found == {"conv/0/bias": 0, "conv/0/w": 0, "conv/1/bias": 1, "conv/1/w": 1, "head/w": 2}  # the author's own
+    found = {
+        leaf["name"]: leaf["layer"] for leaf in json.loads(capsys.readouterr().out)["gradients"]
+    }
+    assert found == {
+        "conv/0/bias": 0,
+        "conv/0/w": 0,
+        "conv/1/bias": 1,
+        "conv/1/w": 1,
+        "head/w": 2,
+    }  # the author's own
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_ENABLE_X64": "0"}
-    done = subprocess.run([sys.executable, "predict.py"], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "predict.py"], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "parameter conv/0/w (3, 3, 1, 8)" in done.stdout
     assert re.search(r"held out: loss 0\.\d+, \d+% of 64 right", done.stdout), done.stdout
@@ -108,10 +139,14 @@ def test_the_starter_network_trains_is_verified_and_predicts(here, capsys, monke
 
 def test_the_starter_network_is_written_with_its_arrays(here, capsys):
     assert cli.main(["init", "own", "--network"]) == 0
-    written = sorted(str(file.relative_to("own")) for file in Path("own").rglob("*") if file.is_file())
+    written = sorted(
+        str(file.relative_to("own")) for file in Path("own").rglob("*") if file.is_file()
+    )
     code = ["make_data.py", "my_data.py", "my_network.py", "predict.py"]
     assert written == sorted(["README.md", *code, "images.npy", "labels.npy", "recipes/mine.yaml"])
-    assert all((Path("own") / file).read_bytes() == (STARTER_NETWORK / file).read_bytes() for file in code)
+    assert all(
+        (Path("own") / file).read_bytes() == (STARTER_NETWORK / file).read_bytes() for file in code
+    )
     assert "own/images.npy" in capsys.readouterr().out
     sys.path.insert(0, str(here / "own"))
     files = {"inputs": "own/images.npy", "targets": "own/labels.npy"}
@@ -120,7 +155,9 @@ def test_the_starter_network_is_written_with_its_arrays(here, capsys):
     (here / "other").mkdir()
     (here / "other/images.npy").write_text("mine")
     assert cli.main(["init", "other", "--network"]) == 2
-    assert "other/images.npy is there already, and nothing is overwritten" in capsys.readouterr().err
+    assert (
+        "other/images.npy is there already, and nothing is overwritten" in capsys.readouterr().err
+    )
 
 
 def test_init_overwrites_nothing(here, capsys):
@@ -139,9 +176,13 @@ def test_init_overwrites_nothing(here, capsys):
 
 def test_all_of_the_starter_is_written(here):
     serve(["own"])
-    written = sorted(str(file.relative_to("own")) for file in Path("own").rglob("*") if file.is_file())
+    written = sorted(
+        str(file.relative_to("own")) for file in Path("own").rglob("*") if file.is_file()
+    )
     assert written == ["my_data.py", "my_model.py", "predict.py", "recipes/mine.yaml"]
-    assert all((Path("own") / file).read_bytes() == (STARTER / file).read_bytes() for file in written)
+    assert all(
+        (Path("own") / file).read_bytes() == (STARTER / file).read_bytes() for file in written
+    )
 
 
 def test_targets_in_recipes_are_looked_for_beside_ppctls_own_too(here):
@@ -158,12 +199,16 @@ def test_targets_in_recipes_are_looked_for_beside_ppctls_own_too(here):
 
 def test_given_parameters_are_those_of_the_model(here):
     weights = np.random.default_rng(0).standard_normal((3, 4, 4))
-    stack = replace(stack_of(here, num_layers=3), init_layer=lambda key, index: jnp.asarray(weights)[index])
+    stack = replace(
+        stack_of(here, num_layers=3), init_layer=lambda key, index: jnp.asarray(weights)[index]
+    )
     np.testing.assert_array_equal(init(stack, 5)["layers"], weights)
     broken = "parts['init_layer'] = lambda key, index: __import__('numpy').ones((8, 4, 4))[index]"
     with pytest.raises(ConfigError, match=r"init_layer fails: Tracer\w+ConversionError"):
         stack_of(here, broken)
-    with pytest.raises(ConfigError, match=r"init_layer fails: TypeError: .* takes 1 positional argument but 2"):
+    with pytest.raises(
+        ConfigError, match=r"init_layer fails: TypeError: .* takes 1 positional argument but 2"
+    ):
         stack_of(here, "parts['init_layer'] = lambda key: 0")
 
 
@@ -193,16 +238,24 @@ def test_a_function_with_marks_is_a_model(here):
     assert (stack.num_layers, stack.are_alike) == (2, False)
     assert custom_stack("net.model", 1, {}, layers="auto", **asked).num_layers == 1
     with pytest.raises(
-        ConfigError, match=r"model.target=net.model: apply has 1 stage_boundary marks, .* model.num_layers=3"
+        ConfigError,
+        match=r"model.target=net.model: apply has 1 stage_boundary marks, .* model.num_layers=3",
     ):
         custom_stack("net.model", 3, {}, **asked)
-    with pytest.raises(ConfigError, match=r"cutting it into layers fails: KeyError: 'u' \(net.py:7\)"):
-        custom_stack("net.model", 2, {"name": "u"}, **asked)
-    with pytest.raises(ConfigError, match=r"returns a Stack, which has its layers: model.layers=auto is for"):
-        stack_of(here, layers="auto")
-    (here / "net2.py").write_text(NETWORK.replace("(jnp.sum(y), jnp.float32(y.size))", "jnp.mean(y)"))
     with pytest.raises(
-        ConfigError, match=r"the Network's loss, <lambda>, returns float32\[\]; it must return \(sum of"
+        ConfigError, match=r"cutting it into layers fails: KeyError: 'u' \(net.py:7\)"
+    ):
+        custom_stack("net.model", 2, {"name": "u"}, **asked)
+    with pytest.raises(
+        ConfigError, match=r"returns a Stack, which has its layers: model.layers=auto is for"
+    ):
+        stack_of(here, layers="auto")
+    (here / "net2.py").write_text(
+        NETWORK.replace("(jnp.sum(y), jnp.float32(y.size))", "jnp.mean(y)")
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"the Network's loss, <lambda>, returns float32\[\]; it must return \(sum of",
     ):
         custom_stack("net2.model", 2, {}, **asked)
 
@@ -211,21 +264,35 @@ def test_a_network_takes_only_what_it_names(here):
     given = "*, num_layers, dtype, data, name"
     (here / "free.py").write_text(NETWORK.replace(given, "name").replace(", dtype)", ")"))
     stack = custom_stack("free.model", 2, {}, data=rows(), dtype=jnp.dtype("float32"))
-    assert {str(a.dtype) for a in jax.tree.leaves(jax.eval_shape(lambda: init(stack, 0)))} == {"float32"}
-    (here / "stack.py").write_text(GOOD_MODEL.replace("BREAK", "pass").replace(" dtype,", "").replace(", dtype)", ")"))
+    assert {str(a.dtype) for a in jax.tree.leaves(jax.eval_shape(lambda: init(stack, 0)))} == {
+        "float32"
+    }
+    (here / "stack.py").write_text(
+        GOOD_MODEL.replace("BREAK", "pass").replace(" dtype,", "").replace(", dtype)", ")")
+    )
     (here / "stack.py").write_text((here / "stack.py").read_text().replace(", **changes", ""))
-    with pytest.raises(ConfigError, match=r"returns a Stack, and does not take dtype, which would be ignored. Let it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"returns a Stack, and does not take dtype, which would be ignored. Let it",
+    ):
         custom_stack("stack.model", 2, {}, data=rows(), dtype=jnp.dtype("float32"))
 
 
 def test_arrays_are_data_and_a_data_set_takes_all_settings(monkeypatch):
     arrays = {"inputs": np.ones((40, 3)), "targets": np.arange(40)}
-    monkeypatch.setattr("ppctl.training.user_code._function", lambda key, target: lambda: arrays)
+    monkeypatch.setattr(
+        "ppctl.training.pipeline.user_code._function", lambda key, target: lambda: arrays
+    )
     data = custom_data("a.b", 4, 0.25, {}, seed=7)
     assert (data.batch_size, data.num_eval_examples, data.seed, data.input_dim) == (4, 10, 7, 3)
     assert data.source.startswith("data.target=a.b: 40 examples")
-    monkeypatch.setattr("ppctl.training.user_code._function", lambda key, target: lambda batch_size: rows())
-    with pytest.raises(ConfigError, match="returns a DataSet, and does not take seed, eval_fraction, which would be"):
+    monkeypatch.setattr(
+        "ppctl.training.pipeline.user_code._function", lambda key, target: lambda batch_size: rows()
+    )
+    with pytest.raises(
+        ConfigError,
+        match="returns a DataSet, and does not take seed, eval_fraction, which would be",
+    ):
         custom_data("a.b", 4, 0.0, {}, seed=0)
 
 
@@ -234,14 +301,14 @@ WRONG_MODELS = {
     "return": "returns nothing, not a ppctl.model.stack.Stack",
     "num_layers += 1": "returns a Stack of 9 layers, but model.num_layers=8",
     "raise ValueError('no\\nmore')": r"calling it fails: ValueError: no \(m0.py:13\)",
-    "parts['init_layer'] = lambda key, index: jnp.ones(3, int)": "init_layer is of int\\d+, and parameters are trained",
-    "parts['embed'] = lambda ends, inputs: inputs @ inputs": r"embed fails: TypeError: .* \(m0.py:13\)",
-    "parts['embed'] = lambda ends, inputs: (inputs, inputs)": r"embed makes \(float32\[2, 3\], .* must make one array",
-    "parts['embed'] = lambda ends, inputs: inputs.sum()": r"embed makes float32\[\] of 2 examples",
-    "parts['layer'] = lambda w, x: x[:, :2]": r"layer makes float32\[2, 2\] of float32\[2, 4\]; it must keep shape",
-    "parts['layer'] = lambda w, x: x.astype('bfloat16')": r"layer makes bfloat16\[2, 4\] of float32",
-    "parts['head'] = lambda ends, x, targets: x.sum()": r"head returns float32\[\]; it must return",
-    "parts['head'] = lambda ends, x, targets: (x, 1.0)": r"head returns \(float32\[2, 4\], .*; it must return",
+    "parts['init_layer'] = lambda key, index: jnp.ones(3, int)": "init_layer is of int\\d+",
+    "parts['embed'] = lambda w, inputs: inputs @ inputs": r"embed fails: TypeError: .*\(m0.py:13\)",
+    "parts['embed'] = lambda w, inputs: (inputs, inputs)": r"embed makes \(float32.* must make",
+    "parts['embed'] = lambda w, inputs: inputs.sum()": r"embed makes float32\[\] of 2 examples",
+    "parts['layer'] = lambda w, x: x[:, :2]": r"layer makes float32\[2, 2\] of float32",
+    "parts['layer'] = lambda w, x: x.astype('bfloat16')": r"layer makes bfloat16\[2, 4\] of float",
+    "parts['head'] = lambda w, x, targets: x.sum()": r"head returns float32\[\]; it must return",
+    "parts['head'] = lambda w, x, targets: (x, 1.0)": r"head returns \(float32\[2, 4\], .*; it",
 }
 
 
@@ -256,7 +323,11 @@ def test_a_model_that_does_not_fit_is_refused(here, broken):
     [
         ("nowhere.model", {}, "there is no module nowhere, neither in"),
         ("broken.model", {}, r"importing broken fails: SyntaxError: .* \(broken.py:1\)"),
-        ("needs.model", {}, "importing needs fails: ModuleNotFoundError: No module named 'not_there'"),
+        (
+            "needs.model",
+            {},
+            "importing needs fails: ModuleNotFoundError: No module named 'not_there'",
+        ),
         ("plain.wrong", {}, "plain has no function wrong. It has other."),
         ("plain.other", {}, "is called with num_layers, dtype, data, which it does not take so"),
         ("plain.other", {"data": 3}, "model.options.data is given by ppctl itself"),
@@ -271,21 +342,25 @@ def test_a_target_that_cannot_be_called_is_refused(here, target, options, said):
 
 
 WRONG_DATA = {
-    "3": "returns a int, not a ppctl.data.dataset.DataSet or a dict of arrays with inputs and targets",
+    "3": "returns a int, not a ppctl.data.dataset.DataSet or a dict of arrays with inputs and "
+    "targets",
     "rows(batch_size=2)": "makes batches of 2, but data.batch_size=4",
     "rows(num_examples=3)": "has 3 examples to train on, fewer than data.batch_size=4",
     "rows(read=lambda n: n)": "reads a ndarray; it must read a dict with inputs and targets",
     "rows(read=lambda n: {'inputs': n})": "reads inputs; it must read a dict",
-    "rows(read=lambda n: {'inputs': n, 'targets': [1, 2]})": "reads targets of 2 examples as a list",
-    "rows(read=lambda n: {'inputs': n, 'targets': n[:1]})": r"reads targets of 2 examples as int64\[1\]",
-    "rows(read=lambda n: {'inputs': n, 'targets': n - n[0]})": "targets of example 1 are others when it is read alone",
-    "rows(read=lambda n: 1 / 0)": r"reading examples 0 and 1 fails: ZeroDivisionError: division by zero",
+    "rows(read=lambda n: {'inputs': n, 'targets': [1, 2]})": "reads targets of 2 examples as a li",
+    "rows(read=lambda n: {'inputs': n, 'targets': n[:1]})": r"reads targets of 2 examples as int",
+    "rows(read=lambda n: {'inputs': n, 'targets': n - n[0]})": "targets of example 1 are others",
+    "rows(read=lambda n: 1 / 0)": "reading examples 0 and 1 fails: ZeroDivisionError: division",
 }
 
 
 @pytest.mark.parametrize("made", WRONG_DATA)
 def test_data_that_do_not_fit_are_refused(monkeypatch, made):
-    monkeypatch.setattr("ppctl.training.user_code._function", lambda key, target: lambda **given: eval(made))
+    monkeypatch.setattr(
+        "ppctl.training.pipeline.user_code._function",
+        lambda key, target: lambda **given: eval(made),
+    )
     with pytest.raises(ConfigError, match="^data.target=a.b:? " + WRONG_DATA[made]):
         custom_data("a.b", 4, 0.0, {}, seed=0)
 
@@ -302,11 +377,17 @@ def test_models_and_data_of_ones_own_go_with_those_that_ship(here, monkeypatch):
     assert job.pipe.stack.num_layers == 4
     key = _key(job, with_mesh=False)
     assert {"my": sources("my.model")["my"].code} in key["model"]
-    monkeypatch.setattr("ppctl.training.user_code._function", lambda key, target: lambda **given: rows())
-    own = replace(asked, data=config.CustomData(target="a.b", batch_size=4), model=config.MLP(num_layers=4))
+    monkeypatch.setattr(
+        "ppctl.training.pipeline.user_code._function", lambda key, target: lambda **given: rows()
+    )
+    own = replace(
+        asked, data=config.CustomData(target="a.b", batch_size=4), model=config.MLP(num_layers=4)
+    )
     own = replace(own, schedule=config.Schedule("1f1b", 2))
     assert assemble(own).data.name == "rows"
-    with pytest.raises(ConfigError, match="model=transformer needs token ids, but data=rows states no vocab_size"):
+    with pytest.raises(
+        ConfigError, match="model=transformer needs token ids, but data=rows states no vocab_size"
+    ):
         assemble(replace(own, model=config.Transformer()))
     assert open_data(own).num_examples == 8
 
@@ -320,7 +401,10 @@ def test_models_and_data_of_ones_own_go_with_those_that_ship(here, monkeypatch):
             "model=custom model.target=a.b",
             "data=stdlib is cut into sequences, but model.seq_len=None. Set model.seq",
         ),
-        ("model=custom model.target=a.b data=regression model.seq_len=3", "data=regression has no sequences to be cut"),
+        (
+            "model=custom model.target=a.b data=regression model.seq_len=3",
+            "data=regression has no sequences to be cut",
+        ),
         ("data=custom data.target=a-b.c", "data.target=a-b.c is not the dotted path"),
     ],
 )

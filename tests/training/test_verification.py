@@ -8,27 +8,38 @@ from support.networks import widths
 from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.mlp import mlp
 from ppctl.model.stack import init
-from ppctl.training.verification import compare_trees, in_layers, of_author
+from ppctl.training.pipeline.verification import compare_trees, in_layers, of_author
 
 
 def test_arrays_of_a_network_have_the_authors_names():
     network = widths()
     inputs = jax.ShapeDtypeStruct((2, 6), jnp.float64)
-    stack = stack_of(TracedNetwork(network, 4, auto=False, inputs=inputs, dtype=jnp.float64, compute=jnp.float64))
+    stack = stack_of(
+        TracedNetwork(network, 4, auto=False, inputs=inputs, dtype=jnp.float64, compute=jnp.float64)
+    )
     natural = jax.device_get(init(stack, 0))
     wanted = of_author(stack, {"params": natural, "optimizer": ({"mu": natural}, np.int32(3))})
     jax.tree.map(np.testing.assert_array_equal, wanted["params"], network.init(jax.random.key(0)))
     params = network.init(jax.random.key(0))
     params[2]["w"] = params[2]["w"] + 1.0
-    found = {leaf.name: leaf for leaf in in_layers(stack, compare_trees(wanted, wanted | {"params": params}))}
+    found = {
+        leaf.name: leaf
+        for leaf in in_layers(stack, compare_trees(wanted, wanted | {"params": params}))
+    }
     assert found["params/2/w"].error > 0.1
     assert {name for name, leaf in found.items() if leaf.error} == {"params/2/w"}
-    assert (found["params/0/w"].layer, found["params/1/w"].layer, found["params/2/w"].layer) == (0, 0, 1)
+    assert (found["params/0/w"].layer, found["params/1/w"].layer, found["params/2/w"].layer) == (
+        0,
+        0,
+        1,
+    )
     assert (found["optimizer/0/mu/4/bias"].layer, found["optimizer/1"].layer) == (3, None)
     assert found["optimizer/1"].shape == ()
 
 
 def test_arrays_of_a_stack_keep_theirs():
-    stack = mlp(num_layers=3, d_model=4, activation="relu", input_dim=2, target_dim=1, dtype=jnp.float64)
+    stack = mlp(
+        num_layers=3, d_model=4, activation="relu", input_dim=2, target_dim=1, dtype=jnp.float64
+    )
     natural = init(stack, 0)
     assert of_author(stack, natural) is natural

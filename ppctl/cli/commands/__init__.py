@@ -1,10 +1,11 @@
-"""One file a command, which opens with what `ppctl --help` says of it: "`ppctl NAME`: what it does."
+"""One file a command, whose first line is its help: "`ppctl NAME`: about it."
 
-A command that composes a whole config is a function of its own name: `NAME(config, *, as_json) -> exit code`. Its
-module imports JAX, so it is imported when the request is known to be right, and its help is read from the file.
+A command that composes a whole config is a function of its own name: `NAME(config, *, as_json) ->
+exit code`. Its module imports JAX, so it is imported when the request is known to be right, and its
+help is read from the file.
 
-Any other command has `serve(words) -> exit code`, `option_names()`, and `completions(words)`: what may follow these
-words in bash, or None where the overrides of a config may.
+Any other command has `serve(words) -> exit code`, `option_names()`, and `completions(words)`: the
+words that may follow in bash, or None where the overrides of a config may.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from pathlib import Path
 
 # in the order of `ppctl --help`
 COMPOSED = ("train", "verify", "doctor", "plan", "rehearse", "tune", "inspect", "bench")
-OTHERS = ("schedule", "tokenize", "import", "export", "generate", "evaluate", "runs", "report", "examples", "init")
+OTHERS = (
+    *("schedule", "tokenize", "import", "export", "generate", "evaluate"),
+    *("runs", "report", "examples", "init"),
+)
 
 
 def about(name: str) -> str:
-    """Return what a command does, from the first line of its file.
+    """Return the help of a command, from the first line of its file.
 
     >>> about("verify")
     'show that gradients and train steps equal those of the un-pipelined model'

@@ -1,8 +1,8 @@
 """`ppctl doctor`: check that a request would train here, and measure the links between devices.
 
-Takes the request of `ppctl train` and does all of it short of compiling the step: joins the processes, makes the mesh,
-opens the data, builds the model, writes where the run would write. Then it measures the links between devices, which a
-planner needs, and checks what arrives over them.
+Takes the request of `ppctl train` and does all of it short of compiling the step: joins the
+processes, makes the mesh, opens the data, builds the model, writes where the run would write. Then
+it measures the links between devices, which a planner needs, and checks what arrives over them.
 """
 
 from __future__ import annotations
@@ -16,32 +16,34 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh
 
-from ppctl.cli.commands.doctor_described import described, doctor_described
-from ppctl.cli.commands.findings import Finding, of_versions, show_findings
+from ppctl.cli.subcommands.doctor_described import described, doctor_described
+from ppctl.cli.subcommands.doctor_findings import Finding, of_versions, report
 from ppctl.config import Config
 from ppctl.errors import PpctlError
-from ppctl.executors.links import AllReduce, MeasuredLink, device_pairs, measure_all_reduce, measure_link, probe_devices
-from ppctl.launch import distributed
-from ppctl.reports.terminal import OutputConsole, show_json, show_table
-from ppctl.training.checks import check_job
-from ppctl.training.gpu_memory import is_gpu, memory_share
-from ppctl.training.job import DEFAULT_DTYPE, assemble, state_bytes
-from ppctl.training.known_hardware import of_device, stated_bytes
-from ppctl.training.process_group import process_group
-from ppctl.training.start import start_jax
+from ppctl.executors import link_speeds
+from ppctl.executors.link_speeds import AllReduce, MeasuredLink
+from ppctl.launch import join_processes as distributed
+from ppctl.reports.terminal_output import size_text
+from ppctl.training.pipeline.gpu_memory import is_gpu, memory_share
+from ppctl.training.pipeline.jax_start import start_jax
+from ppctl.training.pipeline.job import DEFAULT_DTYPE, assemble, state_bytes
+from ppctl.training.pipeline.job_checks import check_job
+from ppctl.training.pipeline.known_hardware import of_device, stated_bytes
+from ppctl.training.run.process_group import process_group
 
+T = TypeVar("T")
 PROBE_BYTES = 16 << 20  # written to measure the speed of run.dir
 ANSWER_WITHIN_S = 60.0  # a device that takes longer to exchange a few messages does not answer
-SHARE_TOLERANCE = 0.02  # of a GPU's memory: how far the share that programs get may be from the requested one
+SHARE_TOLERANCE = 0.02  # between the requested and the actual share of a GPU's memory
 CLOCK_WARNING_S = 1.0  # clocks that differ by more put the records of a run out of order
 
 
@@ -50,11 +52,14 @@ def doctor(config: Config, *, as_json: bool) -> int:
     directory = Path(config.run.dir).absolute()
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     start_jax(config, config.run.dtype or DEFAULT_DTYPE)
-    with process_group(config):  # which refuses settings that differ, and a run.dir that is not the same for all
+    with process_group(config):  # which refuses differing settings or run.dir of processes
         away = described(config.hardware)
-        code = _doctor(config, as_json=as_json) if away is None else doctor_described(config, away, as_json=as_json)
+        if away is None:
+            code = _doctor(config, as_json=as_json)
+        else:
+            code = doctor_described(config, away, as_json=as_json)
     if distributed.is_lead():
-        with suppress(OSError):  # not empty: it is of use to others
+        with suppress(OSError):  # not empty
             for path in made:
                 path.rmdir()
     return code
@@ -62,74 +67,68 @@ def doctor(config: Config, *, as_json: bool) -> int:
 
 def _doctor(config: Config, *, as_json: bool) -> int:
     request, mesh, needed = _request(config)
-    local = [of_versions(), *request, *_directories(config, needed)]
-    by_process = [[Finding(**each) for each in json.loads(text)] for text in distributed.gather(_json(local))]
-    findings = list(_merged(by_process))
-    findings += _together()
+    local = [of_versions(), *request, _directory(config, needed)]
+    findings = [*_merged(_gathered(Finding, local)), *_together()]
     links, sums = ([], []) if mesh is None else _measured(mesh)
     findings += _of_links(links, sums)
-    bad = [finding for finding in findings if not finding.is_ok]
-    if distributed.is_lead():
-        if as_json:
-            document = {
-                "ok": not bad,
-                "findings": [asdict(finding) for finding in findings],
-                "links": [asdict(link) for link in links],
-                "all_reduces": [asdict(each) for each in sums],
-                "costs": None if mesh is None else hop_costs(links, mesh),
-            }
-            show_json(document)
-        else:
-            _show(findings, links, mesh)
-    return 1 if bad else 0
+    costs = None if mesh is None else hop_costs(links, mesh)
+    measured = {"links": [asdict(each) for each in links], "all_reduces": [asdict(s) for s in sums]}
+    more = {**measured, "costs": costs}
+    lines: list[str] = []
+    if costs is not None:
+        bytes_per_s = f"transfer_bytes_per_s={costs['transfer_bytes_per_s']:.4g}"
+        lines.append(f"costs     transfer_s={costs['transfer_s']:.3g} {bytes_per_s}")
+    table = _link_table(links) if len(links) > 1 else None
+    return report(findings, more, as_json=as_json, on="here", table=table, lines=lines)
 
 
-# what each process finds by itself
+# --- findings of each process
 
 
 def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
-    """Return (findings, mesh, bytes of a state), of everything that training builds before it compiles."""
+    """Return (findings, mesh, bytes of a state) of all that training builds before it compiles."""
     try:
         job = assemble(config)
         notes = check_job(job)
     except PpctlError as error:
         return [Finding("request", False, str(error))], None, None
-    device = job.pipe.mesh.devices.flat[0]
-    schedule, tried = job.pipe.schedule, "".join(f". {note}" for note in notes)
-    needed = state_bytes(job)
+    mesh, needed = job.pipe.mesh, state_bytes(job)
+    device = mesh.devices.flat[0]
+    devices = f"{mesh.size} x {device.device_kind} ({device.platform})"
+    request = f"mesh={config.mesh.text}, {job.pipe.schedule.name}"
+    tried = "".join(f". {note}" for note in notes)
     findings = [
-        Finding("devices", True, f"{job.pipe.mesh.size} x {device.device_kind} ({device.platform})"),
+        Finding("devices", True, devices),
         *_memory(config, jax.local_devices()[0]),
         Finding("data", True, job.data.source),
-        Finding("request", True, f"mesh={config.mesh.text}, {schedule.name}: a state takes {_size(needed)}{tried}"),
+        Finding("request", True, f"{request}: a state takes {size_text(needed)}{tried}"),
     ]
-    return findings, job.pipe.mesh, needed
+    return findings, mesh, needed
 
 
-def _memory(config: Config, device: Any) -> Iterator[Finding]:
-    """Yield a finding of an accelerator: the memory that programs get, of a GPU the share that was requested."""
+def _memory(config: Config, device: Any) -> list[Finding]:
+    """Return the finding of an accelerator's memory for programs; a GPU's share is compared."""
     stated = None if device.platform == "cpu" else stated_bytes(device)
     if stated is None:
-        return
-    text, known = f"{_size(stated)} of each device are for programs", of_device(device.device_kind)
+        return []
+    text = f"{size_text(stated)} of each device are for programs"
+    known = of_device(device.device_kind)
     if not is_gpu(device):
-        yield Finding("memory", True, text)
-        return
+        return [Finding("memory", True, text)]
     asked = memory_share(config, here=True)
-    if known is None or known.cuda is None:
-        yield Finding("memory", True, f"{text} ({asked.source})")
-        return
-    share = stated / known.cuda.memory_bytes
-    text += f", {share:.0%} of its {_size(known.cuda.memory_bytes)}"
-    if abs(share - asked.fraction) <= SHARE_TOLERANCE:
-        yield Finding("memory", True, f"{text} ({asked.source})")
-        return
-    reason = f"{text}, but {asked.source} is {asked.fraction:.0%}: JAX had started before, or the GPU is divided."
-    yield Finding("memory", False, f"{reason} Free the GPU, or use run.memory_fraction={share:.2f}.")
+    if known is not None and known.gpu is not None:
+        share = stated / known.gpu.memory_bytes
+        text += f", {share:.0%} of its {size_text(known.gpu.memory_bytes)}"
+        if abs(share - asked.fraction) > SHARE_TOLERANCE:
+            share_text = f"{asked.source} is {asked.fraction:.0%}"
+            reason = f"{share_text}: JAX had started before, or the GPU is divided."
+            remedy = f"Free the GPU, or use run.memory_fraction={share:.2f}."
+            return [Finding("memory", False, f"{text}, but {reason} {remedy}")]
+    return [Finding("memory", True, f"{text} ({asked.source})")]
 
 
-def _directories(config: Config, needed: int | None) -> Iterator[Finding]:
-    """Yield a finding: whether run.dir can be written, has room for the checkpoints, and how fast it takes them."""
+def _directory(config: Config, needed: int | None) -> Finding:
+    """Return the finding of run.dir: writable, with room for the checkpoints, and its speed."""
     directory = Path(config.run.dir).absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -141,32 +140,29 @@ def _directories(config: Config, needed: int | None) -> Iterator[Finding]:
             speed = PROBE_BYTES / (time.perf_counter() - began)
         free = shutil.disk_usage(directory).free
     except OSError as error:
-        reason = (
-            f"run.dir={config.run.dir} cannot be written: {error.strerror}. Use another run.dir, or make it writable."
-        )
-        yield Finding("run.dir", False, reason)
-        return
-    text = f"{directory} is writable at {_size(speed)}/s, {_size(free)} free"
+        why = f"cannot be written: {error.strerror}. Use another run.dir, or make it writable."
+        return Finding("run.dir", False, f"run.dir={config.run.dir} {why}")
     keep = config.run.checkpoint.keep
     need = 0 if needed is None else (keep + 1) * needed
     if free < need:
-        yield Finding(
-            "run.dir",
-            False,
-            f"run.dir={config.run.dir} has {_size(free)} free, but run.checkpoint.keep+1 = {keep}+1 checkpoints of "
-            f"{_size(needed or 0)} take {_size(need)}. Free the disk, use another run.dir, or keep fewer.",
+        reason = (
+            f"run.dir={config.run.dir} has {size_text(free)} free, but run.checkpoint.keep+1 = "
+            f"{keep}+1 checkpoints of {size_text(needed or 0)} take {size_text(need)}. Free the "
+            "disk, use another run.dir, or keep fewer."
         )
-        return
-    yield Finding("run.dir", True, text)
+        return Finding("run.dir", False, reason)
+    text = f"{directory} is writable at {size_text(int(speed))}/s, {size_text(free)} free"
+    return Finding("run.dir", True, text)
 
 
-# what they find together
+# --- findings of all processes together
 
 
 def _merged(by_process: Sequence[Sequence[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of all processes: one where they agree (numbers aside), else one for each process."""
+    """Yield one finding where all processes agree (numbers aside), else one for each process."""
     for same in zip(*by_process, strict=False):
-        if len({finding.text for finding in same}) == 1 or all(f.is_ok and f.what == "run.dir" for f in same):
+        are_writable = all(each.is_ok and each.what == "run.dir" for each in same)
+        if are_writable or len({each.text for each in same}) == 1:
             yield same[0]
             continue
         for process, finding in enumerate(same):
@@ -184,37 +180,38 @@ def _together() -> list[Finding]:
     # the gather before this one let all go on at the same time, give or take a message
     times = [float(text) for text in distributed.gather(repr(time.time()))]
     apart = max(times) - min(times)
-    late = f"{apart:.3f} s apart" + (": set them by NTP, records are out of order" if apart > CLOCK_WARNING_S else "")
+    is_late = apart > CLOCK_WARNING_S
+    late = f"{apart:.3f} s apart" + ": set them by NTP, records are out of order" * is_late
     return [Finding("processes", True, f"{number}: {where}"), Finding("clocks", True, late)]
 
 
-# links
+# --- links
 
 
 def _measured(mesh: Mesh) -> tuple[list[MeasuredLink], list[AllReduce]]:
-    """Measure the links between the devices of a mesh, and a sum over each of its axes; the same on every process."""
+    """Return speeds of links between devices and of sums over axes, alike on all processes."""
+    # 1. the links of this process
     own = jax.process_index()
     links = []
-    for a, b in device_pairs(probe_devices(list(mesh.devices.flat))):
+    for a, b in link_speeds.device_pairs(link_speeds.probe_devices(list(mesh.devices.flat))):
         if own in (a.process_index, b.process_index):
-            with _answering(f"exchange of device {a.id} (process {a.process_index}) and {b.id} ({b.process_index})"):
-                links.append(measure_link(a, b))
-    gathered = [MeasuredLink(**each) for text in distributed.gather(_json(links)) for each in json.loads(text)]
+            ends = f"device {a.id} (process {a.process_index}) and {b.id} ({b.process_index})"
+            with _answering(f"exchange of {ends}"):
+                links.append(link_speeds.measure_link(a, b))
+    # 2. the links of all processes; both ends of a link measured it
     worst: dict[tuple[int, int], MeasuredLink] = {}
-    for link in gathered:  # both ends of a link between processes measured it
-        known = worst.get((link.first, link.second), link)
-        worst[link.first, link.second] = MeasuredLink(
-            link.first,
-            link.second,
-            max(link.latency_s, known.latency_s),
-            min(link.bytes_per_s, known.bytes_per_s),
-            link.is_right and known.is_right,
-        )
+    for link in itertools.chain(*_gathered(MeasuredLink, links)):
+        ends = link.first, link.second
+        known = worst.get(ends, link)
+        latency_s = max(link.latency_s, known.latency_s)
+        bytes_per_s = min(link.bytes_per_s, known.bytes_per_s)
+        worst[ends] = MeasuredLink(*ends, latency_s, bytes_per_s, link.is_right and known.is_right)
+    # 3. the sums
     sums = []
     for axis, size in mesh.shape.items():
         if size > 1:
             with _answering(f"sum over {axis}"):
-                sums.append(measure_all_reduce(mesh, str(axis)))
+                sums.append(link_speeds.measure_all_reduce(mesh, str(axis)))
     return [worst[key] for key in sorted(worst)], sums
 
 
@@ -222,19 +219,21 @@ def _of_links(links: Sequence[MeasuredLink], sums: Sequence[AllReduce]) -> list[
     wrong = [f"devices {link.first} and {link.second}" for link in links if not link.is_right]
     wrong += [f"a sum over {each.axis}" for each in sums if not each.is_right]
     if wrong:
-        return [Finding("links", False, f"{', '.join(wrong)}: other numbers arrived than were sent.")]
+        text = f"{', '.join(wrong)}: other numbers arrived than were sent."
+        return [Finding("links", False, text)]
     findings = []
     if links:
         slowest = min(links, key=lambda link: link.bytes_per_s)
         farthest = max(links, key=lambda link: link.latency_s)
         text = (
-            f"{len(links)} pairs; slowest {_size(slowest.bytes_per_s)}/s (devices {slowest.first} and "
-            f"{slowest.second}), farthest {farthest.latency_s * 1e6:.0f} us (devices {farthest.first} and "
-            f"{farthest.second})"
+            f"{len(links)} pairs; slowest {size_text(int(slowest.bytes_per_s))}/s (devices "
+            f"{slowest.first} and {slowest.second}), farthest {farthest.latency_s * 1e6:.0f} us "
+            f"(devices {farthest.first} and {farthest.second})"
         )
         findings.append(Finding("links", True, text))
     for each in sums:
-        text = f"sum over {each.axis} ({each.size} devices) of {_size(each.num_bytes)}: {each.seconds * 1e3:.2f} ms"
+        what = f"sum over {each.axis} ({each.size} devices) of {size_text(each.num_bytes)}"
+        text = f"{what}: {each.seconds * 1e3:.2f} ms"
         findings.append(Finding("sums", True, text))
     return findings
 
@@ -248,29 +247,23 @@ def hop_costs(links: Sequence[MeasuredLink], mesh: Mesh) -> dict[str, float] | N
     rows = mesh.devices.swapaxes(0, 1)  # [pp, dp, fsdp]
     near = [
         by_pair[key]
-        for here, there in itertools.pairwise(rows)
-        for a, b in zip(here.flat, there.flat, strict=True)
+        for rank, after in itertools.pairwise(rows)
+        for a, b in zip(rank.flat, after.flat, strict=True)
         if (key := frozenset((a.id, b.id))) in by_pair
     ]
     if not near:
         return None
-    return {
-        "transfer_s": max(link.latency_s for link in near),
-        "transfer_bytes_per_s": min(link.bytes_per_s for link in near),
-    }
+    bytes_per_s = min(link.bytes_per_s for link in near)
+    latency_s = max(link.latency_s for link in near)
+    return {"transfer_s": latency_s, "transfer_bytes_per_s": bytes_per_s}
 
 
 @contextmanager
 def _answering(what: str) -> Iterator[None]:
-    """End the process with a line when the body waits for ever: a collective cannot be cancelled."""
+    """End the process with a line if the body hangs: a collective cannot be cancelled."""
 
     def give_up() -> None:
-        load, cores = os.getloadavg()[0], os.cpu_count() or 1
-        would = "Training would hang there."
-        if load > 2 * cores:
-            would = (
-                f"Training would hang there, or this machine is too busy (load {load:.0f} on {cores} cores): try again."
-            )
+        would = "Training would hang there, or this machine is too busy: try again."
         print(f"ppctl: {what}: no answer within {ANSWER_WITHIN_S:.0f} s. {would}", file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)
@@ -284,44 +277,22 @@ def _answering(what: str) -> Iterator[None]:
         timer.cancel()
 
 
-# what is shown
+def _link_table(links: Sequence[MeasuredLink]) -> tuple[str, Sequence[str], list[Sequence[str]]]:
+    """Return title, columns and rows of the table of links."""
+    ids = sorted({link.first for link in links} | {link.second for link in links})
+    by_pair = {(link.first, link.second): link for link in links}
+
+    def cell(row: int, column: int) -> str:
+        if row == column:
+            return "-"
+        link = by_pair[min(row, column), max(row, column)]
+        return f"{link.bytes_per_s / 2**30:.2f}" if row < column else f"{link.latency_s * 1e6:.0f}"
+
+    rows: list[Sequence[str]] = [[str(row), *(cell(row, each) for each in ids)] for row in ids]
+    return "above the diagonal GiB/s, below it microseconds", ("device", *map(str, ids)), rows
 
 
-def _show(findings: Sequence[Finding], links: Sequence[MeasuredLink], mesh: Mesh | None) -> None:
-    console = OutputConsole()
-    say: Callable[[str], None] = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
-    show_findings(console, findings)
-    if len(links) > 1:
-        ids = sorted({link.first for link in links} | {link.second for link in links})
-        by_pair = {(link.first, link.second): link for link in links}
-
-        def cell(row: int, column: int) -> str:
-            if row == column:
-                return "-"
-            link = by_pair[min(row, column), max(row, column)]
-            return f"{link.bytes_per_s / 2**30:.2f}" if row < column else f"{link.latency_s * 1e6:.0f}"
-
-        rows = [(str(row), *(cell(row, column) for column in ids)) for row in ids]
-        show_table(console, "above the diagonal GiB/s, below it microseconds", ("device", *map(str, ids)), rows)
-    costs = None if mesh is None else hop_costs(links, mesh)
-    if costs is not None:
-        say(f"costs     transfer_s={costs['transfer_s']:.3g} transfer_bytes_per_s={costs['transfer_bytes_per_s']:.4g}")
-    bad = [finding for finding in findings if not finding.is_ok]
-    say("this request would train here" if not bad else f"this request would not train here: {bad[0].text}")
-
-
-def _json(items: Sequence[Any]) -> str:
-    return json.dumps([asdict(item) for item in items])
-
-
-def _size(num_bytes: float) -> str:
-    """Return bytes as people read them.
-
-    >>> _size(3 << 20)
-    '3.0 MiB'
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.1f} {unit}" if unit != "B" else f"{num_bytes:.0f} B"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
+def _gathered(kind: type[T], items: Sequence[Any]) -> list[list[T]]:
+    """Return each process's items, dataclasses of this kind."""
+    texts = distributed.gather(json.dumps([asdict(item) for item in items]))
+    return [[kind(**each) for each in json.loads(text)] for text in texts]

@@ -1,39 +1,43 @@
-"""`ppctl report`: one run, or several compared, as an html page to look at and to send; starts no JAX."""
+"""`ppctl report`: one run, or several compared, as an html page to send. Starts no JAX."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppctl.cli.choices import schema_of
+from ppctl.cli.command_options import Parser
 from ppctl.cli.commands import COMMANDS, runs
 from ppctl.cli.commands.runs import DEFAULT_DIR
-from ppctl.cli.options import Parser
 from ppctl.config import Auto, Csv, Mesh
 from ppctl.errors import ConfigError, PpctlError
 from ppctl.reports.run_files import SCHEDULE_FILE
-from ppctl.reports.terminal import replace_file
+from ppctl.reports.terminal_output import replace_file
 
 if TYPE_CHECKING:
     from ppctl.config.schedule_from_config import Pipeline
-    from ppctl.reports.run_page.read import RecordedRun
+    from ppctl.reports.run_page.read_run import RecordedRun
 
-EXAMPLES = ("ppctl report tiny", "ppctl report tiny runs/other --out both.html", "ppctl report runs/sweep/*/ --json")
+EXAMPLES = (
+    "ppctl report tiny",
+    "ppctl report tiny runs/other --out both.html",
+    "ppctl report runs/sweep/*/ --json",
+)
 HELP = f"""\
 ppctl report: {COMMANDS["report"]}.
 
-Usage: ppctl report RUN [--out FILE.html] [--json]           one run: status, curves, predicted vs. measured
-       ppctl report RUN RUN ... [--out FILE.html] [--json]   any number: what differs, curves drawn together
+Usage: ppctl report RUN [--out FILE.html] [--json]           one run: status, curves, predictions
+       ppctl report RUN RUN ... [--out FILE.html] [--json]   several: differences, curves together
 
-RUN is a path, a name in the list of `ppctl runs`, or a part of one that no other has. The page holds all it shows: it
-can be mailed, and opens without a network. It is of the moment; write it again while a run goes on.
+RUN is a path, a name in the list of `ppctl runs`, or a part of one that no other has. The page
+holds all it shows: it can be mailed, and opens without a network. It is of the moment; write it
+again while a run goes on.
 
 Options:
-  --out FILE  where to write it (default: report.html in the run's directory; of several runs, here). A file that is no
-              report is not overwritten
+  --out FILE  where to write it (default: report.html in the run's directory; of several runs,
+              here). A file that is no report is not overwritten
   --json      print its numbers as JSON on stdout, too
   -h, --help  this text
 
@@ -51,22 +55,23 @@ def serve(words: list[str]) -> int:
         raise ConfigError("`ppctl report` needs a run: ppctl report RUN. `ppctl runs` lists them.")
     from ppctl.reports.run_page import write_report as report
 
-    found = [_find(word) for word in options.words]
+    runs = [_find(word) for word in options.words]
     places: dict[Path, str] = {}
-    for word, (_, path) in zip(options.words, found, strict=True):
-        if path.resolve() in places:
-            raise ConfigError(f"{places[path.resolve()]} and {word} are the same run. Name each once.")
-        places[path.resolve()] = word
-    file = report.place_of(options.out, [path for _, path in found])
-    read = [_read(*each, is_alone=len(found) == 1) for each in found]
+    for word, (_, path) in zip(options.words, runs, strict=True):
+        place = path.resolve()
+        if place in places:
+            raise ConfigError(f"{places[place]} and {word} are the same run. Name each once.")
+        places[place] = word
+    file = report.place_of(options.out, [path for _, path in runs])
+    read = [_read(*each, is_alone=len(runs) == 1) for each in runs]
     return report.write_report(read, file, as_json=options.json)
 
 
 def write_report_of(run_dir: Path) -> None:
-    """Write the report of a run in its directory, if there is a run and the file is not another's."""
+    """Write the report of a run in its directory, unless it would replace another file."""
     from ppctl.reports.run_files import is_run
     from ppctl.reports.run_page import write_report as report
-    from ppctl.reports.run_page.page import run_page
+    from ppctl.reports.run_page.one_run_page import run_page
 
     if not is_run(run_dir):
         return
@@ -82,56 +87,62 @@ def _find(word: str) -> tuple[str, Path]:
 
     top = Path(DEFAULT_DIR)
     if not is_run(Path(word)) and not (top.is_dir() and find_runs(top)):
-        raise ConfigError(f"{word} is no run, and none is in {DEFAULT_DIR}/ here. Give the path of one.")
+        where = f"none is in {DEFAULT_DIR}/ here"
+        raise ConfigError(f"{word} is no run, and {where}. Give the path of one.")
     return runs_table.find_run(word, [top])
 
 
 def _read(name: str, path: Path, *, is_alone: bool) -> RecordedRun:
-    from ppctl.cli.overrides import resumption
-    from ppctl.reports.run_page.read import read_run
+    from ppctl.cli.resume_command import resumption
+    from ppctl.reports.run_page.read_run import read_run
 
-    found = resumption(path)
-    pipeline = _pipeline(path, found.config, found.words) if is_alone else "Not drawn of several runs."
-    return read_run(name, path, found.config, found.words, found.command, found.notes, pipeline)
+    old = resumption(path)
+    pipeline = "Not drawn of several runs."
+    if is_alone:
+        pipeline = _pipeline(path, old.config, old.words)
+    return read_run(name, path, old.config, old.words, old.command, old.notes, pipeline)
 
 
 def _pipeline(run_dir: Path, config: Mapping[str, Any], words: Sequence[str]) -> Pipeline | str:
-    """Return the schedule of a run as its settings have it, or why it cannot be drawn.
-
-    What schedule=auto found for the model is in the run's directory.
-    """
-    from ppctl.config.schedule_from_config import pipeline_of, trained_share
-    from ppctl.reports.run_page.gantt import most_chunks, too_large
-
+    """Return the schedule of a run by its settings, or why it cannot be drawn."""
     try:
-        parts = {part: schema_of(part, config[part]["name"])(**config[part]) for part in ("schedule", "executor")}
-        mesh, num_layers = Mesh(**config["mesh"]), config["model"]["num_layers"]
-        for part in (mesh, *parts.values()):
-            part.check()
-        if parts["executor"].name == "reference":
-            return "executor=reference has no pipeline to draw."
-        path = getattr(parts["schedule"], "path", None)
-        if path is not None and Path(path).exists() and not Path(path).is_file():
-            return f"The schedule cannot be drawn: {path} cannot be read: it is no file."  # but a pipe, or has no end
-        is_found = isinstance(parts["schedule"], Auto) and (run_dir / SCHEDULE_FILE).is_file()
-        if is_found:
-            number = parts["schedule"].num_microbatches
-            parts["schedule"] = Csv(name="csv", path=str(run_dir / SCHEDULE_FILE), num_microbatches=number)
-        chunks = most_chunks(parts["schedule"], mesh.pp, num_layers)
-        large = too_large(mesh.pp, parts["schedule"].num_microbatches, chunks, words)
-        if large:
-            return large
-        trained = 1.0
-        if config.get("optim", {}).get("train") == "lora":
-            trained = trained_share(
-                *(schema_of(part, config[part]["name"])(**config[part]) for part in ("model", "optim"))
-            )
-        found = pipeline_of(**parts, num_ranks=mesh.pp, num_layers=num_layers, trained=trained)
-        return replace(found, label="auto") if is_found else found
+        return _pipeline_of(run_dir, config, words)
     except PpctlError as error:
-        return f"The schedule cannot be drawn: {' '.join(str(error).split())}"
+        reason = " ".join(str(error).split())
     except (KeyError, TypeError, ValueError, AttributeError, OSError):
-        return "The schedule cannot be drawn: the settings of the run are not such as there are now."
+        reason = "the settings of the run are not such as there are now."
+    return f"The schedule cannot be drawn: {reason}"
+
+
+def _pipeline_of(run_dir: Path, config: Mapping[str, Any], words: Sequence[str]) -> Pipeline | str:
+    from ppctl.config.schedule_from_config import pipeline_of, trained_share
+    from ppctl.reports.run_page.step_gantt import most_chunks, too_large
+
+    # 1. the settings
+    group = lambda part: schema_of(part, config[part]["name"])(**config[part])  # noqa: E731
+    schedule, executor, mesh = group("schedule"), group("executor"), Mesh(**config["mesh"])
+    for part in (mesh, schedule, executor):
+        part.check()
+    if executor.name == "reference":
+        return "executor=reference has no pipeline to draw."
+    # 2. a schedule in a file, such as the one that schedule=auto found
+    path = getattr(schedule, "path", None)
+    if path is not None and Path(path).exists() and not Path(path).is_file():  # may be a pipe
+        return f"The schedule cannot be drawn: {path} cannot be read: it is no file."
+    recorded, number = run_dir / SCHEDULE_FILE, schedule.num_microbatches
+    is_auto = isinstance(schedule, Auto) and recorded.is_file()
+    if is_auto:
+        schedule = Csv(name="csv", path=str(recorded), num_microbatches=number)
+    # 3. its size and costs
+    num_layers = config["model"]["num_layers"]
+    large = too_large(mesh.pp, number, most_chunks(schedule, mesh.pp, num_layers), words)
+    if large:
+        return large
+    is_lora = config.get("optim", {}).get("train") == "lora"
+    trained = trained_share(group("model"), group("optim")) if is_lora else 1.0
+    sizes = {"num_ranks": mesh.pp, "num_layers": num_layers, "trained": trained}
+    pipeline = pipeline_of(schedule=schedule, executor=executor, **sizes)
+    return pipeline._replace(label="auto") if is_auto else pipeline
 
 
 def completions(words: list[str]) -> list[str]:

@@ -8,10 +8,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from ppctl.cli.command_options import Parser
 from ppctl.cli.commands import COMMANDS
-from ppctl.cli.options import Parser
 from ppctl.errors import ConfigError, DataError
-from ppctl.reports.terminal import show_json
+from ppctl.reports.terminal_output import show_json
 
 MOST_VOCAB = 2**20
 HELP = """\
@@ -19,27 +19,30 @@ Usage: ppctl tokenize FILE... --vocab-size N --out DIR [OPTIONS]
 
 {about}.
 
-  FILE                  a text, .jsonl, .parquet or .arrayrecord file, a pattern, or a directory; .gz and .zst too
+  FILE                  a text, .jsonl or .parquet file, a pattern, or a directory; .gz and .zst too
   --vocab-size N        tokens, the 256 bytes and the special ones included
-  --out DIR             where tokenizer.json and tokenizer_config.json go; data.tokenizer=DIR trains with them
-  --special TOKEN       a special token; again for more. The first ends documents. Without it {special}
-  --field NAME          of .jsonl and .parquet: what holds the text, or messages (default: text)
+  --out DIR             the directory of tokenizer.json and tokenizer_config.json; train with
+                        data.tokenizer=DIR
+  --special TOKEN       a special token; may be repeated. The first ends documents.
+                        Default: {special}
+  --field NAME          the field of text or messages in .jsonl and .parquet (default: text)
   --on-error WHAT       at a broken line, row or file: stop (default) or skip
   --json                the result as JSON
   -h, --help            this text
 
 Examples:
   ppctl tokenize notes.txt --vocab-size 4096 --out tokenizer
-  ppctl tokenize 'corpus/*.jsonl.zst' --field body --vocab-size 32000 --out tokenizer --on-error skip
+  ppctl tokenize 'corpus/*.jsonl.zst' --field body --vocab-size 32000 --out tok --on-error skip
   ppctl train data=text data.path=notes.txt data.tokenizer=tokenizer run.name=notes"""
 
 
 def serve(words: list[str]) -> int:
     """Train and write a tokenizer; return 0."""
-    from ppctl.data.bpe import SPECIAL, train_bpe, write_tokenizer
-    from ppctl.data.documents import Fields
-    from ppctl.data.text_files import named_source
+    from ppctl.data.document_files import Fields
+    from ppctl.data.text_dataset import named_source
+    from ppctl.data.train_bpe import SPECIAL, train_bpe, write_tokenizer
 
+    # 1. the request
     options = _parser().read(words)
     if options.help:
         about = COMMANDS["tokenize"]
@@ -48,31 +51,34 @@ def serve(words: list[str]) -> int:
     special = options.special or [*SPECIAL]
     out = Path(options.out or "")
     vocab_size = _check(options, special, out)
-    began = time.perf_counter()
+    # 2. the tokenizer
+    began, skips_broken = time.perf_counter(), options.on_error == "skip"
     try:
-        source = named_source(options.files, Fields(text=options.field), skips_broken=options.on_error == "skip")
+        source = named_source(options.files, Fields(text=options.field), skips_broken=skips_broken)
         trained = train_bpe(source, vocab_size, special)
     except DataError as error:
         raise DataError(str(error).replace("data.on_error=skip", "--on-error skip")) from error
     try:
         write_tokenizer(out, trained.tokenizer, special)
     except OSError as error:
-        raise ConfigError(f"--out {out} cannot be written: {error.strerror}. Use another directory.") from error
+        why = f"--out {out} cannot be written: {error.strerror}"
+        raise ConfigError(f"{why}. Use another directory.") from error
+    # 3. the output
     size = trained.tokenizer.get_vocab_size()
     sha256 = hashlib.sha256((out / "tokenizer.json").read_bytes()).hexdigest()
     if options.json:
-        numbers = {"vocab_size": size, "documents": trained.num_documents, "bytes": trained.num_bytes}
-        show_json({"out": str(out), **numbers, "skipped": len(trained.skipped), "sha256": sha256})
+        numbers = {"documents": trained.num_documents, "bytes": trained.num_bytes}
+        numbers = {"vocab_size": size, **numbers, "skipped": len(trained.skipped)}
+        show_json({"out": str(out), **numbers, "sha256": sha256})
         return 0
     if trained.skipped:
         first = trained.skipped[0]
         print(f"skipped  {len(trained.skipped)} broken (first: {first.place} {first.reason})")
-    print(
-        f"trained  {size} tokens on {trained.num_documents:,} documents, {trained.num_bytes / 1e6:.1f} MB, in "
-        f"{time.perf_counter() - began:.0f} s"
-    )
+    text = f"{trained.num_documents:,} documents, {trained.num_bytes / 1e6:.1f} MB"
+    print(f"trained  {size} tokens on {text}, in {time.perf_counter() - began:.0f} s")
     if size < vocab_size:
-        print(f"note     the text has no more than {size} tokens to learn, fewer than --vocab-size {vocab_size}")
+        few = f"no more than {size} tokens to learn"
+        print(f"note     the text has {few}, fewer than --vocab-size {vocab_size}")
     print(f"wrote    {out}/tokenizer.json (sha256 {sha256[:16]}), {out}/tokenizer_config.json")
     print(f"train    ppctl train data=text data.path={options.files[0]} data.tokenizer={out}")
     return 0
@@ -80,21 +86,21 @@ def serve(words: list[str]) -> int:
 
 def _check(options: Namespace, special: Sequence[str], out: Path) -> int:
     """Return the vocabulary's size. ConfigError for options that are missing or impossible."""
+    usage = "Write ppctl tokenize FILE... --vocab-size N --out DIR."
     if not options.files:
-        raise ConfigError("ppctl tokenize names no file. Write ppctl tokenize FILE... --vocab-size N --out DIR.")
+        raise ConfigError(f"ppctl tokenize names no file. {usage}")
     for name, value in (("--vocab-size", options.vocab_size), ("--out", options.out)):
         if value is None:
-            raise ConfigError(f"ppctl tokenize without {name}. Write ppctl tokenize FILE... --vocab-size N --out DIR.")
+            raise ConfigError(f"ppctl tokenize without {name}. {usage}")
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is no directory. Use another.")
     if len({*special}) < len(special):
         raise ConfigError("--special names a token twice. Name each once.")
     least = 256 + len(special)
     if not least <= options.vocab_size <= MOST_VOCAB:
-        raise ConfigError(
-            f"--vocab-size {options.vocab_size} is not in {least}..{MOST_VOCAB}: 256 bytes and {len(special)} special "
-            f"tokens are {least} already. Use 4096 to 128000, which are usual."
-        )
+        tokens = f"256 bytes and {len(special)} special tokens are {least} already"
+        what = f"--vocab-size {options.vocab_size} is not in {least}..{MOST_VOCAB}: {tokens}"
+        raise ConfigError(f"{what}. Use 4096 to 128000, which are usual.")
     return options.vocab_size
 
 

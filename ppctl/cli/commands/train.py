@@ -1,17 +1,14 @@
-"""`ppctl train`: train a model; metrics and checkpoints go to run.dir, and the same line resumes."""
+"""`ppctl train`: train a model into run.dir; the same line resumes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ppctl.config import Config
-from ppctl.planner.predict import predict_step
-from ppctl.training import run
+from ppctl.planner.cost.predict_step import predict_step
+from ppctl.training.run import train_run as run
 
 
 def train(config: Config, *, words: Sequence[str], as_json: bool) -> int:
-    """Train a config, which the planner predicts first; return the exit code of `training.run.train`.
-
-    words: what the run was started with, as typed, to be stored.
-    """
+    """Train a config, which the planner predicts first; words: the overrides as typed, stored."""
     return run.train(config, words, predict=predict_step, as_json=as_json)

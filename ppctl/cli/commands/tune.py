@@ -1,36 +1,51 @@
-"""`ppctl tune`: find the fastest mesh, schedule, partition, microbatches and remat for so many devices."""
+"""`ppctl tune`: the fastest mesh, schedule, partition, microbatches and remat for n devices."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, replace
 
-from ppctl.cli.request_words import request_words
+from ppctl.cli.config_overrides import request_words
 from ppctl.config import Config
-from ppctl.planner.job_script import LAUNCHERS, job_request, start_command, write_job_script
-from ppctl.planner.recipe import own_path, recipe_path, write_recipe
-from ppctl.planner.tune import tune_layouts
-from ppctl.planner.tune_terminal import show_tuned
+from ppctl.planner.search.job_script import LAUNCHERS, write_job_script
+from ppctl.planner.search.tune_layouts import tune_layouts
+from ppctl.planner.search.tuned_recipe import own_path, recipe_path, write_recipe
+from ppctl.planner.show.tune_terminal import show_tuned
+from ppctl.training.pipeline.known_hardware import known
+
+POD_RUNS = "/runs"  # mount of the claim in recipes/cluster/jobset.yaml
 
 
 def tune(config: Config, *, as_json: bool) -> int:
-    """Print the best ten layouts, write the best as a recipe, and its job script; return 0 where one fits, else 1."""
+    """Print the best layouts, write recipe and job script of the first; return 0 if one fits."""
     name, launch = config.tune.recipe, config.tune.launch
     path = recipe_path(name)  # refused before the search
     script = None if launch is None or name is None else own_path(name, LAUNCHERS[launch].suffix)
     tuned, configs = tune_layouts(config)
-    if tuned.found.best and path is not None:
-        write_recipe(path, configs[0], tuned.found.best[0], tuned.measured_s[0] if tuned.measured_s else None)
+    best = tuned.found.best
+    if best and path is not None:
+        measured_s = tuned.measured_s[0] if tuned.measured_s else None
+        write_recipe(path, configs[0], best[0], measured_s)
         tuned = replace(tuned, recipe=str(path))
-    if tuned.found.best and name is not None and launch is not None and script is not None:
-        write_job_script(launch, configs[0], job_words(launch, configs[0], name), tuned.hosts, script)
-        tuned = replace(tuned, job_script=str(script), job_command=start_command(launch, script))
+    if best and name is not None and launch is not None and script is not None:
+        words = job_words(launch, configs[0], name)
+        command = write_job_script(launch, configs[0], words, tuned.hosts, script)
+        tuned = replace(tuned, job_script=str(script), job_command=command)
     show_tuned(tuned, configs, as_json=as_json)
-    return 0 if tuned.found.best else 1
+    return 0 if best else 1
 
 
 def job_words(launch: str, config: Config, name: str) -> list[str]:
-    """Return the request of a layout as a job has it, as one types it after `ppctl train`; its mesh always."""
-    request = job_request(launch, config, name)
-    words, _ = request_words(asdict(request))
-    mesh = f"mesh={request.mesh.text}"
+    """Return the overrides of a layout for `ppctl train` in its job, its mesh always.
+
+    It runs on the devices that it finds, under the recipe's name; files of --config-dir may be
+    missing there.
+    """
+    run, usual = config.run, Config()
+    name = name if run.name == usual.run.name else run.name
+    if run.dir == f"runs/{run.name}":
+        run = replace(run, dir=f"{POD_RUNS if launch == 'kubernetes' else 'runs'}/{name}")
+    hardware = config.hardware if config.hardware.name in known() else usual.hardware
+    run = replace(run, name=name, platform=None)
+    request = replace(config, run=run, hardware=hardware, costs=usual.costs, tune=usual.tune)
+    words, mesh = request_words(asdict(request)), f"mesh={config.mesh.text}"
     return [mesh, *(word for word in words if word != mesh)]

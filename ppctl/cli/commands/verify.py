@@ -3,119 +3,100 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ppctl.config import Config
-from ppctl.reports.terminal import OutputConsole, show_json, show_table
-from ppctl.training.checks import check_job
-from ppctl.training.compilation_cache import keep_compiled
-from ppctl.training.job import TrainingJob, assemble, partition_text
-from ppctl.training.plain_steps import plain_model
-from ppctl.training.verification import (
+from ppctl.reports.terminal_output import OutputConsole, show_json, show_table
+from ppctl.training.pipeline import verification as compare
+from ppctl.training.pipeline.job import TrainingJob, assemble, partition_text
+from ppctl.training.pipeline.job_checks import check_job
+from ppctl.training.pipeline.plain_steps import plain_model
+from ppctl.training.pipeline.verification import (
     GradientComparison,
+    Leaf,
     Number,
     StepComparison,
     TrainingComparison,
-    compare_gradients,
-    compare_training,
-    steps_with_clipping,
     tolerance_of,
-    with_clip_norm,
     worst_of,
 )
+from ppctl.training.run.compilation_cache import keep_compiled
 
 assemble_to_verify = partial(assemble, default_dtype="float64")
+GRADIENT = ("gradient", "shape", "norm", "max |reference|", "max |difference|", "error")
+STEP = ("step", "loss", "reference", "error", "grad_norm", "error", "lr", "error", "clipped")
+
+
+class Comparison(NamedTuple):
+    """The comparisons of a job with the un-pipelined model."""
+
+    job: TrainingJob
+    gradients: GradientComparison
+    training: TrainingComparison | None  # None: verify.steps=0
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether every error is within its tolerance."""
+        numbers, leaves = [self.gradients.loss], [*self.gradients.leaves]
+        rates, rates_tolerance, training = list[float](), 0.0, self.training
+        if training is not None:
+            numbers += [number for step in training.steps for number in (step.loss, step.grad_norm)]
+            numbers += [] if training.eval_loss is None else [training.eval_loss]
+            leaves += training.state
+            rates = [*(step.lr.error for step in training.steps), training.rates_error]
+            rates_tolerance = training.rates_tolerance
+        are_close = all(each.error <= self.tolerance for each in (*numbers, *leaves))  # NaN fails
+        return are_close and all(error <= rates_tolerance for error in rates)
 
 
 def verify(config: Config, *, as_json: bool) -> int:
-    """Return 0 when gradients and train steps are within the dtype's tolerance, else 1. float64 unless run.dtype."""
+    """Return 0 if gradients and train steps are within the dtype's tolerance (float64), else 1."""
     unkept = keep_compiled(config)
     job = assemble_to_verify(config)
-    tolerance = tolerance_of(job)
     notes = [note for note in (unkept, *check_job(job)) if note is not None]
     plain = plain_model(job)
     state = job.pipe.init()  # compiled once, for gradients and steps
-    gradients = compare_gradients(job, plain, state)
+    gradients = compare.compare_gradients(job, plain, state)
     training = None
     if config.verify.steps:
-        steps = steps_with_clipping(plain, config.verify.steps, tolerance)
+        steps = compare.steps_with_clipping(plain, config.verify.steps, tolerance_of(job))
         if steps.clip_norm != config.optim.clip_norm:
-            job = assemble_to_verify(with_clip_norm(config, steps.clip_norm))
-        training = compare_training(job, steps, state, config)
-    ok = all(error <= allowed for error, allowed in _errors(gradients, training, tolerance))  # NaN fails
+            clipping = replace(config.optim, clip_norm=steps.clip_norm)
+            job = assemble_to_verify(replace(config, optim=clipping))
+        training = compare.compare_training(job, steps, state, config)
+    comparison = Comparison(job, gradients, training, tolerance_of(job))
     if as_json:
-        show_json(_document(job, gradients, training, ok=ok))
+        show_json(_document(comparison))
     else:
-        _show(job, config, gradients, training, notes, ok=ok)
-    return 0 if ok else 1
+        _show(comparison, config, notes)
+    return 0 if comparison.ok else 1
 
 
-def _errors(
-    gradients: GradientComparison, training: TrainingComparison | None, tolerance: float
-) -> Iterator[tuple[float, float]]:
-    """Yield every error with its tolerance."""
-    numbers = [gradients.loss]
-    leaves = [*gradients.leaves]
+def _document(comparison: Comparison) -> dict[str, Any]:
+    """Return the comparisons as plain JSON."""
+    job, gradients, training, tolerance = comparison
+    loss, leaves = gradients.loss, gradients.leaves
+    document = {"ok": comparison.ok, "dtype": str(job.pipe.dtype), "tolerance": tolerance}
+    document |= {"loss": loss.value, "reference_loss": loss.reference, "loss_error": loss.error}
+    document |= {"worst": asdict(worst_of(leaves)), "gradients": [asdict(leaf) for leaf in leaves]}
+    document["training"] = None
     if training is not None:
-        numbers += [number for step in training.steps for number in (step.loss, step.grad_norm)]
-        numbers += [] if training.eval_loss is None else [training.eval_loss]
-        leaves += training.state
-        yield from ((error, training.rates_tolerance) for error in _rate_errors(training))
-    yield from ((each.error, tolerance) for each in (*numbers, *leaves))
+        document["training"] = asdict(training) | {"worst": asdict(worst_of(training.state))}
+    return document
 
 
-def _rate_errors(training: TrainingComparison) -> list[float]:
-    return [*(step.lr.error for step in training.steps), training.rates_error]
-
-
-def _document(
-    job: TrainingJob, gradients: GradientComparison, training: TrainingComparison | None, *, ok: bool
-) -> dict[str, Any]:
-    """Return all that was compared as plain JSON."""
-    found = {
-        "ok": ok,
-        "dtype": str(job.pipe.dtype),
-        "tolerance": tolerance_of(job),
-        "loss": gradients.loss.value,
-        "reference_loss": gradients.loss.reference,
-        "loss_error": gradients.loss.error,
-        "worst": asdict(worst_of(gradients.leaves)),
-        "gradients": [asdict(leaf) for leaf in gradients.leaves],
-        "training": None,
-    }
-    if training is not None:
-        found["training"] = asdict(training) | {"worst": asdict(worst_of(training.state))}
-    return found
-
-
-def _show(
-    job: TrainingJob,
-    config: Config,
-    gradients: GradientComparison,
-    training: TrainingComparison | None,
-    notes: Sequence[str],
-    *,
-    ok: bool,
-) -> None:
-    """Print two tables, what was compared beside them, and the verdict."""
-    console, tolerance = OutputConsole(), tolerance_of(job)
+def _show(comparison: Comparison, config: Config, notes: Sequence[str]) -> None:
+    """Print two tables, other comparisons, and the verdict; config: the original request."""
+    job, gradients, training, tolerance = comparison
+    console = OutputConsole()
     line = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    rows = (
-        (
-            leaf.name,
-            "x".join(map(str, leaf.shape)),
-            f"{leaf.norm:.6g}",
-            f"{leaf.max_abs:.3e}",
-            f"{leaf.max_difference:.1e}",
-            _error_text(leaf.error, tolerance),
-            "" if leaf.layer is None else str(leaf.layer),
-        )
-        for leaf in gradients.leaves
-    )
-    columns = ("gradient", "shape", "norm", "max |reference|", "max |difference|", "error", "worst layer")
-    show_table(console, f"gradients of {_what(config)} compared with the un-pipelined model's", columns, rows)
+    # 1. gradients
+    rows = (_gradient_row(leaf, tolerance) for leaf in gradients.leaves)
+    title = f"gradients of {_what(config)} compared with the un-pipelined model's"
+    show_table(console, title, (*GRADIENT, "worst layer"), rows)
     text = partition_text(job)
     if text is not None:
         line(f"partition {text}")
@@ -124,17 +105,28 @@ def _show(
     worst = worst_of(gradients.leaves)
     line(f"loss      {_number_text(gradients.loss, tolerance)}")
     line(f"worst     {worst.name}, {_error_text(worst.error, tolerance)} of its largest entry")
+    # 2. train steps
     if training is not None:
         line("")
-        columns = ("step", "loss", "reference", "error", "grad_norm", "error", "lr", "error", "clipped")
         title = "train steps compared with the un-pipelined model's, updated by optax alone"
-        show_table(console, title, columns, (_step_row(step, training, tolerance) for step in training.steps))
+        rows = (_step_row(step, training, tolerance) for step in training.steps)
+        show_table(console, title, STEP, rows)
         for text in _training_lines(job, config, training, tolerance):
             line(text)
-    line(f"{'equal' if ok else 'NOT EQUAL'} within {tolerance:g} ({job.pipe.dtype})")
+    verdict = "equal" if comparison.ok else "NOT EQUAL"
+    line(f"{verdict} within {tolerance:g} ({job.pipe.dtype})")
 
 
-def _step_row(step: StepComparison, training: TrainingComparison, tolerance: float) -> tuple[str, ...]:
+def _gradient_row(leaf: Leaf, tolerance: float) -> tuple[str, ...]:
+    numbers = f"{leaf.norm:.6g}", f"{leaf.max_abs:.3e}", f"{leaf.max_difference:.1e}"
+    layer = "" if leaf.layer is None else str(leaf.layer)
+    shape = "x".join(map(str, leaf.shape))
+    return leaf.name, shape, *numbers, _error_text(leaf.error, tolerance), layer
+
+
+def _step_row(
+    step: StepComparison, training: TrainingComparison, tolerance: float
+) -> tuple[str, ...]:
     return (
         str(step.step),
         f"{step.loss.value:.9g}",
@@ -148,38 +140,41 @@ def _step_row(step: StepComparison, training: TrainingComparison, tolerance: flo
     )
 
 
-def _training_lines(job: TrainingJob, config: Config, training: TrainingComparison, tolerance: float) -> Iterator[str]:
-    """Yield a line for each thing that was compared of the train steps as a whole."""
+def _training_lines(
+    job: TrainingJob, config: Config, training: TrainingComparison, tolerance: float
+) -> Iterator[str]:
+    """Yield lines on the state after the steps, its evaluation, learning rates and clipping."""
     worst, last = worst_of(training.state), len(training.steps)
     layer = "" if worst.layer is None else f" in layer {worst.layer}"
     yield (
-        f"state     {len(training.state)} arrays of parameters and optimizer after step {last}; worst {worst.name}, "
-        f"{_error_text(worst.error, tolerance)} of its largest change{layer}"
+        f"state     {len(training.state)} arrays of parameters and optimizer after step {last}; "
+        f"worst {worst.name}, {_error_text(worst.error, tolerance)} of its largest change{layer}"
     )
     if training.eval_loss is None:
         yield "eval      none (run.eval_every=null)"
     else:
-        many = job.num_eval_batches
-        yield f"eval      {_number_text(training.eval_loss, tolerance)}, of {many} batch{'es' * (many > 1)}"
+        batches = f"{job.num_eval_batches} batch{'es' * (job.num_eval_batches > 1)}"
+        yield f"eval      {_number_text(training.eval_loss, tolerance)}, of {batches}"
     rates = _error_text(training.rates_error, training.rates_tolerance)
-    yield f"lr        of all steps up to run.num_steps={config.run.num_steps}: error {rates} of the largest"
+    steps = f"all steps up to run.num_steps={config.run.num_steps}"
+    yield f"lr        of {steps}: error {rates} of the largest"
     yield f"clipping  {_clipping_text(config, training)}"
 
 
 def _clipping_text(config: Config, training: TrainingComparison) -> str:
     if training.clip_norm is None:
         return "none (optim.clip_norm=null)"
-    source = f"optim.clip_norm={config.optim.clip_norm:g}"
-    if training.is_clip_norm_requested:
-        at = source
-    else:
-        which = "all" if training.steps[0].grad_norm.reference >= (config.optim.clip_norm or 0.0) else "none"
-        at = f"a norm of {training.clip_norm:.6g}, chosen here: {source} would clip {which} of these steps"
-    clipped = [str(step.step) for step in training.steps if step.is_clipped]
-    kept = [str(step.step) for step in training.steps if not step.is_clipped]
-    is_undone = config.executor.DISPATCHES_TASKS and getattr(config.executor, "post_validation", False)
-    done, stood = ("undone and taken again", "let stand") if is_undone else ("clipped", "not clipped")
-    parts = [f"{what}: {', '.join(steps)}" for what, steps in ((done, clipped), (stood, kept)) if steps]
+    at = f"optim.clip_norm={config.optim.clip_norm:g}"
+    if not training.is_clip_norm_requested:
+        clips_all = training.steps[0].grad_norm.reference >= (config.optim.clip_norm or 0.0)
+        would = f"{at} would clip {'all' if clips_all else 'none'} of these steps"
+        at = f"a norm of {training.clip_norm:.6g}, chosen here: {would}"
+    is_undone = getattr(config.executor, "post_validation", False)
+    words = ("undone and taken again", "let stand") if is_undone else ("clipped", "not clipped")
+    parts = list[str]()
+    for word, is_clipped in zip(words, (True, False), strict=True):
+        steps = [str(step.step) for step in training.steps if step.is_clipped == is_clipped]
+        parts += [f"{word}: {', '.join(steps)}"] if steps else []
     return f"at {at}; steps {'; '.join(parts)}"
 
 
@@ -195,8 +190,9 @@ def _error_text(error: float, tolerance: float) -> str:
 def _what(config: Config) -> str:
     if not config.executor.IS_PIPELINED:
         return "executor=reference"
-    chunks = "".join(f", {value} {key.removeprefix('num_')}" for key, value in config.schedule.knobs().items())
-    return (
-        f"schedule={config.schedule.name} ({config.schedule.num_microbatches} microbatches{chunks}), "
-        f"mesh={config.mesh.text}, remat={config.executor.remat}"
-    )
+    schedule, knobs = config.schedule, config.schedule.knobs()
+    sizes = {"microbatches": schedule.num_microbatches}
+    sizes |= {key.removeprefix("num_"): value for key, value in knobs.items()}
+    text = ", ".join(f"{value} {name}" for name, value in sizes.items())
+    mesh, remat = config.mesh.text, config.executor.remat
+    return f"schedule={schedule.name} ({text}), mesh={mesh}, remat={remat}"

@@ -1,1 +1,1 @@
-"""The mpmd executor: a compiled function for each stage and kind of task, dispatched by the host in schedule order."""
+"""The mpmd executor: a program for each stage and kind of task, dispatched in schedule order."""

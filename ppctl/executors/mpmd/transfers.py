@@ -1,8 +1,8 @@
 """Arrays by each device's part of them: how values pass between submeshes of several processes.
 
-A process sees its own devices' shards only. To let devices of different submeshes, or ranks that hold different things,
-take part in one program, each gives its part as its copy of an array that counts as replicated: inside shard_map a
-device sees its own, whatever the others have.
+A process sees only its own devices' shards. To let devices of different submeshes, or ranks with
+different values, take part in one program, each gives its part as its copy of an array that counts
+as replicated: inside shard_map each device sees its part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 Tree = Any
 Device = Any
 Part = tuple[tuple[int, ...], np.dtype]  # shape and dtype of a device's part of an array
-PAIR = "pair"  # the axis of a sender's and a receiver's submesh
+PAIR = "pair"  # the axis of the two submeshes
 TURN: Part = (), np.dtype("int32")
 
 
@@ -29,20 +29,22 @@ def local_shards(a: jax.Array) -> dict[Device, jax.Array]:
     return {shard.device: shard.data for shard in a.addressable_shards}
 
 
-def from_shards(shape: tuple[int, ...], sharding: NamedSharding, parts: Mapping[Device, jax.Array]) -> jax.Array:
-    """Return the array of which devices hold these parts; parts of other devices are passed over."""
-    assert isinstance(sharding.mesh, Mesh), "of devices"
+def from_shards(
+    shape: tuple[int, ...], sharding: NamedSharding, parts: Mapping[Device, jax.Array]
+) -> jax.Array:
+    """Return the array whose devices hold these parts; other devices' parts are ignored."""
+    assert isinstance(sharding.mesh, Mesh), "a mesh of devices"
     here = [parts[device] for device in sharding.mesh.devices.flat if device in parts]
     return jax.make_array_from_single_device_arrays(shape, sharding, here)
 
 
 def each_its_own(mesh: Mesh, parts: Mapping[Device, jax.Array]) -> jax.Array:
-    """Return an argument of a program on `mesh` of which each device has its own part, all of one shape."""
+    """Return an argument of a program on `mesh`: each device's own part, all of one shape."""
     return from_shards(next(iter(parts.values())).shape, NamedSharding(mesh, P()), parts)
 
 
 def local_zeros(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> dict[Device, jax.Array]:
-    """Return zeros on each device of this process, for what it takes no part in filling."""
+    """Return zeros on each device of this process, for arrays that other devices fill."""
     mine = (device for device in mesh.devices.flat if device.process_index == jax.process_index())
     return {device: jax.device_put(np.zeros(shape, dtype), device) for device in mine}
 
@@ -53,7 +55,7 @@ def processes(mesh: Mesh) -> list[int]:
 
 
 def is_mine(mesh: Mesh) -> bool:
-    """Return whether a device is this process's."""
+    """Return whether this process has a device of a mesh."""
     return jax.process_index() in processes(mesh)
 
 
@@ -67,12 +69,14 @@ def pair_mesh(sender: Mesh, receiver: Mesh) -> Mesh:
 
 
 def copy_across(sender: Mesh, receiver: Mesh, there: Tree, value: Tree) -> tuple[Tree]:
-    """Copy a value to a receiver whose devices have counterparts of the same process: every process copies its own."""
+    """Copy a value to a receiver on the same processes: each process copies its shards."""
     counterpart = dict(zip(sender.devices.flat, receiver.devices.flat, strict=True))
 
     def one(a: jax.Array, sharding: NamedSharding) -> jax.Array:
-        parts = {counterpart[device]: part for device, part in local_shards(a).items()}
-        return from_shards(a.shape, sharding, {device: jax.device_put(part, device) for device, part in parts.items()})
+        copies = {}
+        for device, part in local_shards(a).items():
+            copies[counterpart[device]] = jax.device_put(part, counterpart[device])
+        return from_shards(a.shape, sharding, copies)
 
     return (jax.tree.map(one, value, there),)
 
@@ -83,8 +87,10 @@ def parts_of(shapes: Tree) -> tuple[Part, ...]:
 
 
 @cache
-def lower_crossing(submesh: AbstractMesh, parts: tuple[Part, ...], platform: str) -> jax.stages.Lowered:
-    """Return the program (turn, *parts) -> (next turn, *parts) that gives each receiver its sender's parts."""
+def lower_crossing(
+    submesh: AbstractMesh, parts: tuple[Part, ...], platform: str
+) -> jax.stages.Lowered:
+    """Return the program (turn, *parts) -> (next turn, *parts) from senders to receivers."""
     types = (AxisType.Auto,) * (1 + len(submesh.axis_names))
     pair = AbstractMesh((2, *submesh.axis_sizes), (PAIR, *submesh.axis_names), axis_types=types)
 
@@ -100,34 +106,31 @@ def lower_crossing(submesh: AbstractMesh, parts: tuple[Part, ...], platform: str
 def crossing(
     compiled: Callable[..., Sequence], sender: Mesh, receiver: Mesh, shapes: Tree, there: Tree
 ) -> Callable[..., tuple]:
-    """Return the call (turns of sender and receiver, value) -> (their next turns, value there) of such a program.
+    """Return the call (turns of both, value) -> (their next turns, value there) of a crossing.
 
-    `there`: shardings at the receiver. None where this process has no devices.
+    `there`: shardings at the receiver. Values are None where this process has no devices.
     """
+    # 1. shapes and shardings; receivers give blank parts, shared by those of one shape
     pair, sends, receives = pair_mesh(sender, receiver), is_mine(sender), is_mine(receiver)
     parts = parts_of(shapes)
-    # receivers give something too; those of one shape share it
     blank = {part: local_zeros(receiver, *part) if receives else {} for part in set(parts)}
-    turn_shardings = [NamedSharding(mesh, P()) if is_mine(mesh) else None for mesh in (sender, receiver)]
+    turn_of = [NamedSharding(m, P()) if is_mine(m) else None for m in (sender, receiver)]
     sizes = [a.shape for a in jax.tree.leaves(shapes)]
     shardings, treedef = jax.tree.flatten(there)
 
+    # 2. the call
     def run(sender_turn: jax.Array | None, receiver_turn: jax.Array | None, value: Tree) -> tuple:
-        turn = {
-            device: a
-            for each in (sender_turn, receiver_turn)
-            if each is not None
-            for device, a in local_shards(each).items()
-        }
+        turns = [each for each in (sender_turn, receiver_turn) if each is not None]
+        turn = {device: a for each in turns for device, a in local_shards(each).items()}
         sent = map(local_shards, jax.tree.leaves(value)) if sends else [{} for _ in parts]
         given = [blank[part] | of_sender for part, of_sender in zip(parts, sent, strict=True)]
         next_turn, *received = compiled(*(each_its_own(pair, a) for a in (turn, *given)))
         turn = local_shards(next_turn)
-        turns = (None if sharding is None else from_shards((), sharding, turn) for sharding in turn_shardings)
+        next_turns = (None if each is None else from_shards((), each, turn) for each in turn_of)
         if not receives:
-            return *turns, None
-        arrived = zip(sizes, shardings, map(local_shards, received), strict=True)
-        return *turns, jax.tree.unflatten(treedef, [from_shards(*each) for each in arrived])
+            return *next_turns, None
+        arrived = map(from_shards, sizes, shardings, map(local_shards, received))
+        return *next_turns, jax.tree.unflatten(treedef, arrived)
 
     return run
 
@@ -136,14 +139,21 @@ def crossing(
 
 
 def from_holder(
-    mesh: Mesh, axis: str, holder: int, parts: Mapping[Device, jax.Array], spec: P, sharding: NamedSharding
+    mesh: Mesh,
+    axis: str,
+    holder: int,
+    parts: Mapping[Device, jax.Array],
+    spec: P,
+    sharding: NamedSharding,
 ) -> jax.Array:
-    """Return an array of this sharding from the devices at place `holder` along `axis`, each with a shard by `spec`."""
+    """Return an array of this sharding from the shards by `spec` at place `holder` along `axis`."""
     return _spread(mesh, axis, holder, spec, sharding)(each_its_own(mesh, parts))
 
 
 @cache
-def _spread(mesh: Mesh, axis: str, holder: int, spec: P, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+def _spread(
+    mesh: Mesh, axis: str, holder: int, spec: P, sharding: NamedSharding
+) -> Callable[[jax.Array], jax.Array]:
     def spread(part: jax.Array) -> jax.Array:
         is_held = jax.lax.axis_index(axis) == holder
         return jax.lax.psum(jnp.where(is_held, part, jnp.zeros_like(part)), axis)

@@ -1,9 +1,9 @@
-"""The dim of each value of a program that XLA divides over an axis, found from those of its arguments.
+"""The dim of each value of a program that XLA divides over an axis, found from its arguments.
 
-Shardings are part of a compiled program, not of a trace, and the host must know how values that wait between two
-programs lie before either is compiled. So dims are followed through the operations as XLA's partitioner follows them,
-those alone that keep a dim whole devices by themselves: of all else the results count as undivided. What is found here
-decides where values lie, never what they are.
+Shardings are part of a compiled program, not of a trace, and the host must know how values between
+two programs lie before it compiles either. So dims are followed through the operations as XLA's
+partitioner does, but only through operations that each device can run alone; other results count as
+undivided. The dims decide where values lie, never their contents.
 """
 
 from __future__ import annotations
@@ -11,22 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
-from typing import Any
 
 from jax.extend import core
 
-from ppctl.executors.stage.jaxprs import CALLS, extents, is_literal, is_scan
+from ppctl.executors.stage.jaxpr_tools import CALLS, extents, is_literal, is_scan
 
-Dims = list[int | None]  # of values: the dim of each that is divided
-REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
+Dims = list[int | None]  # the divided dim of each value
+REDUCTIONS = (
+    *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
+    *("argmax", "argmin"),
+)
 
 
 def divided_dims(jaxpr: core.Jaxpr, dims: Sequence[int | None]) -> Dims:
-    """Return the divided dim of each output, from those of the inputs; None: the value is whole on every device.
+    """Return the divided dim of each output, from those of the inputs; None: undivided.
 
     >>> import jax, jax.numpy as jnp
     >>> x, up, down = jnp.ones((3, 4)), jnp.ones((4, 8)), jnp.ones((8, 4))
-    >>> hidden_and_y = lambda x, up, down: (h := jnp.tanh(x @ up), h @ down)  # in columns, then in rows
+    >>> hidden_and_y = lambda x, up, down: (h := jnp.tanh(x @ up), h @ down)
     >>> divided_dims(jax.make_jaxpr(hidden_and_y)(x, up, down).jaxpr, [None, 1, 0])
     [1, None]
     """
@@ -45,7 +47,8 @@ def _of_equation(eqn: core.JaxprEqn, dims: Dims) -> Dims:
         return _of_scan(eqn, dims)
     if name == "cond":
         branches = (divided_dims(_open(branch), dims[1:]) for branch in eqn.params["branches"])
-        return [next((dim for dim in each if dim is not None), None) for each in zip(*branches, strict=True)]
+        pairs = zip(*branches, strict=True)
+        return [next((dim for dim in each if dim is not None), None) for each in pairs]
     rule = RULES.get(name, _in_place)
     return [rule(eqn, dims, v.aval.shape) for v in eqn.outvars]  # pyright: ignore[reportAttributeAccessIssue] of arrays
 
@@ -55,9 +58,10 @@ def _open(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.Jaxpr:
 
 
 def _of_scan(eqn: core.JaxprEqn, dims: Dims) -> Dims:
-    """Return the dims of last carries and stacked results; a carry is divided where it is so from turn to turn."""
+    """Return the dims of last carries and stacked results; turns must keep a carry's dim."""
     num_consts, num_carry = extents(eqn)
-    consts, carry, xs = dims[:num_consts], dims[num_consts : num_consts + num_carry], dims[num_consts + num_carry :]
+    consts, rest = dims[:num_consts], dims[num_consts:]
+    carry, xs = rest[:num_carry], rest[num_carry:]
     each = [None if dim is None or dim == 0 else dim - 1 for dim in xs]
     while True:
         outs = divided_dims(_open(eqn.params["jaxpr"]), [*consts, *carry, *each])
@@ -68,7 +72,7 @@ def _of_scan(eqn: core.JaxprEqn, dims: Dims) -> Dims:
 
 
 def _in_place(eqn: core.JaxprEqn, dims: Dims, shape: tuple[int, ...]) -> int | None:
-    """Of operations element by element, slices, windows: a dim that is as large before and after stays divided."""
+    """Return the dim if its size stays: element-wise operations, slices, windows."""
     for v, dim in zip(eqn.invars, dims, strict=True):
         given: tuple[int, ...] = v.aval.shape  # pyright: ignore[reportAttributeAccessIssue] of arrays
         if dim is not None and len(given) == len(shape) and given[dim] == shape[dim]:
@@ -76,18 +80,12 @@ def _in_place(eqn: core.JaxprEqn, dims: Dims, shape: tuple[int, ...]) -> int | N
     return None
 
 
-def _nothing(*_: Any) -> None:
-    return None
-
-
 def _of_product(eqn: core.JaxprEqn, dims: Dims, _: tuple[int, ...]) -> int | None:
-    """[batch, left, right] of dims that are not summed over."""
+    """Return the dim of the output [batch, left, right], without the contracted dims."""
     contracted, batch = eqn.params["dimension_numbers"]
     ndims = [v.aval.ndim for v in eqn.invars]  # pyright: ignore[reportAttributeAccessIssue] of arrays
-    free = [
-        [d for d in range(n) if d not in (*summed, *shared)]
-        for n, summed, shared in zip(ndims, contracted, batch, strict=True)
-    ]
+    shared = zip(ndims, contracted, batch, strict=True)
+    free = [[d for d in range(n) if d not in (*gone, *each)] for n, gone, each in shared]
     first = len(batch[0])
     for side, start in ((0, first), (1, first + len(free[0]))):
         dim = dims[side]
@@ -98,39 +96,30 @@ def _of_product(eqn: core.JaxprEqn, dims: Dims, _: tuple[int, ...]) -> int | Non
     return None
 
 
-def _of_transpose(eqn: core.JaxprEqn, dims: Dims, _: tuple[int, ...]) -> int | None:
-    return None if dims[0] is None else tuple(eqn.params["permutation"]).index(dims[0])
-
-
-def _of_broadcast(eqn: core.JaxprEqn, dims: Dims, _: tuple[int, ...]) -> int | None:
-    return None if dims[0] is None else eqn.params["broadcast_dimensions"][dims[0]]
-
-
-def _of_reduction(eqn: core.JaxprEqn, dims: Dims, _: tuple[int, ...]) -> int | None:
-    gone, dim = eqn.params["axes"], dims[0]
+def _without(dim: int | None, gone: Sequence[int]) -> int | None:
     return None if dim is None or dim in gone else dim - sum(each < dim for each in gone)
 
 
-def _of_squeeze(eqn: core.JaxprEqn, dims: Dims, _: tuple[int, ...]) -> int | None:
-    return None if dims[0] is None else dims[0] - sum(each < dims[0] for each in eqn.params["dimensions"])
-
-
 def _of_reshape(eqn: core.JaxprEqn, dims: Dims, shape: tuple[int, ...]) -> int | None:
-    """Of dims that are made one the first stays divided, and of one that is made several the first is."""
+    """Return the dim after a reshape: the first of merged dims, or of the dims made from one."""
     if dims[0] is None:
         return None
     given: tuple[int, ...] = eqn.invars[0].aval.shape  # pyright: ignore[reportAttributeAccessIssue] of arrays
     before = [1, *accumulate(given, mul)][dims[0]]
-    places = [d for d, n in enumerate([1, *accumulate(shape, mul)][:-1]) if n == before and shape[d] > 1]
-    return places[0] if places else None
+    sizes = enumerate([1, *accumulate(shape, mul)][:-1])
+    return next((d for d, size in sizes if size == before and shape[d] > 1), None)
 
 
 RULES: dict[str, Callable[[core.JaxprEqn, Dims, tuple[int, ...]], int | None]] = {
     "dot_general": _of_product,
-    "transpose": _of_transpose,
-    "broadcast_in_dim": _of_broadcast,
+    "transpose": lambda eqn, dims, _: (
+        None if dims[0] is None else tuple(eqn.params["permutation"]).index(dims[0])
+    ),
+    "broadcast_in_dim": lambda eqn, dims, _: (
+        None if dims[0] is None else eqn.params["broadcast_dimensions"][dims[0]]
+    ),
     "reshape": _of_reshape,
-    "squeeze": _of_squeeze,
-    **dict.fromkeys(REDUCTIONS, _of_reduction),
-    **dict.fromkeys(("conv_general_dilated", "while", "pallas_call"), _nothing),
+    "squeeze": lambda eqn, dims, _: _without(dims[0], eqn.params["dimensions"]),
+    **dict.fromkeys(REDUCTIONS, lambda eqn, dims, _: _without(dims[0], eqn.params["axes"])),
+    **dict.fromkeys(("conv_general_dilated", "while", "pallas_call"), lambda *_: None),
 }

@@ -1,17 +1,17 @@
 """One stage: its layers forward, its stash, and its layers backward, for each remat setting.
 
-A stage's parameters `w` are a list of layers (unrolled in the program) or one stacked tree (scanned). `fold` hides the
-difference; `fold_gathered` also that they are shards, each made whole one layer ahead of its use. `LayerSlots` says
-which layers they are, where that matters: slots of padding pass x through, and where layers differ each runs its own
-programs.
+A stage's parameters `w` are a list of layers (unrolled in the program) or one stacked tree
+(scanned). `fold` hides the difference; `fold_gathered` takes shards, and gathers each layer one
+ahead of its use. `LayerSlots` tells the layers where they matter: padding passes x through, and
+layers that differ run their own programs.
 
 remat  | the stash of a microbatch                                  | the backward recomputes
 none   | all but attention scores and element-wise results          | those
 layer  | the input of each layer                                    | one layer at a time
 full   | the stage's input                                          | the stage
 
-The backward runs whole (`backward`), or as `input_grad`, which recomputes the same, and later `weight_grad`, which
-recomputes nothing: its inputs were handed to it as `pending`, and the stash is free from then on.
+The backward runs whole (`backward`), or as `input_grad`, which recomputes the same and frees the
+stash, and later `weight_grad`, which recomputes nothing from `pending`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.executors.stage.gathered import Gather, fold_gathered
-from ppctl.executors.stage.layers import (
+from ppctl.executors.stage.layer_gather import Gather, fold_gathered
+from ppctl.executors.stage.layer_programs import (
     Backward,
-    DividedWeights,
     Layer,
     LayerPrograms,
     LayerSwitch,
@@ -35,15 +34,14 @@ from ppctl.executors.stage.layers import (
     grads_of,
     zeros_like,
 )
-from ppctl.model.trainable import trained_part
+from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.remat import Remat
 
 Tree = Any
-Cotangent = Callable[[jax.Array | None], tuple[jax.Array, Any]]  # from a stage's output, or None, to (gy, aux)
 
 
 def fold(body: Callable, carry: Tree, xs: Any, *, reverse: bool = False) -> tuple[Tree, Any]:
-    """Return (last carry, per-layer results) of `carry, y = body(carry, x)`; unrolled when xs is a list of trees."""
+    """Return (last carry, per-layer results) of carry, y = body(carry, x); unrolled for a list."""
     if not isinstance(xs, list):
         return jax.lax.scan(body, carry, xs, reverse=reverse)
     ys: list = []
@@ -54,7 +52,7 @@ def fold(body: Callable, carry: Tree, xs: Any, *, reverse: bool = False) -> tupl
 
 
 def numbered(w: Any, *others: Any) -> Any:
-    """Return xs for `fold`: (layer number, parameters, ...) of each layer."""
+    """Return xs for `fold`: (layer number, parameters, *others) of each layer."""
     if isinstance(w, list):
         return list(zip(range(len(w)), w, *others, strict=True))
     return (jnp.arange(jax.tree.leaves(w)[0].shape[0]), w, *others)
@@ -62,28 +60,32 @@ def numbered(w: Any, *others: Any) -> Any:
 
 @dataclass(frozen=True)
 class LayerSlots:
-    """The layers in the slots of a stage's parameters, where they are not simply layers that are all alike."""
+    """The layers in the slots of a stage's parameters, unless all slots hold equal layers."""
 
-    count: jax.Array | None = None  # so many are layers, the others padding; None: all are layers
-    numbers: range | jax.Array | None = None  # the layer of the model that each is; None: layers are alike
-    among: tuple[tuple[int, ...], ...] = ()  # of traced numbers: for each slot the layers that it may hold
-    is_one_of: bool = False  # of several stages whose arrays wait in the same places, so that all wait packed alike
+    count: jax.Array | None = None  # layers; other slots are padding; None: no padding
+    numbers: range | jax.Array | None = None  # number in the model of each layer; None: alike
+    among: tuple[tuple[int, ...], ...] = ()  # layers that each slot may hold, of traced numbers
+    is_one_of: bool = False  # whether stages share slots for waiting arrays, so that all are packed
 
     def at(self, k: Any) -> tuple[Any, tuple[int, ...]]:
-        """(the layer in slot k, those that it may be for all that is known now)."""
+        """Return (the layer in slot k, the layers that it may be when traced)."""
         assert self.numbers is not None, "layers differ"
-        among = self.may_be(k if isinstance(k, int) else None)
-        if isinstance(self.numbers, range):
-            return (self.numbers[k] if isinstance(k, int) else jnp.asarray(tuple(self.numbers))[k]), among
-        return self.numbers[k], among
+        is_known, numbers = isinstance(k, int), self.numbers
+        if isinstance(numbers, range) and not is_known:
+            numbers = jnp.asarray(tuple(numbers))
+        return numbers[k], self.may_be(k if is_known else None)
 
     def may_be(self, k: int | None) -> tuple[int, ...]:
         """Return the layers that slot k may hold; None: any slot."""
-        among = tuple((number,) for number in self.numbers) if isinstance(self.numbers, range) else self.among
+        among = self.among
+        if isinstance(self.numbers, range):
+            among = tuple((number,) for number in self.numbers)
         return tuple(sorted(set().union(*among))) if k is None else among[k]
 
 
-def where_layer(slots: LayerSlots | None, k: Any, run: Callable, otherwise: Callable, *args: Any) -> Any:
+def where_layer(
+    slots: LayerSlots | None, k: Any, run: Callable, otherwise: Callable, *args: Any
+) -> Any:
     """Return run(*args) for slots that hold layers, else otherwise(*args)."""
     if slots is None or slots.count is None:
         return run(*args)
@@ -91,14 +93,14 @@ def where_layer(slots: LayerSlots | None, k: Any, run: Callable, otherwise: Call
 
 
 class Stage:
-    """The forward and backward of a stage as functions of arrays only. `w0` and `x` give shapes and dtypes.
+    """The forward and backward of a stage as functions of arrays; w0 and x give shapes and dtypes.
 
-    layers: the function that all layers are, or those of the model's layers in order; then every method needs to be
-    given the `slots` that it has. None: layers that are all alike. gather: from a layer's shards, of which `w` then is
-    made, to the layer; None: `w` is of whole layers. Gradients are whole. divided: where XLA divides a layer's
-    parameters. trainable: which of them have gradients, as of a `Stack`; those of all others are None. in_order: a
-    layer is recomputed (remat=layer) when the backward of the layer behind it is done. It needs nothing of that one,
-    so that XLA for GPUs runs the forwards of all layers first, and what they keep is there at the same time.
+    layers: the function of all layers, or those of the model's layers in order, and every method
+    then needs `slots` (None: equal layers without padding). gather: from a layer's shards, which
+    `w` then holds, to the layer; None: `w` holds whole layers. Gradients are whole. trainable: as
+    in `Stack`; frozen parameters have None for gradients. in_order: a layer is recomputed
+    (remat=layer) after the backward of the next layer. Since it needs nothing of that backward, XLA
+    for GPUs would otherwise run all forwards first and hold the residuals of all layers at a time.
     """
 
     def __init__(
@@ -108,14 +110,14 @@ class Stage:
         w0: Tree,
         x: jax.ShapeDtypeStruct,
         gather: Gather | None = None,
-        divided: DividedWeights | None = None,
         trainable: Tree = True,
         in_order: bool = False,
     ):
         functions = (layers,) if callable(layers) else layers
-        self.remat, self.are_alike, self.w0, self.x, self.gather = remat, callable(layers), w0, x, gather
-        self.trainable, self.in_order = trainable, in_order and remat.keeps_layer_inputs
-        programs = {id(each): LayerPrograms(each, remat, w0, x, divided, trainable) for each in functions}
+        self.remat, self.w0, self.x, self.gather = remat, w0, x, gather
+        self.are_alike, self.trainable = callable(layers), trainable
+        self.in_order = in_order and remat.keeps_layer_inputs
+        programs = {id(each): LayerPrograms(each, remat, w0, x, trainable) for each in functions}
         self.layers = [programs[id(function)] for function in functions]
         self.packings = SwitchPackings(self.layers)
 
@@ -130,11 +132,17 @@ class Stage:
         return LayerSwitch(self.layers, number, among, self.packings)
 
     def _fold(
-        self, body: Callable, carry: Tree, w: Any, *others: Any, reverse: bool = False, first: Tree = None
+        self,
+        body: Callable,
+        carry: Tree,
+        w: Any,
+        *others: Any,
+        reverse: bool = False,
+        first: Tree = None,
     ) -> tuple[Tree, Any, Tree]:
-        """Return `fold` over (layer number, parameters, ...) of each layer, and the last one if it was gathered.
+        """Return `fold` over (layer number, parameters, *others), and the last gathered layer.
 
-        first: the first one, where it is gathered already.
+        first: the first layer, if gathered already.
         """
         if self.gather is None:
             return *fold(body, carry, numbered(w, *others), reverse=reverse), None
@@ -142,21 +150,21 @@ class Stage:
 
     @property
     def keeps_input(self) -> bool:
-        """True where the stash is the stage's input, so that it can stay in the slot where it arrived."""
+        """Whether the stash is the stage's input, and stays in the slot where it arrived."""
         return self.remat.keeps_input_only
 
     def stash_shapes(self, w: Any, slots: LayerSlots | None = None) -> Tree:
-        """Shapes of the stash of a microbatch; w may be shapes. slots: None: of any layers, where layers differ."""
+        """Return the shapes of a microbatch's stash; w may be shapes. slots=None: of any layers."""
         if self.remat.keeps_residuals:
             return self._of_layers(w, slots, "saved")
         return self._of_layers(w, slots, "x") if self.remat.keeps_layer_inputs else self.x
 
     def pending_shapes(self, w: Any, slots: LayerSlots | None = None) -> Any:
-        """Return the shapes of the arrays that `input_grad` hands on."""
+        """Return the shapes of the values from `input_grad` to `weight_grad`."""
         return self._of_layers(w, slots, "pending")
 
     def _of_layers(self, w: Any, slots: LayerSlots | None, what: str) -> Any:
-        """Return shapes of one thing of each layer, as `fold` gives them: listed, or stacked."""
+        """Return the shapes `what` of each layer, as `fold` gives them: listed, or stacked."""
         if isinstance(w, list):
             return [self._of_layer(slots, k, what) for k in range(len(w))]
         count = len(jax.tree.leaves(w)[0])
@@ -164,20 +172,22 @@ class Stage:
         return jax.tree.map(stacked, self._of_layer(slots, None, what))
 
     def _of_layer(self, slots: LayerSlots | None, k: int | None, what: str) -> Any:
-        """Return shapes of one thing of the layer in slot k, or of any layer."""
+        """Return the shapes `what` of the layer in slot k, or of any layer."""
         if what == "x":
             return self.x
         if self.are_alike:
             return getattr(self.layers[0], what)
         among = range(len(self.layers)) if slots is None or slots.is_one_of else slots.may_be(k)
-        return getattr(self.layers[among[0]], what) if self._are_one(among) else getattr(self.packings, what).shapes
+        if self._are_one(among):
+            return getattr(self.layers[among[0]], what)
+        return getattr(self.packings, what).shapes
 
     def _are_one(self, among: Sequence[int]) -> bool:
         """Return whether these layers have the same programs."""
         return all(self.layers[l] is self.layers[among[0]] for l in among)
 
     def _no_grads(self, w: Tree) -> Tree:
-        """Return gradients of zero of a layer."""
+        """Return a layer's zero gradients."""
         return zeros_like(trained_part(w, self.trainable))
 
     def forward(self, w: Any, slots: LayerSlots | None, x: jax.Array) -> tuple[jax.Array, Tree]:
@@ -198,8 +208,8 @@ class Stage:
     ) -> tuple[jax.Array, Any, Any]:
         """Return (gradient of the input, gradients of w, aux) where gy, aux = cotangent(y).
 
-        y is the stage's output where the backward recomputes all of it (remat=full), else None. sums: of gradients of
-        w, in the form of w, to which they are added; then these are the second result.
+        y is the stage's output if the backward recomputes all of it (remat=full), else None.
+        sums: of gradients of w, in the form of w; the second result is then added to them.
         """
         if self.remat.keeps_input_only:
             y, saved, last = self._save(w, slots, stash)
@@ -217,14 +227,18 @@ class Stage:
         kept: Any = None,
         keep: Callable[[Tree, Tree], Tree] = lambda _, pending: pending,
     ) -> tuple[jax.Array, Any, Any]:
-        """Return (gradient of the input, pending, aux) where gy, aux = cotangent(y), with y as in `backward`.
+        """Return (gradient of the input, pending, aux) where gy, aux = cotangent(y): `backward`.
 
-        kept: where arrays like pending are kept; then keep(kept, pending), of each layer, is the second result.
+        kept: arrays that hold pending ones; the second result is then keep(kept, pending) by layer.
         """
-        y, read, last = self._save(w, slots, stash) if self.remat.keeps_input_only else (None, stash, None)
+        # 1. the cotangent, of a recomputed output with remat=full
+        y, read, last = None, stash, None
+        if self.remat.keeps_input_only:
+            y, read, last = self._save(w, slots, stash)
         gy, aux = cotangent(y)
-        in_order = self.in_order and isinstance(w, list)  # a scan is
+        barrier = self._barrier(w)
 
+        # 2. the layers from the last to the first
         def body(gy: jax.Array, item: tuple) -> tuple[jax.Array, Any]:
             k, layer_w, layer_read, *layer_kept = item
             layer = self.layer(slots, k)
@@ -234,18 +248,16 @@ class Stage:
                 return layer.input_grad(w, saved, gy)
 
             skip = lambda w, read, gy: (gy, zeros_like(layer.pending))  # noqa: E731
-            if in_order:
-                layer_read, gy = jax.lax.optimization_barrier((layer_read, gy))
+            layer_read, gy = barrier((layer_read, gy))
             gx, pending = where_layer(slots, k, run, skip, layer_w, layer_read, gy)
-            found = gx, keep(layer_kept[0], pending) if layer_kept else pending
-            return jax.lax.optimization_barrier(found) if in_order else found
+            return barrier((gx, keep(layer_kept[0], pending) if layer_kept else pending))
 
         in_turn = self._in_turn(w, kept)
         gx, pending, _ = self._fold(body, gy, w, read, *in_turn, reverse=True, first=last)
         return gx, pending if kept is None or in_turn else keep(kept, pending), aux
 
     def weight_grad(self, w: Any, slots: LayerSlots | None, pending: Any, sums: Any = None) -> Any:
-        """Return the gradients of w, from the arrays that `input_grad` handed on; sums: as of `backward`."""
+        """Return the gradients of w, from `pending`; sums: as in `backward`."""
 
         def body(_: None, item: tuple) -> tuple[None, Tree]:
             k, layer_w, layer_pending, *total = item
@@ -261,7 +273,7 @@ class Stage:
         return self._all_added(w, sums, dw)
 
     def _weight_grad_reads(self, slots: LayerSlots | None) -> bool:
-        """Return whether W reads parameters of any layer that the slots may hold."""
+        """Return whether W of any layer in the slots reads parameters."""
         may_be = (0,) if self.are_alike or slots is None else slots.may_be(None)
         return any(self.layers[number].split.reads_w for number in may_be)
 
@@ -271,45 +283,62 @@ class Stage:
         def body(x: jax.Array, item: tuple) -> tuple[jax.Array, list]:
             k, layer_w = item
             layer = self.layer(slots, k)
-            return where_layer(slots, k, layer.save, lambda w, x: (x, zeros_like(layer.saved)), layer_w, x)
+            skip = lambda w, x: (x, zeros_like(layer.saved))  # noqa: E731
+            return where_layer(slots, k, layer.save, skip, layer_w, x)
 
         return self._fold(body, x, w)
 
     def _pull(
-        self, w: Any, slots: LayerSlots | None, kept: Any, gy: jax.Array, sums: Any, last: Tree = None
+        self,
+        w: Any,
+        slots: LayerSlots | None,
+        kept: Any,
+        gy: jax.Array,
+        sums: Any,
+        last: Tree = None,
     ) -> tuple[jax.Array, Any]:
-        """Return the gradients of the stage's input and of w, or the sums with the latter added.
+        """Return the gradients of the stage's input and of w, the latter added to any sums.
 
-        kept: residuals, or with remat=layer the input of each layer. last: the last layer, where it is gathered.
+        kept: residuals, or with remat=layer each layer's input. last: the last layer, if gathered.
         """
         how: Backward = "redo" if self.remat.keeps_layer_inputs else "pull"
-        in_order = self.in_order and isinstance(w, list)  # a scan is
+        barrier = self._barrier(w)
 
         def body(gy: jax.Array, item: tuple) -> tuple[jax.Array, Tree]:
             k, layer_w, layer_kept, *total = item
             skip = lambda w, kept, gy: (gy, self._no_grads(w))  # noqa: E731
-            if in_order:
-                layer_kept, gy = jax.lax.optimization_barrier((layer_kept, gy))
-            found = self._added(slots, k, how, skip, (layer_w, layer_kept, gy), *total)
-            return jax.lax.optimization_barrier(found) if in_order else found
+            layer_kept, gy = barrier((layer_kept, gy))
+            return barrier(self._added(slots, k, how, skip, (layer_w, layer_kept, gy), *total))
 
         gx, dw, _ = self._fold(body, gy, w, kept, *self._in_turn(w, sums), reverse=True, first=last)
         return gx, self._all_added(w, sums, dw)
 
+    def _barrier(self, w: Any) -> Callable[[Any], Any]:
+        """Return a barrier that keeps the backward of unrolled layers in order, if in_order."""
+        is_needed = self.in_order and isinstance(w, list)
+        return jax.lax.optimization_barrier if is_needed else lambda values: values
+
     def _added(
-        self, slots: LayerSlots | None, k: Any, how: Backward, skip: Callable, args: tuple, total: Tree = None
+        self,
+        slots: LayerSlots | None,
+        k: Any,
+        how: Backward,
+        skip: Callable,
+        args: tuple,
+        total: Tree = None,
     ) -> tuple[Any, Tree]:
         """Return (gx, dw) of slot k, or (gx, total with dw added)."""
         layer = self.layer(slots, k)
-        if total is not None and isinstance(layer, LayerPrograms) and (slots is None or slots.count is None):
+        can_pad = slots is not None and slots.count is not None
+        if total is not None and isinstance(layer, LayerPrograms) and not can_pad:
             return layer.add_grads(how, args, total)
         gx, dw = where_layer(slots, k, grads_of(layer, how), skip, *args)
         return gx, dw if total is None else add_trees(total, dw)
 
     def _in_turn(self, w: Any, held: Any) -> tuple[Any, ...]:
-        """Return sums or what else is held, if any, where each layer's is written when it is made: if unrolled."""
+        """Return (held,) if it has an entry for each unrolled layer, written in turn, else ()."""
         return (held,) if held is not None and isinstance(w, list) else ()
 
     def _all_added(self, w: Any, sums: Any, dw: Any) -> Any:
-        """Return the gradients of all layers, added if there are sums."""
+        """Return the gradients of all layers, added to any sums."""
         return dw if sums is None or self._in_turn(w, sums) else add_trees(sums, dw)

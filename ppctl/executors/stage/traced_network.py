@@ -1,8 +1,8 @@
 """A network, any function of a batch, as a stack: its operations in order, cut into layers.
 
-x is one vector an example, parameters of a layer are one vector each for "kernel" and "bias", both padded to the
-largest; of those that tp divides one matrix each, a row for each piece. docs/executors-internals.md, "A network as a
-stack", says what is embedding, layer and head.
+x is one vector an example. A layer's parameters are one vector each for "kernel" and "bias", padded
+to the longest; those that tp divides are matrices with a row for each piece.
+docs/executors-internals.md, "A network as a stack", defines embedding, layers and head.
 """
 
 from __future__ import annotations
@@ -23,40 +23,51 @@ from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError
 from ppctl.executors.auto_axes import check_spec, dim_of, spread_specs
-from ppctl.executors.stage.layers import dim_first, pack_flat, unpack_flat
-from ppctl.executors.stage.trace import Trace
+from ppctl.executors.stage.layer_programs import pack_flat, unpack_flat
+from ppctl.executors.stage.traced_operations import Trace
 from ppctl.model.network import Network
 from ppctl.model.stack import NO_DECAY, Contents, Stack
-from ppctl.model.trainable import checked_flags
-from ppctl.schedule.partition.clusters import clusters
+from ppctl.model.trainable_parameters import checked_flags
+from ppctl.schedule.partition.operation_clusters import clusters
 
 Tree = Any
 Shape = jax.ShapeDtypeStruct
-NUM_EXAMPLES = (2, 3)  # of the batches by which a network is cut: values that cross have to grow with them
-PIECES = "pieces"  # of parameters that tp divides
-FROZEN = "frozen"  # of parameters that are not trained
-MULTIPLE = 64  # of the length of a layer's parameters, so that they can be sharded
-WIDE = 2  # times the widest boundary: wider outputs are the head's
+NUM_EXAMPLES = (2, 3)  # examples of the batches that are traced: crossing values must grow
+PIECES = "pieces"  # group of parameters that tp divides
+FROZEN = "frozen"  # group of frozen parameters
+MULTIPLE = 64  # divides the length of a layer's parameters, so that they can be sharded
+WIDE = 2  # widest boundaries; wider outputs belong to the head
 
 
 class TracedNetwork:
     """A network and where it is cut.
 
-    inputs: the shape of a batch; dtype: of parameters; compute: of the parameters and floating inputs that `apply` is
-    given. ConfigError for what cannot be cut.
+    inputs: the shape of a batch; dtype: of parameters; compute: of parameters and floating inputs
+    in `apply`. ConfigError for a network that cannot be cut.
     """
 
-    def __init__(self, network: Network, num_layers: int, *, auto: bool, inputs: Shape, dtype: Any, compute: Any):
+    def __init__(
+        self,
+        network: Network,
+        num_layers: int,
+        *,
+        auto: bool,
+        inputs: Shape,
+        dtype: Any,
+        compute: Any,
+    ):
         self.network, self.num_layers, self.auto = network, num_layers, auto
         self.inputs, self.dtype, self.compute = inputs, jnp.dtype(dtype), jnp.dtype(compute)
         params = jax.eval_shape(network.init, jax.eval_shape(lambda: jax.random.key(0)))
         self.treedef = jax.tree.structure(params)
-        flat_params = jax.tree_util.tree_leaves_with_path(params)
-        self.names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat_params]
-        self.shapes = [leaf.shape for _, leaf in flat_params]
-        for name, (_, leaf) in zip(self.names, flat_params, strict=True):
+        paths = jax.tree_util.tree_leaves_with_path(params)
+        self.names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
+        self.shapes = [leaf.shape for _, leaf in paths]
+        for name, (_, leaf) in zip(self.names, paths, strict=True):
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
-                raise ConfigError(f"init makes {name} of {leaf.dtype}, and parameters are trained: use dtype.")
+                raise ConfigError(
+                    f"init makes {name} of {leaf.dtype}, and parameters are trained: use dtype."
+                )
         self.specs = self._specs(params)
         self.is_trained = checked_flags(params, network.trainable)
         self.traces: dict[int, Trace] = {}
@@ -65,7 +76,7 @@ class TracedNetwork:
         self.widths = [self._checked(place) for place in self.bounds]
 
     def _specs(self, params: Tree) -> list[P] | None:
-        """Return the PartitionSpec over tp of each leaf, or None where the network has none."""
+        """Return the PartitionSpec over tp of each leaf; None for a network without sharding."""
         if self.network.sharding is None:
             return None
         specs = spread_specs(self.network.sharding, params)
@@ -76,7 +87,7 @@ class TracedNetwork:
     # where it is cut
 
     def at(self, num_examples: int) -> Trace:
-        """Return the network traced for so many examples."""
+        """Return the network traced for this number of examples."""
         if num_examples not in self.traces:
             leaves = [Shape(shape, self.compute) for shape in self.shapes]
             dtype = self.compute if _is_floating(self.inputs) else self.inputs.dtype
@@ -94,7 +105,7 @@ class TracedNetwork:
         return self.network.apply(jax.tree.unflatten(self.treedef, leaves), inputs)
 
     def _bounds(self, trace: Trace) -> tuple[int, ...]:
-        """Return the operations at which each layer starts, and the head."""
+        """Return the first operation of each layer and of the head."""
         last = trace.num_ops
         first = next((place for place in range(last + 1) if not _integers(trace, place)), last + 1)
         if self.auto:
@@ -102,18 +113,22 @@ class TracedNetwork:
             bounds = self._clustered(trace, first, last)
             head = self._head(trace, bounds)
             return bounds if head == last else self._clustered(trace, first, head)
-        if len(trace.marks) + 1 != self.num_layers:
+        marks = len(trace.marks)
+        if marks + 1 != self.num_layers:
             raise ConfigError(
-                f"apply has {len(trace.marks)} stage_boundary marks, which make "
-                f"{len(trace.marks) + 1} layers, but model.num_layers={self.num_layers}. Use model.num_layers="
-                f"{len(trace.marks) + 1}, or model.layers=auto."
+                f"apply has {marks} stage_boundary marks, which make {marks + 1} layers, but "
+                f"model.num_layers={self.num_layers}. Use model.num_layers={marks + 1}, or "
+                "model.layers=auto."
             )
         bounds = (first, *trace.marks, max(first, self._tied(trace, first)))
         for l, (start, stop) in enumerate(pairwise(bounds)):
             if start > stop and l == 0:
                 raise _no_floats(_integers(trace, stop), l + 1)
-            if start >= stop and (l or not first):  # the first one may have left all it does to the embedding
-                raise ConfigError(f"layer {l} of {self.num_layers} computes nothing of its own. Move a stage_boundary.")
+            if start >= stop and (l or not first):  # layer 0 may leave its work to the embedding
+                raise ConfigError(
+                    f"layer {l} of {self.num_layers} computes nothing of its own. Move a "
+                    "stage_boundary."
+                )
         return (*bounds[:-1], self._head(trace, bounds))
 
     def _clustered(self, trace: Trace, first: int, last: int) -> tuple[int, ...]:
@@ -121,18 +136,21 @@ class TracedNetwork:
             raise _no_floats(_integers(trace, first - 1), 1)
         torn = self._torn(trace, first)
         is_possible = lambda place: place not in torn and not _integers(trace, place)  # noqa: E731
-        passing = [_size(trace.crossing(p)) if is_possible(p) else math.inf for p in range(first, last)]
-        return tuple(first + place for place in clusters(trace.costs[first:last], passing, self.num_layers))
+        size = lambda place: _size(trace.crossing(place)) if is_possible(place) else math.inf  # noqa: E731
+        costs, passing = trace.costs[first:last], [*map(size, range(first, last))]
+        return tuple(first + place for place in clusters(costs, passing, self.num_layers))
 
     def _tied(self, trace: Trace, first: int) -> int:
-        """Return the first operation of those behind the embedding that shares parameters with it, or the end."""
+        """Return the first operation after the embedding that shares its parameters, or the end."""
         users = map(trace.users, range(len(self.shapes)))
-        return min([trace.num_ops, *(u for found in users if found and found[0] < first for u in found if u >= first)])
+        tied = [u for found in users if found and found[0] < first for u in found if u >= first]
+        return min([trace.num_ops, *tied])
 
     def _torn(self, trace: Trace, first: int) -> set[int]:
-        """Return the places on both sides of which a parameter is used that the embedding does not use."""
+        """Return the places between users of a parameter that the embedding does not use."""
         users = map(trace.users, range(len(self.shapes)))
-        return {place for found in users if found and found[0] >= first for place in range(found[0] + 1, found[-1] + 1)}
+        ranges = (range(u[0] + 1, u[-1] + 1) for u in users if u and u[0] >= first)
+        return {place for places in ranges for place in places}
 
     def _head(self, trace: Trace, bounds: Sequence[int]) -> int:
         """Return the operation at which the head starts, in the last layer."""
@@ -144,15 +162,16 @@ class TracedNetwork:
         return next((p for p in places if _size(trace.crossing(p)) <= widest), bounds[-1])
 
     def _places(self, trace: Trace) -> list[int | None]:
-        """Return for each leaf the layer that uses it; None: embedding or head does."""
+        """Return for each leaf the layer that uses it; None: embedding or head."""
         places: list[int | None] = []
         for i, name in enumerate(self.names):
-            users = {self._layer(user) for user in trace.users(i)} or {0}  # a leaf that nobody uses has to be somewhere
+            users = {self._layer(user) for user in trace.users(i)} or {0}  # unused: in layer 0
             if len(users) > 1:
-                which = ", ".join("embedding/head" if l is None else f"layer {l}" for l in sorted(users, key=str))
+                name_of = lambda l: "embedding/head" if l is None else f"layer {l}"  # noqa: E731
+                which = ", ".join(map(name_of, sorted(users, key=str)))
                 raise ConfigError(
-                    f"parameter {name} is used by {which}, but a parameter lives in one layer. Give each an array of "
-                    "its own, or move the boundaries."
+                    f"parameter {name} is used by {which}, but a parameter lives in one layer. "
+                    "Give each an array of its own, or move the boundaries."
                 )
             places.append(users.pop())
         return places
@@ -162,31 +181,35 @@ class TracedNetwork:
         return l if 0 <= l < self.num_layers else None
 
     def _checked(self, place: int) -> int:
-        """The numbers of an example that cross a boundary. ConfigError for values that cannot."""
+        """Return the numbers of an example that cross a boundary. ConfigError if values cannot."""
         few, many = (self.at(num_examples).crossing(place) for num_examples in NUM_EXAMPLES)
         l = self.bounds.index(place)
-        if _integers(self.at(NUM_EXAMPLES[0]), place):
-            raise _no_floats(_integers(self.at(NUM_EXAMPLES[0]), place), l)
+        if integers := _integers(self.at(NUM_EXAMPLES[0]), place):
+            raise _no_floats(integers, l)
         if not few:
-            raise ConfigError(f"nothing that depends on the inputs is needed behind layer {l - 1}. Use fewer layers.")
+            raise ConfigError(
+                f"nothing that depends on the inputs is needed behind layer {l - 1}. Use fewer "
+                "layers."
+            )
         for a, b in zip(few, many, strict=True):
             if a.size * NUM_EXAMPLES[1] != b.size * NUM_EXAMPLES[0]:
                 raise ConfigError(
-                    f"{a.dtype}{list(a.shape)} of {NUM_EXAMPLES[0]} examples crosses the boundary before layer {l} and "
-                    f"does not grow with the batch ({b.dtype}{list(b.shape)} of {NUM_EXAMPLES[1]}), so that "
-                    "microbatches would differ from the whole. Compute each example by itself, or move the boundary."
+                    f"{a.dtype}{list(a.shape)} of {NUM_EXAMPLES[0]} examples crosses the boundary "
+                    f"before layer {l} and does not grow with the batch ({b.dtype}{list(b.shape)} "
+                    f"of {NUM_EXAMPLES[1]}), so that microbatches would differ from the whole. "
+                    "Compute each example by itself, or move the boundary."
                 )
         return sum(a.size for a in few) // NUM_EXAMPLES[0]
 
     @property
     def contents(self) -> tuple[Contents, ...]:
-        """What stands in the embedding, each layer and the head."""
+        """The names, parameters and operations of the embedding, each layer and the head."""
         trace = self.at(NUM_EXAMPLES[0])
         names = ["embedding", *map(str, range(self.num_layers)), "head"]
         params: list[dict[str, tuple[int, ...]]] = [{} for _ in names]
         for i, (name, place) in enumerate(zip(self.names, self.places, strict=True)):
-            ends = {0 if op < self.bounds[0] else len(names) - 1 for op in trace.users(i)}
-            for user in ends if place is None else (place + 1,):
+            first_or_last = {0 if op < self.bounds[0] else len(names) - 1 for op in trace.users(i)}
+            for user in first_or_last if place is None else (place + 1,):
                 params[user][name] = self.shapes[i]
         bounds = pairwise((0, *self.bounds, trace.num_ops))
         counts = [dict(Counter(trace.needed(start, stop))) for start, stop in bounds]
@@ -196,8 +219,10 @@ class TracedNetwork:
 
     @cached_property
     def x(self) -> tuple[int, Any]:
-        """(width, dtype) of x: the width of the widest boundary, the dtype of the most exact value."""
-        dtypes = [a.dtype for place in self.bounds for a in self.at(NUM_EXAMPLES[0]).crossing(place) if _is_floating(a)]
+        """(width, dtype) of x: the widest boundary, the most exact dtype."""
+        trace = self.at(NUM_EXAMPLES[0])
+        values = (a for place in self.bounds for a in trace.crossing(place))
+        dtypes = [a.dtype for a in values if _is_floating(a)]
         return max(1, *self.widths), jnp.result_type(self.compute, *dtypes)
 
     def _packed(self, values: Sequence[jax.Array], num_examples: int) -> jax.Array:
@@ -209,15 +234,17 @@ class TracedNetwork:
 
     @cached_property
     def groups(self) -> dict[tuple[str, ...], list[list[int]]]:
-        """For "kernel" and "bias", those that tp divides, and those that are frozen, the leaves of each layer."""
+        """The leaves of each layer by group: "kernel" or "bias", frozen or not, divided or not."""
         marks = [(), (PIECES,), (FROZEN,), (FROZEN, PIECES)]
+        names = [(*mark, name) for mark in marks for name in ("kernel", "bias")]
         found: dict[tuple[str, ...], list[list[int]]] = {
-            (*mark, name): [[] for _ in range(self.num_layers)] for mark in marks for name in ("kernel", "bias")
+            name: [[] for _ in range(self.num_layers)] for name in names
         }
         for i, place in enumerate(self.places):
             if place is not None:
-                marks_of = (FROZEN,) * (not self.is_trained[i]) + (PIECES,) * (self._dim(i) is not None)
-                found[*marks_of, self._group(i)][place].append(i)
+                mark = (FROZEN,) * (not self.is_trained[i])
+                mark += (PIECES,) * (self._dim(i) is not None)
+                found[*mark, self._group(i)][place].append(i)
         used = {name: leaves for name, leaves in found.items() if any(leaves)}
         return used or {("kernel",): found["kernel",]}
 
@@ -227,18 +254,18 @@ class TracedNetwork:
 
     @cached_property
     def num_pieces(self) -> int:
-        """Into so many pieces every leaf of a layer that tp divides can be cut: tp may be any divisor of it."""
+        """Pieces of every leaf of a layer that tp divides: tp may be any divisor."""
         divided = ((i, self._dim(i)) for i, place in enumerate(self.places) if place is not None)
         return math.gcd(*(self.shapes[i][dim] for i, dim in divided if dim is not None))
 
     def _group(self, leaf: int) -> str:
-        """Return "kernel" for a leaf that weight decay is for, a matrix whose name is not in NO_DECAY, else "bias"."""
+        """Return "kernel" for a leaf with weight decay, a matrix not in NO_DECAY, else "bias"."""
         is_vector = len(self.shapes[leaf]) < 2 or self.names[leaf].rpartition("/")[2] in NO_DECAY
         return "bias" if is_vector else "kernel"
 
     @cached_property
     def packed_shapes(self) -> dict[tuple[str, ...], tuple[int, ...]]:
-        """The shape of each group of a layer, padded: a vector, or a row for each piece of what tp divides."""
+        """The padded shape of each group of a layer: a vector, or a row for each piece."""
 
         def shape(name: tuple[str, ...], layers: list[list[int]]) -> tuple[int, ...]:
             pieces = (self.num_pieces,) if PIECES in name else ()
@@ -250,41 +277,51 @@ class TracedNetwork:
 
     @cached_property
     def tag(self) -> str:
-        """A name by where each parameter lies, so that a checkpoint of another cut is never taken for one of this."""
+        """A name by the place of each parameter, so that checkpoints of another cut never fit."""
         lies: list[tuple] = list(zip(self.names, self.shapes, self.places, strict=True))
         lies += [] if self.specs is None else [tuple(map(self._dim, range(len(self.names))))]
         lies += [] if all(self.is_trained) else [self.is_trained]
         return f"cut_{hashlib.sha256(repr(lies).encode()).hexdigest()[:8]}"
 
     def to_parts(self, params: Tree) -> Tree:
-        """Return a stack's parameters, of the network's."""
+        """Return a stack's parameters, from the network's."""
         leaves = [leaf.astype(self.dtype) for leaf in jax.tree.leaves(params)]
-        ends = {self.names[i]: {self._group(i): leaves[i]} for i, place in enumerate(self.places) if place is None}
-        first = [leaf if (dim := self._dim(i)) is None else jnp.moveaxis(leaf, dim, 0) for i, leaf in enumerate(leaves)]
-        layers = {
-            name: jnp.stack([pack_flat([first[i] for i in of_layer], Shape(shape, self.dtype)) for of_layer in found])
-            for (name, found), shape in zip(self.groups.items(), self.packed_shapes.values(), strict=True)
-        }
-        return {"ends": ends, "layers": {self.tag: _nested(layers)}}
+        dims = map(self._dim, range(len(leaves)))
+        first = [
+            leaf if dim is None else jnp.moveaxis(leaf, dim, 0)
+            for leaf, dim in zip(leaves, dims, strict=True)
+        ]
+        layers = {}
+        for name, of_layers in self.groups.items():
+            shape = Shape(self.packed_shapes[name], self.dtype)
+            packed = [pack_flat([first[i] for i in each], shape) for each in of_layers]
+            layers[name] = jnp.stack(packed)
+        return {"embed_head": self._by_name(leaves), "layers": {self.tag: _nested(layers)}}
+
+    def _by_name(self, leaves: Sequence[Any]) -> Tree:
+        """Return the values of embedding and head by name and group."""
+        which = (i for i, place in enumerate(self.places) if place is None)
+        return {self.names[i]: {self._group(i): leaves[i]} for i in which}
 
     @property
     def sharding(self) -> Tree:
-        """The PartitionSpecs over tp of a stack's parameters, None where the network has none."""
+        """The PartitionSpecs over tp of a stack's parameters, or None."""
         if self.specs is None:
             return None
-        ends = {self.names[i]: {self._group(i): self.specs[i]} for i, place in enumerate(self.places) if place is None}
         layers = {name: P("tp") if PIECES in name else P() for name in self.groups}
-        return {"ends": ends, "layers": {self.tag: _nested(layers)}}
+        return {"embed_head": self._by_name(self.specs), "layers": {self.tag: _nested(layers)}}
 
     @property
     def trainable(self) -> Tree:
-        """Which of a stack's parameters are trained."""
-        ends = {name: self.is_trained[i] for i, name in enumerate(self.names) if self.places[i] is None}
-        return {"ends": ends, "layers": {self.tag: _nested({name: FROZEN not in name for name in self.groups})}}
+        """Whether each of a stack's parameters is trained."""
+        pairs = zip(self.names, self.is_trained, self.places, strict=True)
+        embed_head = {name: flag for name, flag, place in pairs if place is None}
+        layers = {name: FROZEN not in name for name in self.groups}
+        return {"embed_head": embed_head, "layers": {self.tag: _nested(layers)}}
 
     def from_parts(self, parts: Tree) -> Tree:
-        """Return the network's parameters, of a stack's in natural order."""
-        leaves: dict[int, Any] = self._unpacked_ends(parts["ends"])
+        """Return the network's parameters, from a stack's in natural order."""
+        leaves: dict[int, Any] = self._unpacked_embed_head(parts["embed_head"])
         for l in range(self.num_layers):
             leaves |= self._leaves_of(l, jax.tree.map(lambda a, l=l: a[l], parts["layers"]))
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
@@ -292,49 +329,58 @@ class TracedNetwork:
     def _leaves_of(self, l: int, w: Mapping[str, Mapping[str, Any]]) -> dict[int, jax.Array]:
         layer, found = w[self.tag], dict[int, jax.Array]()
         for name, layers in self.groups.items():
+            if not layers[l]:
+                continue
             packed: Any = reduce(getitem, name, layer)
-            shapes = [Shape(dim_first(self.shapes[i], self._dim(i)), packed.dtype) for i in layers[l]]
-            for i, leaf in zip(layers[l], unpack_flat(shapes, packed) if shapes else [], strict=True):
-                dim = self._dim(i)
+            dims = [*map(self._dim, layers[l])]
+            shapes = [
+                dim_first(self.shapes[i], dim) for i, dim in zip(layers[l], dims, strict=True)
+            ]
+            leaves = unpack_flat([Shape(shape, packed.dtype) for shape in shapes], packed)
+            for i, dim, leaf in zip(layers[l], dims, leaves, strict=True):
                 found[i] = leaf if dim is None else jnp.moveaxis(leaf, 0, dim)
         return found
 
-    def _unpacked_ends(self, ends: Tree) -> dict[int, jax.Array]:
-        return {self.names.index(name): leaf for name, group in ends.items() for leaf in group.values()}
+    def _unpacked_embed_head(self, embed_head: Tree) -> dict[int, jax.Array]:
+        named = ((name, leaf) for name, group in embed_head.items() for leaf in group.values())
+        return {self.names.index(name): leaf for name, leaf in named}
 
     def _computed(self, leaves: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
         return {i: leaf.astype(self.compute) for i, leaf in leaves.items()}
 
     # the functions of a stack
 
-    def embed(self, ends: Tree, inputs: jax.Array) -> jax.Array:
-        trace, leaves = self.at(len(inputs)), self._computed(self._unpacked_ends(ends))
+    def embed(self, embed_head: Tree, inputs: jax.Array) -> jax.Array:
+        trace, leaves = self.at(len(inputs)), self._computed(self._unpacked_embed_head(embed_head))
         inputs = inputs.astype(self.compute) if _is_floating(self.inputs) else inputs
-        given = [inputs] * len(trace.crossing(0))  # none, should nothing depend on it
+        given = [inputs] * len(trace.crossing(0))  # [] if nothing depends on the inputs
         return self._packed(trace.run(0, self.bounds[0], given, leaves), len(inputs))
 
     def layer(self, l: int, w: Tree, x: jax.Array) -> jax.Array:
         start, stop = self.bounds[l : l + 2]
         leaves = self._computed(self._leaves_of(l, w))
-        return self._packed(self.at(len(x)).run(start, stop, self._unpacked(x, start), leaves), len(x))
+        values = self.at(len(x)).run(start, stop, self._unpacked(x, start), leaves)
+        return self._packed(values, len(x))
 
-    def outputs(self, ends: Tree, x: jax.Array) -> Tree:
-        start, leaves = self.bounds[-1], self._computed(self._unpacked_ends(ends))
+    def outputs(self, embed_head: Tree, x: jax.Array) -> Tree:
+        start, leaves = self.bounds[-1], self._computed(self._unpacked_embed_head(embed_head))
         return self.at(len(x)).outputs(start, self._unpacked(x, start), leaves)
 
-    def head(self, ends: Tree, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return self.network.loss(self.outputs(ends, x), targets)
+    def head(
+        self, embed_head: Tree, x: jax.Array, targets: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return self.network.loss(self.outputs(embed_head, x), targets)
 
 
 def stack_of(network: TracedNetwork) -> Stack:
-    """Return the stack that a network is, cut so."""
+    """Return the stack of a cut network."""
 
     def initial(key: jax.Array) -> Tree:
         return network.to_parts(network.network.init(key))
 
     return Stack(
         network.num_layers,
-        lambda key: initial(key)["ends"],
+        lambda key: initial(key)["embed_head"],
         lambda key, l: jax.tree.map(lambda a: a[l], initial(key)["layers"]),
         network.embed,
         tuple(partial(network.layer, l) for l in range(network.num_layers)),
@@ -350,7 +396,7 @@ def stack_of(network: TracedNetwork) -> Stack:
 
 
 def _nested(groups: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
-    """Return values by their paths as a tree."""
+    """Return a tree of values by path."""
     found: dict[str, Any] = {}
     for (*above, name), value in groups.items():
         part = found
@@ -365,7 +411,7 @@ def _is_floating(a: Shape) -> bool:
 
 
 def _integers(trace: Trace, place: int) -> list[Shape]:
-    """The values that cross and are neither floating nor boolean."""
+    """Return the crossing values that are neither floating nor boolean."""
     return [a for a in trace.crossing(place) if not _is_floating(a) and a.dtype != jnp.bool_]
 
 
@@ -380,6 +426,15 @@ def _size(shapes: Sequence[Shape]) -> int:
 def _no_floats(shapes: Sequence[Shape], l: int) -> ConfigError:
     found = " and ".join(f"{a.dtype}{list(a.shape)}" for a in shapes)
     return ConfigError(
-        f"{found} crosses the boundary before layer {l}, and what passes between layers is floating. Make floats of it "
-        "in the first layer, or move the boundary."
+        f"{found} crosses the boundary before layer {l}, and what passes between layers is "
+        "floating. Make floats of it in the first layer, or move the boundary."
     )
+
+
+def dim_first(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
+    """Return a shape with one of its dims first.
+
+    >>> dim_first((2, 3, 4), 1), dim_first((2, 3, 4), None)
+    ((3, 2, 4), (2, 3, 4))
+    """
+    return shape if dim is None else (shape[dim], *shape[:dim], *shape[dim + 1 :])

@@ -1,1 +1,1 @@
-"""The jobs of a sweep: what runs and what is finished, side by side, and the summary of them. Loads no JAX."""
+"""The jobs of a sweep: started side by side or submitted, watched, and summarized."""

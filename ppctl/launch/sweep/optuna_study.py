@@ -1,8 +1,7 @@
-"""A sweep that searches: Optuna chooses the values of the next job by how the jobs before it ended.
+"""A sweep that searches: Optuna chooses the values of the next job by the results so far.
 
-The study stands in the sweep's directory, so that the same search goes on where it ended: jobs that ended well are
-known, and those that broke off are run again with the values that they had. Needs the extra ppctl[optuna]; the rest of
-a sweep knows of it what `ppctl.launch.sweep.jobs.ChoosesJobs` says.
+The study is stored in the sweep's directory, so that the same search goes on where it ended:
+finished jobs count, and jobs that broke off run again with the same values. Extra: ppctl[optuna].
 """
 
 from __future__ import annotations
@@ -12,59 +11,53 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
-from ppctl.config.sweep import Search
+from ppctl.config.groups.sweep_settings import Search
 from ppctl.errors import ConfigError, NonFiniteError
-from ppctl.launch.sweep.jobs import STUDY, Choices, Job, Outcome, Span
-from ppctl.launch.sweep.records import record_of
+from ppctl.launch.sweep.run_records import record_of
+from ppctl.launch.sweep.sweep_jobs import STUDY, Job, Outcome
 
 NAME = "ppctl"
-MOST_SAME = 100  # choices in a row that were made before, until there is taken to be nothing new
-ABOUT = "ppctl"  # attribute of the study: what it is a search for
+MOST_SAME = 100  # repeated choices in a row that end the search
+ABOUT = "ppctl"  # attribute of the study: metric, space and fixed settings
 
 
 class OptunaStudy:
-    """The jobs of a search. `open` comes before `ask`, and reads or begins what stands in `directory`."""
+    """The jobs of a search. `open`, before `ask`, reads or begins the study in `directory`."""
 
     def __init__(
         self,
         search: Search,
-        space: Mapping[str, Choices | Span],
+        space: Mapping[str, BaseDistribution],
         fixed: Sequence[str],
         directory: Path,
         make: Callable[[int, list[str]], Job],
     ) -> None:
-        """`fixed`: the overrides that all jobs share; `make`: the job of a number and all its overrides."""
-        self.search, self.fixed, self.make = search, list(fixed), make
-        self.about = {
-            "metric": search.metric,
-            "space": {key: str(of) for key, of in space.items()},
-            "fixed": self.fixed,
-        }
-        self.space, self.file = space, directory / STUDY
-        self.trials: list[int] = []  # of each job the number of its trial
-        self.distributions: dict[str, BaseDistribution] = {}
-        for key, values in space.items():
-            try:
-                self.distributions[key] = distribution(values)
-            except ValueError as error:
-                raise ConfigError(f"hydra/sweeper=optuna cannot search {key} in {values}: {error}") from error
+        """`fixed`: overrides that all jobs share; `make`: the job of a number and overrides."""
+        self.search, self.space, self.fixed, self.make = search, dict(space), list(fixed), make
+        texts = {key: str(values) for key, values in space.items()}
+        self.about = {"metric": search.metric, "space": texts, "fixed": self.fixed}
+        self.file = directory / STUDY
+        self.trials: list[int] = []  # the number of the trial of each job
 
     def samples(self) -> list[Job]:
-        """Return jobs that might be chosen, which are no trials; each choice is in one of them."""
-
-        def value(values: Choices | Span, index: int) -> Any:
-            return values.low if isinstance(values, Span) else values.texts[min(index, len(values.texts) - 1)]
-
-        number = max(len(values.texts) if isinstance(values, Choices) else 1 for values in self.space.values())
-        return [self._made({key: value(of, index) for key, of in self.space.items()}) for index in range(number)]
+        """Return sample jobs, which are no trials; together they contain every choice."""
+        values: dict[str, tuple[Any, ...]] = {}
+        for key, kind in self.space.items():
+            is_choice = isinstance(kind, CategoricalDistribution)
+            values[key] = kind.choices if is_choice else (cast("Any", kind).low,)
+        jobs = []
+        for index in range(max(map(len, values.values()))):
+            chosen = {key: of[min(index, len(of) - 1)] for key, of in values.items()}
+            jobs.append(self._made(chosen))
+        return jobs
 
     def check(self) -> None:
         """Raise ConfigError where the directory holds the study of another search."""
@@ -75,10 +68,13 @@ class OptunaStudy:
             before = study.user_attrs[ABOUT]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
-                f"{self.file} is not of a search by ppctl and stays. Use another run.name or run.dir, or move it."
+                f"{self.file} is not of a search by ppctl and stays. Use another run.name or "
+                "run.dir, or move it."
             ) from error
-        for key, now in self.about.items() if _knows(study) else ():
-            if before.get(key) != now:
+        trials = study.get_trials(deepcopy=False)
+        has_results = any(trial.state == TrialState.COMPLETE for trial in trials)
+        for key, now in self.about.items():
+            if has_results and before.get(key) != now:
                 raise ConfigError(
                     f"{self.file} is of another search ({key}: {before.get(key)} then, {now} now). "
                     "Use another run.name or run.dir, or move it away."
@@ -88,31 +84,32 @@ class OptunaStudy:
         """Read the study, or begin it. OSError where it cannot be written."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         direction = "minimize" if self.search.is_minimized else "maximize"
-        begin = partial(optuna.create_study, study_name=NAME, storage=self._storage(), direction=direction)
-        self.study = begin(load_if_exists=True)
-        if self.study.user_attrs.get(ABOUT, self.about) != self.about:  # `check` has seen that it knows nothing
-            optuna.delete_study(study_name=NAME, storage=self._storage())
+        where = {"study_name": NAME, "storage": self._storage()}
+        begin = partial(optuna.create_study, **where, direction=direction, load_if_exists=True)
+        self.study = begin()
+        if self.study.user_attrs.get(ABOUT, self.about) != self.about:  # has no results: `check`
+            optuna.delete_study(**where)
             self.study = begin()
         self.study.set_user_attr(ABOUT, self.about)
         known = self._known()
-        # a sampler that starts anew would draw what it drew before
-        kind = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}[self.search.sampler]
-        self.study.sampler = kind(seed=self.search.seed + len(known))
-        of_state = {state: [trial for trial in known if trial.state == state] for state in TrialState}
-        self.before = deque(of_state[TrialState.COMPLETE] + of_state[TrialState.RUNNING])
+        # a sampler with the same seed would draw the same values again
+        self.study.sampler = optuna.samplers.TPESampler(seed=self.search.seed + len(known))
+        states = TrialState.COMPLETE, TrialState.RUNNING
+        self.before = deque(trial for state in states for trial in known if trial.state == state)
 
     def ask(self) -> Job | None:
-        """Return the next job, first those of earlier starts, whose finished ones are skipped; None at the end."""
+        """Return the next job, or None; first those of earlier starts, whose finished ones end."""
         if self.before:
             return self._job(self.before.popleft())
         if len(self.trials) >= self.search.n_trials:
             return None
         for _ in range(MOST_SAME):
-            trial = self.study.ask(self.distributions)
-            same = (other for other in self._known() if other.params == trial.params and other.number != trial.number)
+            trial = self.study.ask(self.space)
+            others = [other for other in self._known() if other.number != trial.number]
+            same = [other for other in others if other.params == trial.params]
             if all(other.state == TrialState.FAIL for other in same):
                 return self._job(trial)
-            self.study.tell(trial, state=TrialState.FAIL)  # it is there already: samplers pass over this one
+            self.study.tell(trial, state=TrialState.FAIL)  # repeated: samplers pass over it
         return None
 
     def tell(self, job: Job, outcome: Outcome) -> None:
@@ -131,8 +128,8 @@ class OptunaStudy:
             value = record_of(job, outcome)[self.search.metric]
             if value is None:
                 raise ConfigError(
-                    f"hydra.sweeper.metric={self.search.metric}: job {job.index} ({job.name}) has finished without it "
-                    f"({job.run_dir}). Choose another one, or let runs record it."
+                    f"hydra.sweeper.metric={self.search.metric}: job {job.index} ({job.name}) "
+                    f"has finished without it ({job.run_dir}). Use another, or let runs record it."
                 )
             self.study.tell(trial.number, value)
 
@@ -149,17 +146,3 @@ class OptunaStudy:
 
     def _storage(self) -> JournalStorage:
         return JournalStorage(JournalFileBackend(str(self.file)))
-
-
-def _knows(study: optuna.Study) -> bool:
-    """Return whether any job of a study has ended well."""
-    return any(trial.state == TrialState.COMPLETE for trial in study.get_trials(deepcopy=False))
-
-
-def distribution(values: Choices | Span) -> BaseDistribution:
-    """Return the values that a search chooses from as Optuna has them."""
-    if isinstance(values, Choices):
-        return CategoricalDistribution(values.texts)
-    if all(isinstance(each, int) for each in (values.low, values.high, values.step or 1)):
-        return IntDistribution(int(values.low), int(values.high), log=values.is_log, step=int(values.step or 1))
-    return FloatDistribution(values.low, values.high, log=values.is_log, step=values.step)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from ppctl.schedule.ir import Kind
 
-# Four hues that people with any kind of colour blindness tell apart: Okabe and Ito, Color Universal Design, 2008.
-# All of them carry dark letters, so that kinds differ by letter too.
-# Tasks of the vocabulary have the other two light ones of the same source, and greys.
+# Okabe and Ito, Color Universal Design, 2008: hues for any kind of colour blindness, with dark
+# letters; for tasks of the vocabulary two more of these, and greys.
 COLOURS: dict[Kind, str] = {
     "F": "#56b4e9",
     "B": "#e69f00",
@@ -17,9 +16,9 @@ COLOURS: dict[Kind, str] = {
     "E": "#d0d0d0",
     "G": "#a8a8a8",
 }
-# Hues for parts of a whole that carry dark letters too: Tol, Colour Schemes (`light`), SRON/EPS/TN/09-002, 2021.
+# Hues with dark letters for parts of a whole: Tol, Colour Schemes, `light`, 2021.
 PARTS = ("#77aadd", "#99ddff", "#44bb99", "#bbcc33", "#ee8866", "#eedd88", "#ffaabb", "#dddddd")
-# Hues for lines, which stand out from light and from dark paper alike: Okabe and Ito again.
+# Hues for lines on light and dark paper: Okabe and Ito again.
 LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 MARKS = ("o", "s", "^", "D")  # a colour and a mark tell lines apart
 SIGNS = "●■▲◆"  # the same as letters
@@ -28,7 +27,7 @@ LIGHTEST = 0.55  # share of white in the last chunk
 
 
 def shade(kind: Kind, chunk: int, num_chunks: int) -> str:
-    """Return the colour of a kind in a chunk: the first chunk has the full colour, the last one the most white.
+    """Return the colour of a kind in a chunk: the first one's is full, the last one's palest.
 
     >>> shade("F", 0, 2), shade("F", 1, 2)
     ('#56b4e9', '#b3ddf5')
@@ -45,14 +44,3 @@ def line_style(number: int) -> tuple[str, str]:
     (('#0072b2', 'o'), ('#0072b2', 's'))
     """
     return LINES[number % len(LINES)], MARKS[(number + number // len(LINES)) % len(MARKS)]
-
-
-def line_sample(number: int) -> str:
-    """Return the html of a line's mark, for a legend."""
-    colour, mark = line_style(number)
-    return f'<span class="key" style="color:{colour}" aria-hidden="true">{SIGNS[MARKS.index(mark)]}</span>'
-
-
-def part_sample(number: int) -> str:
-    """Return the html of a part's colour and number, for a legend."""
-    return f'<span class="swatch" style="background:{PARTS[number]};color:{INK}" aria-hidden="true">{number + 1}</span>'

@@ -1,4 +1,4 @@
-"""A schedule on the terminal: a row for each rank, a column for each stretch of time; tables of several schedules."""
+"""A schedule on the terminal: a row for each rank, columns of time; tables of several schedules."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from ppctl.reports.charts.drawing import KIND_NAMES, Drawing, Row, number_text, reasons
 from ppctl.reports.charts.palette import INK, shade
-from ppctl.reports.terminal import show_table
+from ppctl.reports.charts.schedule_drawing import KIND_NAMES, Drawing, Row, number_text, reasons
+from ppctl.reports.terminal_output import show_table
 from ppctl.schedule.ir import Task
 
 MAX_RANKS = 32  # rows shown; of more ranks, the first and the last half
@@ -21,79 +21,73 @@ COLUMNS = (
     *("bubble", "peak activations", FORMULA, "peak at least"),
 )
 WORDS = (
-    "makespan: of a step; period: of one after which ranks begin the next without waiting for each other",
+    "makespan: of a step; period: of one after which ranks begin the next without waiting for "
+    "each other",
     "at least: no order of these tasks takes less, or holds less at this period",
 )
 
 
 def show_gantt(console: Console, drawing: Drawing) -> None:
-    """Print the chart as wide as the terminal. Bubbles are dots; without colour, dashes fill a task."""
+    """Print the chart as wide as the terminal: bubbles as dots, tasks in colours or as dashes."""
+    # 1. the scale
     timeline, schedule = drawing.timeline, drawing.schedule
-    labels = [f"rank {rank}" for rank in range(schedule.num_ranks)]
-    left, right = max(map(len, labels)), len("  bubble    peak")
+    left, right = len(f"rank {schedule.num_ranks - 1}"), len("  bubble    peak")
     scale = _columns_per_s(drawing, console.width - left - 2 - right)
     width = round(timeline.makespan_s * scale)
     pad = "-" if console.color_system is None else " "
 
-    def say(text: str | Text) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    say(drawing.title)
-    say(drawing.verdict)
-    for reason in reasons(drawing):
-        say(reason)
-    say("")
-    say(" " * (left + 2 + width) + "  bubble    peak")
+    # 2. heads, rows and legend
+    for line in (drawing.title, drawing.verdict, *reasons(drawing), ""):
+        _say(console, line)
+    _say(console, " " * (left + 2 + width) + "  bubble    peak")
     for rank in _shown(schedule.num_ranks):
         if rank is None:
-            say(f"... {schedule.num_ranks - MAX_RANKS} ranks more; --format html shows all ...")
+            more = schedule.num_ranks - MAX_RANKS
+            _say(console, f"... {more} ranks more; --format html shows all ...")
             continue
-        row = Text(labels[rank].rjust(left) + "  ")
+        row = Text(f"rank {rank}".rjust(left) + "  ")
         for text, style in _row(drawing, schedule.ranks[rank], scale, width, pad):
             row.append(text, style)
         bubble, peak = timeline.bubble_fractions[rank], timeline.peak_activations[rank]
-        say(row.append(f"  {bubble:>6.1%}  {number_text(peak):>6}"))
-    say("")
-    say(_legend(drawing, scale))
+        _say(console, row.append(f"  {bubble:>6.1%}  {number_text(peak):>6}"))
+    _say(console, "")
+    _say(console, _legend(drawing, scale))
 
 
-def show_schedules_table(console: Console, title: str, rows: Sequence[Row], *, formulas: bool = False) -> None:
-    """Print a table with a row for each schedule, then the notes on each; formulas: their columns too."""
+def _say(console: Console, text: str | Text) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_schedules_table(
+    console: Console, title: str, rows: Sequence[Row], *, formulas: bool = False
+) -> None:
+    """Print a row for each schedule, with formulas if requested, then the notes on each."""
     cell = lambda value: "-" if value is None else number_text(value)  # noqa: E731
     columns = [column for column in COLUMNS if formulas or column != FORMULA]
     cells = []
     for row in rows:
-        line = [
-            row.label,
-            number_text(row.makespan_s),
-            *([cell(row.makespan_formula_s)] if formulas else []),
-            number_text(row.lower_bound_s),
-            number_text(row.period_s),
-            number_text(row.period_lower_bound_s),
-            f"{row.bubble_fraction:.1%}",
-            number_text(row.peak_activations),
-            *([cell(row.peak_activations_formula)] if formulas else []),
-            cell(row.peak_activations_lower_bound),
-        ]
-        cells.append(line)
+        time_s, peak = (row.makespan_formula_s,), (row.peak_activations_formula,)
+        time_s, peak = (time_s, peak) if formulas else ((), ())
+        seconds = row.lower_bound_s, row.period_s, row.period_lower_bound_s
+        seconds = map(cell, (row.makespan_s, *time_s, *seconds))
+        peaks = map(cell, (row.peak_activations, *peak, row.peak_activations_lower_bound))
+        cells.append([row.label, *seconds, f"{row.bubble_fraction:.1%}", *peaks])
     show_table(console, title, columns, cells)
-    for line in WORDS:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    for row in rows:
-        for note in row.notes:
-            console.print(f"{row.label}: {note}", markup=False, highlight=False, soft_wrap=True)
+    notes = [f"{row.label}: {note}" for row in rows for note in row.notes]
+    for line in (*WORDS, *notes):
+        _say(console, line)
 
 
 def _columns_per_s(drawing: Drawing, room: int) -> float:
-    """Return the columns of one second in `room`: enough for the letter and number of every task if they fit."""
+    """Return the columns of one second in `room`: if they fit, enough for every task's label."""
     timeline, shortest_s = drawing.timeline, _shortest_s(drawing)
     each = min(drawing.longest_label, int(room * shortest_s / timeline.makespan_s))
     return each / shortest_s if each else max(room, 20) / timeline.makespan_s
 
 
 def _shortest_s(drawing: Drawing) -> float:
-    lasts = (drawing.timeline.end_s[task] - start for task, start in drawing.timeline.start_s.items())
-    return min(seconds for seconds in lasts if seconds > 0)
+    end_s, start_s = drawing.timeline.end_s, drawing.timeline.start_s
+    return min(end_s[task] - start_s[task] for task in start_s if end_s[task] > start_s[task])
 
 
 def _row(
@@ -111,8 +105,8 @@ def _row(
             column = first
         room = end - column
         text = f"{task.kind}{task.microbatch}"
-        # judged by the time it takes, not by the columns it happens to get, so that equal tasks look alike
-        fits = are_numbered and len(text) <= min(room, (timeline.end_s[task] - timeline.start_s[task]) * scale + 1e-9)
+        exact = (timeline.end_s[task] - timeline.start_s[task]) * scale + 1e-9  # equal tasks alike
+        fits = are_numbered and len(text) <= min(room, exact)
         colour = shade(task.kind, schedule.chunk_at(task), schedule.num_chunks)
         yield (text if fits else task.kind).ljust(room, pad), Style(color=INK, bgcolor=colour)
         column = end
@@ -132,7 +126,8 @@ def _shown(num_ranks: int) -> Iterator[int | None]:
 def _legend(drawing: Drawing, scale: float) -> Text:
     legend = Text()
     for kind in drawing.kinds:
-        legend.append(f" {kind} ", Style(color=INK, bgcolor=shade(kind, 0, 1))).append(f" {KIND_NAMES[kind]}  ")
+        legend.append(f" {kind} ", Style(color=INK, bgcolor=shade(kind, 0, 1)))
+        legend.append(f" {KIND_NAMES[kind]}  ")
     if drawing.schedule.num_chunks > 1:
         legend.append("lighter: later chunk  ")
     legend.append(f"1 column: {number_text(1 / scale)} s")

@@ -1,4 +1,4 @@
-"""Few points for many: however many steps a run has, its figure stays small, and every spike is seen."""
+"""Few points for many: the figure of any number of steps stays small, and every spike is seen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Points = Sequence[tuple[float, float | None]]  # ascending by x; None is a gap
 
 
 def thin(points: Points, columns: int) -> list[tuple[float, float | None]]:
-    """Return the first, least, greatest and last point of each column, and a gap if it has one; of few points, all.
+    """Return each column's first, least, greatest and last point and a gap; of few points, all.
 
     >>> thin([(x, 9.0 if x == 5 else 0.0) for x in range(100)], 2)
     [(0, 0.0), (5, 9.0), (49, 0.0), (50, 0.0), (99, 0.0)]
@@ -18,11 +18,11 @@ def thin(points: Points, columns: int) -> list[tuple[float, float | None]]:
         return list(points)
     kept: list[tuple[float, float | None]] = []
     for column in _columns(points, columns):
-        found = [(y, i) for i, (_, y) in enumerate(column) if y is not None]
-        indices = {0, len(column) - 1}
-        if found:
-            indices |= {min(found)[1], max(found, key=lambda each: each[0])[1]}
-        indices |= set([i for i, (_, y) in enumerate(column) if y is None][:1])
+        values = [(y, i) for i, (_, y) in enumerate(column) if y is not None]
+        gaps = [i for i, (_, y) in enumerate(column) if y is None]
+        indices = {0, len(column) - 1, *gaps[:1]}
+        if values:
+            indices |= {min(values)[1], max(values, key=lambda each: each[0])[1]}
         kept += [column[i] for i in sorted(indices)]
     return kept
 
@@ -31,8 +31,12 @@ def medians(points: Points, columns: int) -> list[tuple[float, float]]:
     """Return the median of each column at its middle point; nothing where there are few points."""
     if len(points) <= 4 * columns:
         return []
-    found = ([(x, y) for x, y in column if y is not None] for column in _columns(points, columns))
-    return [(column[len(column) // 2][0], statistics.median(y for _, y in column)) for column in found if column]
+    middles = []
+    for column in _columns(points, columns):
+        known = [(x, y) for x, y in column if y is not None]
+        if known:
+            middles.append((known[len(known) // 2][0], statistics.median(y for _, y in known)))
+    return middles
 
 
 def _columns(points: Points, columns: int) -> Iterator[Points]:

@@ -1,1 +1,1 @@
-"""`ppctl report`: what runs have left, as one html page: one run in full, or several compared. Loads no JAX."""
+"""`ppctl report`: one run in full, or several compared, as one html page. Loads no JAX."""

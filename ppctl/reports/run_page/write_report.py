@@ -3,37 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ppctl.errors import ConfigError
-from ppctl.reports.foreign import printable
-from ppctl.reports.run_page.compare import compare_page
-from ppctl.reports.run_page.page import MARK, MOST_SLOW, run_page, warnings_of
-from ppctl.reports.run_page.read import CURVES, RecordedRun
-from ppctl.reports.run_settings import differing_settings
-from ppctl.reports.terminal import check_file, show_json, write_file
+from ppctl.reports.foreign_files import printable
+from ppctl.reports.recorded_settings import differing_settings
+from ppctl.reports.run_page.compare_page import compare_page
+from ppctl.reports.run_page.one_run_page import MARK, MOST_SLOW, run_page, warnings_of
+from ppctl.reports.run_page.read_run import CURVES, RecordedRun
+from ppctl.reports.terminal_output import check_file, show_json, write_file
 
 FILE = "report.html"
 
 
 def place_of(out: str | None, paths: Sequence[Path]) -> Path:
-    """Return the file of a report of the runs in these directories; ConfigError where it may not be written."""
+    """Return the file of a report of the runs in these directories, or raise ConfigError."""
     file = Path(out) if out is not None else paths[0] / FILE if len(paths) == 1 else Path(FILE)
     named = f"--out {file}" if out is not None else str(file)
     if file.suffix != ".html":
         raise ConfigError(f"{named}: a report is html. Name a FILE.html.")
-    if out is None and file.is_symlink():  # somebody else's directory must not choose what is overwritten
-        raise ConfigError(f"{named} is a link to {printable(str(file.resolve()))}. Name a file: --out FILE.html.")
+    if out is None and file.is_symlink():  # a foreign directory must not choose the target
+        target = printable(str(file.resolve()))
+        raise ConfigError(f"{named} is a link to {target}. Name a file: --out FILE.html.")
     check_file(named, file)
     if file.exists() and not _is_ours(file):
-        raise ConfigError(f"{named}: there is such a file, which is no report of ppctl. Move it away, or name another.")
+        what = "there is such a file, which is no report of ppctl"
+        raise ConfigError(f"{named}: {what}. Move it away, or name another.")
     return file
 
 
 def write_report(runs: Sequence[RecordedRun], file: Path, *, as_json: bool) -> int:
     """Write the report of runs to a file that `place_of` gave; return 0."""
-    write_file(str(file), file, run_page(runs[0], file) if len(runs) == 1 else compare_page(runs, file))
+    page = run_page(runs[0], file) if len(runs) == 1 else compare_page(runs, file)
+    write_file(str(file), file, page)
     if as_json:
         differ = differing_settings([run.config for run in runs], [run.words for run in runs])
         documents = [report_document(run) for run in runs]
@@ -46,23 +50,16 @@ def write_report(runs: Sequence[RecordedRun], file: Path, *, as_json: bool) -> i
 
 def report_document(run: RecordedRun) -> dict[str, Any]:
     """Return the numbers of a run as JSON has them; null where it has none."""
-    summary = run.summary
-    return {
-        "name": summary.name,
-        "run_dir": str(summary.path),
-        "status": summary.status,
-        "reason": summary.reason,
-        "step": summary.step,
-        "num_steps": summary.num_steps,
+    summary, slow = run.summary, run.slow_steps()[:MOST_SLOW]
+    of_medians = [name for name in CURVES if name not in ("loss", "lr") and name in run.curves]
+    return summary.document | {
         "asked": list(run.words),
         "resume": run.command or None,
-        "loss": summary.loss,
-        "eval_loss": summary.eval_loss,
-        "medians": {name: run.median(name) for name in CURVES if name not in ("loss", "lr") and name in run.curves},
+        "medians": {name: run.median(name) for name in of_medians},
         **run.newest,
         "measured_bubble_fraction": run.measured_bubble,
         "checkpoints": list(summary.checkpoints),
-        "slow_steps": [{"step": step, "step_time_s": seconds} for step, seconds in run.slow_steps()[:MOST_SLOW]],
+        "slow_steps": [{"step": step, "step_time_s": seconds} for step, seconds in slow],
         "versions": dict(run.versions),
         "starts": list(run.starts),
         "warnings": warnings_of(run),
@@ -71,9 +68,6 @@ def report_document(run: RecordedRun) -> dict[str, Any]:
 
 def _is_ours(file: Path) -> bool:
     """Return whether a file is a report, which may be written again."""
-    if not file.is_file():
-        return False
-    try:
-        return MARK.encode() in file.read_bytes()
-    except OSError:
-        return False
+    with suppress(OSError):
+        return file.is_file() and MARK.encode() in file.read_bytes()
+    return False

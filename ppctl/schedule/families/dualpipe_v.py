@@ -2,17 +2,18 @@ from __future__ import annotations
 
 from ppctl.schedule.families.family import Family
 from ppctl.schedule.families.formulas import forward_trip_s, only_if
-from ppctl.schedule.families.rank_of import v_shape
 from ppctl.schedule.families.rank_program import RankProgram
+from ppctl.schedule.families.stage_placement import v_shape
 from ppctl.schedule.ir import Schedule, Task
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
-    """DualPipeV: one direction of DualPipe folded into a V, weight gradients split off only where ranks would idle.
+    """DualPipeV: one direction of DualPipe folded into a V, few weight gradients split off.
 
-    Makespan m(F+I+W) + (p-1)F/2 at F = I = W and m >= 2p; peak activations p + 1/2, and m at most. p = num_ranks. The
-    forward and the backward that DualPipe runs at once stand next to each other here. Fewer microbatches than 2p run in
-    the order of 2p without the others.
+    Makespan m(F+I+W) + (p-1)F/2 at F = I = W and m >= 2p; peak activations p + 1/2, and m at most.
+    p = num_ranks. The forward and the backward that DualPipe runs at once are neighbours; weight
+    gradients are split off only where ranks would idle. Fewer microbatches than 2p run in the order
+    of 2p without the others.
     Source: DeepSeek-V3, arXiv 2412.19437, figure 5; DualPipeV by Sea AI Lab ("cut in half") and
     github.com/deepseek-ai/DualPipe, whose eight steps these are.
     """
@@ -28,10 +29,10 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
         # 4-5: the steady state, then without new microbatches
         program.add(full - 2 * num_ranks + r + 1, "F down", "B up", "F up", "B down")
         program.add(below, "B up", "F up", "B down")
-        # 6: backwards alone, both ways; the second half of them leaves its weight gradients for later
+        # 6: backwards only, both ways; the second half of them puts off its weight gradients
         steps = ("B up", "B down") * (r + 1)
         program.add(1, *steps[: r + 1], *(step.replace("B", "I") for step in steps[r + 1 :]))
-        # 7-8: input gradients as they arrive, weight gradients between and behind them
+        # 7-8: input gradients as they arrive, weight gradients between and after them
         program.add(below, "W", "I down")
         program.add(r + 1, "W")
         ranks.append(tuple(task for task in program.tasks if task.microbatch < num_microbatches))

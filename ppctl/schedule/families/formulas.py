@@ -1,9 +1,7 @@
 """Terms that the closed forms of several families share.
 
-`tests/schedule/test_formulas.py` compares every formula with the simulator.
-
-A formula is None outside its domain: other ratios of F, I and W than it assumes, a latency that it does not know, too
-few microbatches.
+`tests/schedule/test_formulas.py` compares every formula with the simulator. A formula is None
+outside its domain: other ratios of F, I and W, an unsupported latency, too few microbatches.
 """
 
 from __future__ import annotations
@@ -12,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.families.size_checks import floor_hops
+from ppctl.schedule.families.family_checks import floor_hops
 
-SMALL_HOP = 0.3  # of a forward and of a backward: up to here latency lengthens 1F1B and its kin as stated
+SMALL_HOP = 0.3  # latency relative to F and to B up to which the formulas of 1F1B hold
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,6 @@ class FormulaInputs:
     num_chunks: int = 1
     num_waves: int = 1
     warmup_hops: float = 2.0
-    group_size: int | None = None
 
     @property
     def fiw(self) -> tuple[float, float, float]:
@@ -40,13 +37,13 @@ class FormulaInputs:
 
     @property
     def warmup(self) -> int:
-        """Forwards before the first backward of rank 0 that are there to hide transfers: floor(h(p-1))."""
+        """Return rank 0's forwards before its first backward that hide transfers: floor(h(p-1))."""
         return floor_hops(self.warmup_hops, self.p - 1)
 
     @property
     def is_free(self) -> bool:
         """Return whether transfers cost nothing."""
-        return self.costs.hop_s == 0
+        return self.costs.transfer_s == 0
 
     @property
     def is_equal(self) -> bool:
@@ -57,38 +54,40 @@ class FormulaInputs:
     @property
     def has_small_hop(self) -> bool:
         f, i, w = self.fiw
-        return self.costs.hop_s <= SMALL_HOP * min(f, i + w)
+        return self.costs.transfer_s <= SMALL_HOP * min(f, i + w)
 
 
 Formula = Callable[[FormulaInputs], float | None]
 
 
-def only_if(holds: Callable[[FormulaInputs], bool], formula: Callable[[FormulaInputs], float]) -> Formula:
-    """`formula` where it holds, None elsewhere."""
+def only_if(
+    holds: Callable[[FormulaInputs], bool], formula: Callable[[FormulaInputs], float]
+) -> Formula:
+    """Return `formula` where it holds, None elsewhere."""
     return lambda s: formula(s) if holds(s) else None
 
 
 def fill_and_drain_s(s: FormulaInputs) -> float:
-    """A trip of a forward and a backward through all ranks but one: (p-1)(F+B), with transfers."""
-    return (s.p - 1) * (s.work_s + 2 * s.costs.hop_s)
+    """Return (p-1)(F+B), with transfers: F and B of a microbatch on all ranks but one."""
+    return (s.p - 1) * (s.work_s + 2 * s.costs.transfer_s)
 
 
 def looped_bubble_s(s: FormulaInputs) -> float:
-    """The same through stages of V chunks a rank: (p-1)(F+B)/V."""
+    """Return the same for stages of V chunks a rank: (p-1)(F+B)/V."""
     return (s.p - 1) * s.work_s / s.num_chunks
 
 
 def zero_bubble_s(s: FormulaInputs) -> float:
-    """The idle time where weight gradients fill the gaps: (p-1) max(F+I-W, F, I)/V."""
+    """Return the idle seconds where weight gradients fill gaps: (p-1) max(F+I-W, F, I)/V."""
     f, i, w = s.fiw
     return (s.p - 1) * max(f + i - w, f, i) / s.num_chunks
 
 
 def forward_trip_s(s: FormulaInputs) -> float:
-    """The forward to the last rank: (p-1)F."""
+    """Return the seconds of a forward to the last rank: (p-1)F."""
     return (s.p - 1) * s.fiw[0]
 
 
 def peak_of_1f1b(s: FormulaInputs) -> float:
-    """min(m, p)."""
+    """Return min(m, p)."""
     return min(s.m, s.p)

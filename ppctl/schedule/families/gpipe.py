@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from ppctl.schedule.families.family import Family
 from ppctl.schedule.families.formulas import fill_and_drain_s
-from ppctl.schedule.families.rank_of import loop
+from ppctl.schedule.families.stage_placement import loop
 from ppctl.schedule.ir import Schedule, Task
 
 
@@ -10,17 +10,14 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """GPipe: every forward, then every backward in reverse.
 
     Bubble (p-1)(F+B); bubble fraction (p-1)/(m+p-1); peak activations m on every rank.
-    p = num_ranks, m = num_microbatches, F and B = seconds of one microbatch through 1/p of the model.
+    p = num_ranks, m = num_microbatches, F and B = seconds of a microbatch through 1/p of the model.
     Source: Huang et al. 2019, arXiv 1811.06965, figure 2c.
     """
-    ranks = tuple(
-        (
-            *(Task(r, "F", m) for m in range(num_microbatches)),
-            *(Task(r, "B", m) for m in reversed(range(num_microbatches))),
-        )
-        for r in range(num_ranks)
-    )
-    return Schedule("gpipe", ranks, loop(num_ranks), num_microbatches)
+    ranks: list[tuple[Task, ...]] = []
+    for r in range(num_ranks):
+        forwards = [Task(r, "F", m) for m in range(num_microbatches)]
+        ranks.append((*forwards, *(Task(r, "B", m) for m in reversed(range(num_microbatches)))))
+    return Schedule("gpipe", tuple(ranks), loop(num_ranks), num_microbatches)
 
 
-FAMILIES = (Family("gpipe", gpipe, published="2018-11", bubble_s=fill_and_drain_s, peak=lambda s: s.m),)
+FAMILIES = (Family("gpipe", gpipe, "2018-11", bubble_s=fill_and_drain_s, peak=lambda s: s.m),)

@@ -3,12 +3,11 @@ from __future__ import annotations
 import heapq
 
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.families.advice import where_slower
-from ppctl.schedule.families.family import Family
+from ppctl.schedule.families.family import Family, where_slower
+from ppctl.schedule.families.family_checks import require_at_least
 from ppctl.schedule.families.formulas import FormulaInputs, only_if, peak_of_1f1b
 from ppctl.schedule.families.interleaved import interleaved
-from ppctl.schedule.families.rank_of import waves
-from ppctl.schedule.families.size_checks import require_at_least
+from ppctl.schedule.families.stage_placement import waves
 from ppctl.schedule.ir import Schedule, Task
 
 
@@ -17,13 +16,15 @@ def hanayo(num_ranks: int, num_microbatches: int, *, num_waves: int = 1) -> Sche
 
     Bubble (p-1)(F+B)/(2w) at F = B and m a multiple of p; longer, and growing with m, at B = 2F.
     Peak activations min(m, p). p = num_ranks, w = num_waves.
-    Source: Liu et al. 2023, arXiv 2308.15762, section 3 (placement and rule; the paper prints no order). The order is
-    what ranks do that all take one tick for a task and prefer backwards to forwards and old microbatches to new ones.
+    Source: Liu et al. 2023, arXiv 2308.15762, section 3 (placement and rule; the paper prints no
+    order). The order is that of ranks that run a task a tick, backwards before forwards, and old
+    microbatches before new ones.
     """
     require_at_least("hanayo", "num_waves", num_waves, 1)
     rank_of = waves(num_ranks, num_waves)
     last = len(rank_of) - 1
-    ready: list[list[tuple[bool, int, Task]]] = [[] for _ in range(num_ranks)]  # heaps: backwards, then oldest, first
+    # heaps: backwards first, then the oldest
+    ready: list[list[tuple[bool, int, Task]]] = [[] for _ in range(num_ranks)]
     ranks: list[list[Task]] = [[] for _ in range(num_ranks)]
 
     def offer(task: Task) -> None:
@@ -32,7 +33,7 @@ def hanayo(num_ranks: int, num_microbatches: int, *, num_waves: int = 1) -> Sche
     for m in range(num_microbatches):
         offer(Task(0, "F", m))
     while any(ready):
-        for stage, kind, m in _run_tick(ready, ranks):  # what a tick writes can be read in the next
+        for stage, kind, m in _run_tick(ready, ranks):  # its values can be read in the next tick
             if kind == "F":
                 offer(Task(stage + 1, "F", m) if stage < last else Task(stage, "B", m))
             elif stage > 0:
@@ -41,7 +42,7 @@ def hanayo(num_ranks: int, num_microbatches: int, *, num_waves: int = 1) -> Sche
 
 
 def _run_tick(ready: list[list[tuple[bool, int, Task]]], ranks: list[list[Task]]) -> list[Task]:
-    """The tasks of one tick, one a rank at most, moved from `ready` to `ranks`."""
+    """Return the tasks of a tick, one a rank at most, moved from `ready` to `ranks`."""
     ran = [(r, heapq.heappop(queue)[2]) for r, queue in enumerate(ready) if queue]
     for r, task in ran:
         ranks[r].append(task)
@@ -52,12 +53,13 @@ def interleaved_is_faster(schedule: Schedule, costs: Costs) -> str | None:
     """Advise interleaved 1F1B on as many chunks where it is faster."""
     if schedule.num_microbatches % schedule.num_ranks:
         return None
-    rival = interleaved(schedule.num_ranks, schedule.num_microbatches, num_chunks=schedule.num_chunks)
-    remedy = f"schedule={rival.name} schedule.num_chunks={schedule.num_chunks}"
+    chunks = schedule.num_chunks
+    rival = interleaved(schedule.num_ranks, schedule.num_microbatches, num_chunks=chunks)
+    remedy = f"schedule={rival.name} schedule.num_chunks={chunks}"
     return where_slower(schedule, rival, costs, "at these costs", remedy)
 
 
-def _has_backwards_of_a_forward(s: FormulaInputs) -> bool:
+def _is_even(s: FormulaInputs) -> bool:
     """Return whether F = B, transfers are free and rounds of p microbatches are full."""
     f, i, w = s.fiw
     return s.is_free and f == i + w and s.m % s.p == 0
@@ -69,7 +71,7 @@ FAMILIES = (
         hanayo,
         also_called=("wave",),
         published="2023-08",
-        bubble_s=only_if(_has_backwards_of_a_forward, lambda s: (s.p - 1) * s.work_s / (2 * s.num_waves)),
+        bubble_s=only_if(_is_even, lambda s: (s.p - 1) * s.work_s / (2 * s.num_waves)),
         peak=peak_of_1f1b,
         advise=interleaved_is_faster,
         searched_knobs=lambda max_chunks: [{"num_waves": w} for w in range(1, max_chunks // 2 + 1)],

@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 from ppctl.schedule.families.family import Family, each_num_chunks
+from ppctl.schedule.families.family_checks import require_at_least
 from ppctl.schedule.families.formulas import looped_bubble_s, only_if
-from ppctl.schedule.families.rank_of import loop
-from ppctl.schedule.families.size_checks import require_at_least
+from ppctl.schedule.families.stage_placement import loop
 from ppctl.schedule.ir import Schedule, Task
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedule:
-    """Breadth-first looped pipeline: all microbatches through a chunk before the next chunk, backwards in reverse.
+    """Breadth-first looped pipeline: all microbatches through a chunk, then through the next one.
 
-    Bubble (p-1)(F+B)/V for m >= p, and the least sensitive of the looped schedules to transfer latency; below, each of
-    the V-1 turns to the next chunk waits (p-m)(F+B)/V more. Peak activations m. p = num_ranks, V = num_chunks.
+    Bubble (p-1)(F+B)/V for m >= p, and the least sensitive of the looped schedules to transfer
+    latency; below, each of the V-1 turns to the next chunk waits (p-m)(F+B)/V more. Peak
+    activations m. Backwards run in reverse. p = num_ranks, V = num_chunks.
     Source: Lamy-Poirier 2023, arXiv 2211.05953, figure 2d.
     """
     require_at_least("looped_bfs", "num_chunks", num_chunks, 1)

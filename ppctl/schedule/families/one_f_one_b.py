@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 from ppctl.schedule.families.family import WARMUP_HOPS, Family
+from ppctl.schedule.families.family_checks import hops_floor
 from ppctl.schedule.families.formulas import FormulaInputs, fill_and_drain_s, only_if, peak_of_1f1b
-from ppctl.schedule.families.rank_of import loop
-from ppctl.schedule.families.size_checks import hops_floor
+from ppctl.schedule.families.stage_placement import loop
 from ppctl.schedule.ir import Schedule, Task
 
 
@@ -11,16 +11,17 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """1F1B: a rank starts its first backward as early as it can, then alternates.
 
     Bubble (p-1)(F+B); peak activations min(m, p-r) on rank r: p at most, whatever m.
-    Source: PipeDream-flush, Narayanan et al. 2021, arXiv 2006.09503; DAPPLE, Fan et al. 2021, arXiv 2007.01045.
+    Source: PipeDream-flush, arXiv 2006.09503; DAPPLE, Fan et al. 2021, arXiv 2007.01045.
     """
     return _alternating("1f1b", num_ranks, num_microbatches, warmup_hops=1)
 
 
 def eager_1f1b(num_ranks: int, num_microbatches: int, *, warmup_hops: float = 2) -> Schedule:
-    """Eager 1F1B: a longer warm-up than 1F1B, floor(h(p-1-r)) forwards with h = warmup_hops in [1, 2].
+    """Eager 1F1B: a longer warm-up than 1F1B, floor(h(p-1-r)) forwards, h = warmup_hops in [1, 2].
 
-    Bubble (p-1)(F+B), with h = 2 at any transfer latency; peak activations min(m, floor(h(p-1-r))+1) on rank r: 2p-1
-    at most with h = 2, where no forward waits for the backward of the same step, and those of 1F1B with h = 1.
+    Bubble (p-1)(F+B), with h = 2 at any transfer latency; peak activations min(m,
+    floor(h(p-1-r))+1) on rank r: 2p-1 at most with h = 2, where no forward waits for the backward
+    of the same step, and those of 1F1B with h = 1.
     Source: Zhuang et al. 2022, arXiv 2211.05322 (h = 2); the h between by simulation.
     """
     return _alternating("eager_1f1b", num_ranks, num_microbatches, warmup_hops)
@@ -39,9 +40,9 @@ def _alternating(name: str, num_ranks: int, num_microbatches: int, warmup_hops: 
 
 
 def _alternation_s(s: FormulaInputs) -> float:
-    """The bubble of 1F1B: latency counts in a trip there and back, and once more in every round of p that follows."""
+    """Return the bubble of 1F1B: latency counts in a trip and back, and once a later round of p."""
     trips = (s.p - 1) + (s.m - 1) * (s.p - 1) // s.p
-    return (s.p - 1) * s.work_s + 2 * s.costs.hop_s * trips
+    return (s.p - 1) * s.work_s + 2 * s.costs.transfer_s * trips
 
 
 def _hides_latency(s: FormulaInputs) -> bool:
@@ -63,6 +64,6 @@ FAMILIES = (
         published="2022-11",
         bubble_s=only_if(_hides_latency, fill_and_drain_s),
         peak=lambda s: min(s.m, s.warmup + 1),
-        searched_knobs=lambda max_chunks: [{"warmup_hops": hops} for hops in WARMUP_HOPS if hops > 1],  # 1 is 1F1B
+        searched_knobs=lambda _: [{"warmup_hops": hops} for hops in WARMUP_HOPS[1:]],  # 1 is 1F1B
     ),
 )

@@ -1,4 +1,4 @@
-"""A rank's program written as the papers write it: so many times this, then so many times that."""
+"""A rank's program written as the papers write it: these steps n times, then those m times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ppctl.schedule.ir import Task
 
 
 class RankProgram:
-    """The tasks of a rank with one stage on the way `down` and one on the way `up`; microbatches count themselves.
+    """The tasks of a rank with one stage on the way `down`, one `up`. Microbatches are counted.
 
     >>> program = RankProgram(down=0, up=3)
     >>> program.add(2, "F down")
@@ -24,7 +24,7 @@ class RankProgram:
         self.tasks: list[Task] = []
 
     def add(self, times: int, *steps: str) -> None:
-        """Append `steps`, such as "F down", `times` over. The next microbatch of each is taken.
+        """Append `steps`, such as "F down", `times` over, each for its next microbatch.
 
         "W" alone is the weight gradient that has waited longest, whichever way.
         """

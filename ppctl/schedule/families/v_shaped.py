@@ -1,49 +1,54 @@
 from __future__ import annotations
 
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.families.advice import where_slower
-from ppctl.schedule.families.family import Family
+from ppctl.schedule.families.family import Family, where_slower
 from ppctl.schedule.families.formulas import only_if
 from ppctl.schedule.families.one_f_one_b import one_f_one_b
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.search.squeeze import squeeze_pattern
+from ppctl.schedule.search.squeeze_pattern import repeated, squeeze
 
 
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     """V-Half: half the activations of 1F1B for half its bubble.
 
-    Bubble (3p-7)/2 at F = I = W = 1 and even p >= 4, m >= p; peak activations floor((p+2)/2). p = num_ranks. Needs a
-    true split of the backward: with whole backwards it is slower than 1F1B.
+    Bubble (3p-7)/2 at F = I = W = 1 and even p >= 4, m >= p; peak activations floor((p+2)/2). p =
+    num_ranks. Needs a true split of the backward: with whole backwards it is slower than 1F1B.
     Source: Qi et al. 2024, arXiv 2405.15362, section 3.3 and figure 4.
     """
     p = num_ranks
     wait = 3 if p % 2 == 0 else 0  # keeps the four lines of a rank on different ticks of the period
-    starts = [[2 * r, 3 * p - 2 - r, 3 * p - 1 + wait + 2 * r, 6 * p - 2 + wait - r] for r in range(p)]
-    return squeeze_pattern("v_half", starts, num_microbatches, cap=2 * ((p + 2) // 2))
+    turn, end = 3 * p - 1 + wait, 6 * p - 2 + wait
+    starts = [[2 * r, 3 * p - 2 - r, turn + 2 * r, end - r] for r in range(p)]
+    return squeeze(
+        "v_half", repeated(starts, num_microbatches), num_microbatches, 2 * ((p + 2) // 2)
+    )
 
 
 def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
-    """V-Min: a third of the activations of 1F1B, the least that a V-shaped pipeline without growing bubble can hold.
+    """V-Min: a third of the activations of 1F1B, the least of a V without growing bubble.
 
-    Bubble 2p-5/2 (p not a multiple of 3) or 2p-7/2 at F = I = W = 1, growing with m at other ratios; peak activations
-    floor((p+4)/3). p = num_ranks. Needs a true split of the backward: with whole backwards it is slower than 1F1B.
+    Bubble 2p-5/2 (p not a multiple of 3) or 2p-7/2 at F = I = W = 1, growing with m at other
+    ratios; peak activations floor((p+4)/3). p = num_ranks. Needs a true split of the backward: with
+    whole backwards it is slower than 1F1B.
     Source: Qi et al. 2024, arXiv 2405.15362, section 3.3 and figure 4.
     """
     p = num_ranks
     wait = 2 if p % 3 == 0 else 0  # keeps the four lines of a rank on different ticks of the period
     starts = [[r, 2 * p - 1 - r, 2 * p + wait + r, 4 * p - 1 + wait - r] for r in range(p)]
-    return squeeze_pattern("v_min", starts, num_microbatches, cap=2 * ((p + 4) // 3))
+    return squeeze(
+        "v_min", repeated(starts, num_microbatches), num_microbatches, 2 * ((p + 4) // 3)
+    )
 
 
 def needs_split_backward(schedule: Schedule, costs: Costs) -> str | None:
     """Advise 1F1B where no weight gradients can fill the gaps."""
-    has_whole = any(task.kind == "B" for tasks in schedule.ranks for task in tasks)
-    if not has_whole and costs.weight_grad_s != 0:
+    if costs.weight_grad_s != 0:
         return None
     if isinstance(costs.forward_s, tuple) or isinstance(costs.input_grad_s, tuple):
-        return None  # costs of these stages say nothing of another placement
+        return None  # costs of these stages do not hold for another placement
     rival = one_f_one_b(schedule.num_ranks, schedule.num_microbatches)
-    return where_slower(schedule, rival, costs, "without weight gradients of their own", f"schedule={rival.name}")
+    why = "without weight gradients of their own"
+    return where_slower(schedule, rival, costs, why, f"schedule={rival.name}")
 
 
 FAMILIES = (
@@ -52,7 +57,8 @@ FAMILIES = (
         v_half,
         published="2024-05",
         bubble_s=only_if(
-            lambda s: s.is_equal and s.p % 2 == 0 and s.m >= s.p >= 4, lambda s: (3 * s.p - 7) / 2 * s.fiw[0]
+            lambda s: s.is_equal and s.p % 2 == 0 and s.m >= s.p >= 4,
+            lambda s: (3 * s.p - 7) / 2 * s.fiw[0],
         ),
         peak=only_if(lambda s: s.m >= s.p >= 4, lambda s: (s.p + 2) // 2),
         advise=needs_split_backward,
@@ -62,7 +68,8 @@ FAMILIES = (
         v_min,
         published="2024-05",
         bubble_s=only_if(
-            lambda s: s.is_equal and s.m >= s.p >= 4, lambda s: (2 * s.p - (2.5 if s.p % 3 else 3.5)) * s.fiw[0]
+            lambda s: s.is_equal and s.m >= s.p >= 4,
+            lambda s: (2 * s.p - (2.5 if s.p % 3 else 3.5)) * s.fiw[0],
         ),
         peak=only_if(lambda s: s.m >= s.p >= 4, lambda s: (s.p + 4) // 3),
         advise=needs_split_backward,

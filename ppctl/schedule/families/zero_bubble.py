@@ -1,28 +1,28 @@
 from __future__ import annotations
 
 from ppctl.schedule.families.family import Family, each_num_chunks
+from ppctl.schedule.families.family_checks import require_at_least, require_multiple_of_ranks
 from ppctl.schedule.families.formulas import forward_trip_s, only_if, peak_of_1f1b, zero_bubble_s
 from ppctl.schedule.families.interleaved import task_order
-from ppctl.schedule.families.rank_of import loop
-from ppctl.schedule.families.size_checks import require_at_least, require_multiple_of_ranks
+from ppctl.schedule.families.stage_placement import loop
 from ppctl.schedule.ir import Schedule, Task
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     """ZB-H1: 1F1B with the backward split, weight gradients put off by r microbatches on rank r.
 
-    Bubble (p-1) max(F+I-W, F, I) for m >= p; peak activations min(m, p) on every rank. p = num_ranks; I and W are the
-    input- and weight-gradient halves of a backward.
+    Bubble (p-1) max(F+I-W, F, I) for m >= p; peak activations min(m, p) on every rank. p =
+    num_ranks; I and W are the input- and weight-gradient halves of a backward.
     Source: Qi et al. 2023, arXiv 2401.10241, section 2.1.
     """
     return _split_1f1b("zb_h1", num_ranks, num_microbatches, num_chunks=1, hops=1)
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
-    """ZB-H2: twice the warm-up and twice the delay of ZB-H1, so that no rank idles between its first and last task.
+    """ZB-H2: twice the warm-up and delay of ZB-H1: no rank idles between its first and last task.
 
-    Makespan m(F+I+W) + (p-1)F at F = I = W; period m(F+I+W) + (p-1) max(0, F+I-2W, I-F), for m >= 2p-1. Peak
-    activations min(m, 2p-1) on every rank. p = num_ranks.
+    Makespan m(F+I+W) + (p-1)F at F = I = W; period m(F+I+W) + (p-1) max(0, F+I-2W, I-F), for m >=
+    2p-1. Peak activations min(m, 2p-1) on every rank. p = num_ranks.
     Source: Qi et al. 2023, arXiv 2401.10241, section 2.2.
     """
     return _split_1f1b("zb_h2", num_ranks, num_microbatches, num_chunks=1, hops=2)
@@ -31,23 +31,25 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
 def interleaved_zb(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedule:
     """Interleaved 1F1B with the backward split: ZB-H1 over V chunks a rank.
 
-    Bubble (p-1) max(F+I-W, F, I)/V; peak activations p on every rank. p = num_ranks, V = num_chunks.
-    ScheduleError unless num_microbatches is a multiple of p.
-    Source: section 2.1 of arXiv 2401.10241 on the order of 2104.04473, as in PyTorch's ScheduleInterleavedZeroBubble;
-    closed form by simulation.
+    Bubble (p-1) max(F+I-W, F, I)/V; peak activations p on every rank. p = num_ranks,
+    V = num_chunks. ScheduleError unless num_microbatches is a multiple of p.
+    Source: section 2.1 of arXiv 2401.10241 on the order of 2104.04473, as in PyTorch's
+    ScheduleInterleavedZeroBubble; closed form by simulation.
     """
     require_at_least("interleaved_zb", "num_chunks", num_chunks, 1)
     require_multiple_of_ranks("interleaved_zb", num_microbatches, num_ranks)
     return _split_1f1b("interleaved_zb", num_ranks, num_microbatches, num_chunks, hops=1)
 
 
-def _split_1f1b(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, hops: int) -> Schedule:
-    """Interleaved 1F1B of I and W: rank r's warm-up is hops(p-1-r) + (V-1)p chunks, its W lag hops*r behind its I."""
-    task, total = task_order(num_ranks, num_microbatches, num_chunks, group_size=num_ranks)
+def _split_1f1b(
+    name: str, num_ranks: int, num_microbatches: int, num_chunks: int, hops: int
+) -> Schedule:
+    """Interleaved 1F1B of I and W: warm-up hops(p-1-r) + (V-1)p chunks, W hops*r after I."""
+    task, total = task_order(num_ranks, num_microbatches, num_chunks)
     ranks: list[tuple[Task, ...]] = []
     for r in range(num_ranks):
         warmup = min(total, hops * (num_ranks - 1 - r) + (num_chunks - 1) * num_ranks)
-        # with few microbatches a longer delay than r only puts W off past the end of the others' work
+        # with few microbatches a delay longer than r only puts W past the end of the others' work
         delay = min(hops * r, r + max(0, total - num_ranks))
         tasks = [task(r, "F", k) for k in range(warmup)]
         for k in range(total):

@@ -1,6 +1,7 @@
 """Which layers each stage holds. Standard library only.
 
-A middle stage needs a layer. The first one embeds and the last one computes the loss, so that either may have none.
+A middle stage needs a layer. The first, which embeds, and the last, which computes the loss, may
+have none.
 """
 
 from __future__ import annotations
@@ -15,22 +16,31 @@ from ppctl.errors import ConfigError
 
 Partition = tuple[range, ...]
 LETTERS = "E embedding, t layer, L loss, | next stage"  # of Megatron-LM's layout text
-MAX_LETTERS = 100_000  # of a text written out: more is a slip of the finger
+MAX_LETTERS = 100_000  # of a text written out: more is a typing error
 
 _TERM = re.compile(r"\((?P<group>[^()]+)\)\*(?P<times>\d+)|(?P<letter>[EtmL|])(\*(?P<repeat>\d+))?")
 
 
+def least_layers(num_stages: int) -> list[int]:
+    """Return the number of layers that each stage needs.
+
+    >>> least_layers(4)
+    [0, 1, 1, 0]
+    """
+    return [min(1, s, num_stages - 1 - s) for s in range(num_stages)]
+
+
 def uniform(num_layers: int, num_stages: int) -> Partition:
-    """Contiguous layers for each stage, sizes differing by one at most, the larger ones first.
+    """Return contiguous layers for each stage, sizes differing by one at most, larger ones first.
 
     >>> [len(layers) for layers in uniform(10, 4)]
     [3, 3, 2, 2]
     """
     if num_layers < num_stages:
         raise ConfigError(
-            f"model.num_layers={num_layers} is less than the number of stages, pp*num_chunks = {num_stages}, so that "
-            f"a stage would be empty. Use model.num_layers={num_stages} or more, fewer ranks or fewer chunks, or "
-            "partition=explicit, where the first and the last stage may be empty."
+            f"model.num_layers={num_layers} is less than the number of stages, pp*num_chunks = "
+            f"{num_stages}: a stage would be empty. Use model.num_layers={num_stages} or more, "
+            "fewer ranks or chunks, or partition=explicit (the first and the last may be empty)."
         )
     size, extra = divmod(num_layers, num_stages)
     return _ranges([size + (s < extra) for s in range(num_stages)])
@@ -39,55 +49,61 @@ def uniform(num_layers: int, num_stages: int) -> Partition:
 def stage_costs(
     partition: Partition, *, embed: float, head: float, layers: Sequence[float] | None = None
 ) -> tuple[float, ...]:
-    """Return the cost of each stage, in layers; embed, head: what the first and the last one do besides theirs.
+    """Return the cost of each stage, in layers; embed and head add to the first and the last.
 
-    layers: what each layer costs; None: 1.
+    layers: the cost of each layer; None: 1.
 
     >>> stage_costs(uniform(4, 2), embed=0.0, head=1.5)
     (2.0, 3.5)
     """
-    costs = [float(len(held)) if layers is None else sum(layers[l] for l in held) for held in partition]
+    costs = [float(len(n)) if layers is None else sum(layers[l] for l in n) for n in partition]
     costs[0] += embed
     costs[-1] += head
     return tuple(costs)
 
 
 def balanced(num_layers: int, rank_of: Sequence[int], *, embed: float, head: float) -> Partition:
-    """Contiguous layers for each stage so that the largest of `stage_costs` is the smallest possible.
+    """Return contiguous layers for each stage with the least possible largest of `stage_costs`.
 
-    rank_of: the rank of each stage. Where several partitions do that: the largest sum over the stages of a rank is the
-    smallest possible, then costs are as equal as possible, then the larger ones come first, or last where ranks hold
-    several stages. Exact; docs/derivations.md, "Balanced partitions of equal layers", says why, and how far it is from
-    the fastest partition.
+    rank_of: the rank of each stage. Ties: the least largest sum over a rank's stages, then costs as
+    equal as possible, then the larger stages first, or last where ranks hold several. Exact: see
+    docs/derivations.md, "Balanced partitions of equal layers", also for the distance from the
+    fastest partition.
 
     >>> [len(layers) for layers in balanced(10, (0, 1, 2, 3), embed=0.0, head=1.6)]
     [3, 3, 3, 1]
     """
-    num_stages = len(rank_of)
-    least = [min(1, s, num_stages - 1 - s) for s in range(num_stages)]  # layers a stage needs
+    num_stages, least = len(rank_of), least_layers(len(rank_of))
     if num_layers < sum(least):
         raise ConfigError(
-            f"model.num_layers={num_layers} is less than the number of stages between the first and the last, "
-            f"pp*num_chunks-2 = {sum(least)}, so that stage {num_layers + 1} would be empty. "
+            f"model.num_layers={num_layers} is less than the number of stages between the first "
+            f"and the last, pp*num_chunks-2 = {sum(least)}: stage {num_layers + 1} would be empty. "
             f"Use model.num_layers={sum(least)} or more, fewer ranks or fewer chunks."
         )
+    # 1. the most layers of each stage, then of each rank, under the least largest cost
     ends = stage_costs((range(0),) * num_stages, embed=embed, head=head)
     most = _most(num_layers, ends, least, [num_layers] * num_stages)
-    stages_of = [[s for s in range(num_stages) if rank_of[s] == rank] for rank in range(max(rank_of) + 1)]
-    rank_ends = [sum(ends[s] for s in stages) for stages in stages_of]
-    rank_sizes, rank_most = ([sum(counts[s] for s in stages) for stages in stages_of] for counts in (least, most))
+    ranks, stages = range(max(rank_of) + 1), range(num_stages)
+    rank_ends = [sum(ends[s] for s in stages if rank_of[s] == rank) for rank in ranks]
+    rank_sizes = [sum(least[s] for s in stages if rank_of[s] == rank) for rank in ranks]
+    rank_most = [sum(most[s] for s in stages if rank_of[s] == rank) for rank in ranks]
     rank_most = _most(num_layers, rank_ends, rank_sizes, rank_most)
-    sizes, direction = list(least), 1 if len(stages_of) == num_stages else -1
+    # 2. layer by layer to the cheapest stage with room
+    sizes, direction = list(least), 1 if len(ranks) == num_stages else -1
     for _ in range(num_layers - sum(least)):
-        room = (s for s, rank in enumerate(rank_of) if sizes[s] < most[s] and rank_sizes[rank] < rank_most[rank])
-        stage = min(room, key=lambda s: (sizes[s] + ends[s], direction * s))
+        has_room = [rank_sizes[rank] < rank_most[rank] for rank in rank_of]
+        options = (s for s in stages if sizes[s] < most[s] and has_room[s])
+        stage = min(options, key=lambda s: (sizes[s] + ends[s], direction * s))
         sizes[stage] += 1
         rank_sizes[rank_of[stage]] += 1
     return _ranges(sizes)
 
 
-def _most(num_layers: int, ends: Sequence[float], least: Sequence[int], most: Sequence[int]) -> list[int]:
-    """The most layers of each part (a stage or a rank) under the lowest cap on layers + ends that has room for all.
+def _most(
+    num_layers: int, ends: Sequence[float], least: Sequence[int], most: Sequence[int]
+) -> list[int]:
+    """The most layers of each part (a stage or a rank) under the lowest cap on layers + ends that
+    has room for all.
 
     The parts hold at least `least` and at most `most` layers anyway.
     """
@@ -97,14 +113,16 @@ def _most(num_layers: int, ends: Sequence[float], least: Sequence[int], most: Se
 
     def has_room(cap: float) -> bool:
         sizes = under(cap)
-        return sum(sizes) >= num_layers and all(n >= low for n, low in zip(sizes, least, strict=True))
+        return sum(sizes) >= num_layers and all(
+            n >= low for n, low in zip(sizes, least, strict=True)
+        )
 
     caps = sorted({n + end for end in set(ends) for n in range(num_layers + 1)})
     return under(caps[bisect_left(caps, True, key=has_room)])
 
 
 def _layers_under(cap: float, end: float) -> int:
-    """The most layers n with n + end <= cap, exactly as floats add; below 0 where end alone is above the cap."""
+    """Return the most layers n with n + end <= cap as floats add; negative if end > cap."""
     n = math.floor(cap - end) + 1
     while n + end > cap:
         n -= 1
@@ -112,40 +130,44 @@ def _layers_under(cap: float, end: float) -> int:
 
 
 def explicit(num_layers: int, num_stages: int, layers: Sequence[int] | str) -> Partition:
-    """The partition that `layers` spells: the number of layers of each stage, or Megatron-LM's layout text.
+    """Return the partition of `layers`: the numbers of layers, or Megatron-LM's layout text.
 
-    In the text, | stands between stages, E is the embedding, t a layer, L the loss; x*n repeats a letter, (...)*n a
-    group; commas and blanks mean nothing. Source: Megatron-LM, --pipeline-model-parallel-layout. ConfigError naming
-    the stage for what does not cover the layers, leaves a middle stage empty or holds the ends elsewhere.
+    In the text, | stands between stages, E is the embedding, t a layer, L the loss; x*n repeats a
+    letter, (...)*n a group; commas and blanks mean nothing. Source: Megatron-LM,
+    --pipeline-model-parallel-layout. ConfigError, with the stage, unless it covers the layers, no
+    middle stage is empty, and E and L are at the ends.
 
     >>> [len(stage) for stage in explicit(16, 8, "Et*3|(tt|)*6,tL")]
     [3, 2, 2, 2, 2, 2, 2, 1]
     """
+    # 1. the stages' texts or numbers
     shown = f"partition.layers={layers if isinstance(layers, str) else list(layers)}"
     stages = _written_out(layers, shown).split("|") if isinstance(layers, str) else layers
     last = num_stages - 1
     if len(stages) != num_stages:
         raise ConfigError(
-            f"{shown} is for {len(stages)} stages, but pp*num_chunks = {num_stages}. "
-            "Give one number (in text, one part between |) for each stage, or change mesh.pp or schedule.num_chunks."
+            f"{shown} is for {len(stages)} stages, but pp*num_chunks = {num_stages}. Give a number "
+            "(in text, a part between |) for each stage, or change mesh.pp or schedule.num_chunks."
         )
+    # 2. the number of layers of each
     counts = [n if isinstance(n, int) else _count(n, s, last, shown) for s, n in enumerate(stages)]
     for s, n in enumerate(counts):
         if n < min(1, s, last - s):
             raise ConfigError(
-                f"{shown}: stage {s} has {n} layers. Give it 1 or more: only the first stage (0), which embeds, and "
-                f"the last ({last}), which computes the loss, can do without."
+                f"{shown}: stage {s} has {n} layers. Give it 1 or more: only the first stage (0), "
+                f"which embeds, and the last ({last}), which computes the loss, can do without."
             )
     if sum(counts) != num_layers:
+        spelled = f"{'+'.join(map(str, counts))} = {sum(counts)} layers"
         raise ConfigError(
-            f"{shown} ends with stage {last} at {'+'.join(map(str, counts))} = {sum(counts)} layers, but "
-            f"model.num_layers={num_layers}. Use model.num_layers={sum(counts)}, or give the stages {num_layers}."
+            f"{shown} ends with stage {last} at {spelled}, but model.num_layers={num_layers}. "
+            f"Use model.num_layers={sum(counts)}, or give the stages {num_layers}."
         )
     return _ranges(counts)
 
 
 def layout_text(sizes: Sequence[int]) -> str:
-    """Return stages of so many layers as Megatron-LM's layout text, which `explicit` reads, as short as that goes.
+    """Return the shortest Megatron-LM layout text of these sizes; `explicit` reads it.
 
     >>> layout_text([3, 2, 2, 2, 2, 2, 2, 1]), layout_text([4])
     ('Et*3|(tt|)*6tL', 'Et*4L')
@@ -162,7 +184,7 @@ def layout_text(sizes: Sequence[int]) -> str:
 
 
 def stages_text(sizes: Sequence[int]) -> str:
-    """Return the layers of stages in words: their number where all hold as many, else Megatron-LM's layout text.
+    """Return the stages' layers in words: a number if equal, else Megatron-LM's layout text.
 
     >>> stages_text([4, 4]), stages_text([3, 2, 1])
     ('2 of 4 layers each', 'Et*3|tt|tL (E embedding, t layer, L loss, | next stage)')
@@ -174,7 +196,7 @@ def stages_text(sizes: Sequence[int]) -> str:
 
 
 def ranks_text(rank_of: Sequence[int]) -> str:
-    """Return the ranks of stages one after the other, those that follow each other up or down as one.
+    """Return the ranks of stages in order, those that follow each other up or down as a range.
 
     >>> ranks_text([0, 1, 2, 3, 0, 1, 2, 3]), ranks_text([0, 1, 2, 2, 1, 0]), ranks_text([0])
     ('0-3 0-3', '0-2 2-0', '0')
@@ -182,7 +204,8 @@ def ranks_text(rank_of: Sequence[int]) -> str:
     runs: list[list[int]] = []
     for rank in rank_of:
         run = runs[-1] if runs else []
-        if run and abs(rank - run[-1]) == 1 and (len(run) == 1 or rank - run[-1] == run[-1] - run[-2]):
+        step = rank - run[-1] if run else 0
+        if abs(step) == 1 and (len(run) == 1 or step == run[-1] - run[-2]):
             run.append(rank)
         else:
             runs.append([rank])
@@ -190,34 +213,37 @@ def ranks_text(rank_of: Sequence[int]) -> str:
 
 
 def _written_out(text: str, shown: str) -> str:
-    """`text` without repetitions, commas and blanks: letters and | only."""
+    """Return `text` without repetitions, commas and blanks: letters and | only."""
     text, at, written = re.sub(r"[,\s]", "", text), 0, ""
     while at < len(text):
         term = _TERM.match(text, at)
         if term is None:
             raise ConfigError(
-                f"{shown} cannot be read from {text[at:]!r} on. Write E, t and L for embedding, layer and loss, | "
-                "between stages, x*n for n times a letter, (...)*n for a group without groups in it: Et*3|(tt|)*6,tL; "
-                "or a list of the layers of each stage: [3,2,2,3]."
+                f"{shown} cannot be read from {text[at:]!r} on. Write E, t and L for embedding, "
+                "layer and loss, | between stages, x*n for n times a letter, (...)*n for a group "
+                "without groups in it: Et*3|(tt|)*6,tL; or a list of the layers of each stage: "
+                "[3,2,2,3]."
             )
         once = term["letter"] or _written_out(term["group"], shown)
         times = int(term["repeat"] or term["times"] or 1)
         if len(written) + len(once) * times > MAX_LETTERS:
-            raise ConfigError(f"{shown}: {term[0]} makes it more than {MAX_LETTERS:,} letters. Use a smaller number.")
+            what = f"{term[0]} makes it more than {MAX_LETTERS:,} letters"
+            raise ConfigError(f"{shown}: {what}. Use a smaller number.")
         written += once * times
         at = term.end()
     return written
 
 
 def _count(stage: str, s: int, last: int, shown: str) -> int:
-    """The layers of a stage of a text. ConfigError unless E starts the first stage, L ends the last, the rest is t."""
+    """Return the layers of a stage's text: its t's, after E if the first, before L if the last."""
     starts, ends = "E" * (s == 0), "L" * (s == last)
     if re.fullmatch(f"{starts}t*{ends}", stage) is None:
         needs = ["start with E (embedding)"] * (s == 0) + ["end with L (loss)"] * (s == last)
         which = "the first" if s == 0 else "the last" if s == last else "a middle"
+        must = " and ".join(needs) or "hold neither E nor L"
         raise ConfigError(
-            f"{shown}: stage {s} is {stage!r}, but {which} stage must {' and '.join(needs) or 'hold neither E nor L'}, "
-            f"and t (a layer) is all else that our models have. Write it {starts}{'t' * stage.count('t')}{ends}."
+            f"{shown}: stage {s} is {stage!r}, but {which} stage must {must}, and t (a layer) is "
+            f"all else that our models have. Write it {starts}{'t' * stage.count('t')}{ends}."
         )
     return stage.count("t")
 

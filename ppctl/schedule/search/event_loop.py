@@ -1,4 +1,4 @@
-"""The event loop of searches: ranks that choose what to run next whenever they are free and something has changed."""
+"""The event loop of searches: free ranks choose their next task whenever something has changed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Wake = tuple[float, int]  # when, and which rank
 
 
 def run_ranks(num_ranks: int, act: Callable[[int, float], tuple[float, Sequence[Wake]]]) -> None:
-    """Let all ranks act at 0, then each whenever it is woken and not busy, in the order of time, then of rank.
+    """Let all ranks act at 0, then each when it is woken and free, by time, then by rank.
 
-    act(rank, now_s) does what the rank does at that time; it returns until when the rank is busy, and who is to be
-    woken when, itself included. The loop ends when nobody is left to be woken.
+    act(rank, now_s) runs the rank's task and returns until when the rank is busy, and whom to wake
+    when, itself included. The loop ends when no rank is left to be woken.
     """
     wake = [(0.0, rank) for rank in range(num_ranks)]
     free_s = [0.0] * num_ranks

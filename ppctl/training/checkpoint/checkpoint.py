@@ -1,15 +1,14 @@
-"""The checkpoints of a run, one directory a step: `<directory>/<step>/state` (arrays) and `meta/data.json` (settings).
+"""Checkpoints of a run: `<directory>/<step>/state` (arrays) and `meta/data.json` (settings).
 
-Orbax writes and reads them. This file adds what a user meets: one line for each failure, and the certainty that what is
-restored is what was saved: Orbax stores no checksum, and casts an array of another dtype without a word.
+Orbax writes and reads them. This file adds a one-line message for each failure, and checksums:
+Orbax stores none, and silently casts an array of another dtype.
 
-A run of several processes calls every method in all of them. What a method raises, it raises in all of them.
+All processes of a run call every method, and an error is raised in all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,26 +21,33 @@ from orbax.checkpoint import v1 as ocp
 
 from ppctl.errors import CheckpointError, DamagedError, SaveError
 from ppctl.reports.run_files import checkpoint_steps
+from ppctl.training.checkpoint import orbax_io
 from ppctl.training.checkpoint.checksum import digest
-from ppctl.training.checkpoint.manifest import Manifest, array_types, differences, from_json, to_json
-from ppctl.training.checkpoint.orbax_io import contexts, error_reason, is_passing, is_timeout, silence_orbax
+from ppctl.training.checkpoint.manifest import (
+    Manifest,
+    array_types,
+    differences,
+    from_json,
+    to_json,
+)
+from ppctl.training.checkpoint.orbax_io import error_reason
+
+SAVE_TIMEOUT_S = 300  # terabytes take minutes; if one process fails, the others wait this long
 
 
 class Checkpoints:
-    """The checkpoints below `directory`, of which a save leaves the newest `keep`; use it as a context manager.
+    """The checkpoints below `directory`; a context manager.
 
     Args:
-        directory: Created if it is not there; may be relative. Every process of a run gives the same, shared one.
-        keep: Checkpoints kept, at least 1. None opens for reading only: nothing is created or removed, so that a
-            reader never takes away what a running job is writing.
-        timeout_s: How long a save may take. Where one of several processes fails, the others wait for it that long.
-        gather: The text of each process, given to all of them. One process hears itself.
+        directory: Created if missing; shared by all processes of a run.
+        keep: The number of newest checkpoints that a save keeps, at least 1. None opens for
+            reading only: nothing is created or removed, even while a job is writing.
+        gather: Returns the texts of all processes.
 
-    Raises:
-        CheckpointError: `directory` cannot be written.
+    CheckpointError if `directory` cannot be written.
 
-    A commit is a rename, so `kill -9` leaves every finished checkpoint as it was; what it interrupted is removed by
-    the next save. What is not as it was saved, truncated, flipped or missing, is a DamagedError when it is read.
+    A commit is a rename, so `kill -9` leaves every finished checkpoint as it was; the next save
+    removes the interrupted one. Reading truncated, flipped or missing data is a DamagedError.
     """
 
     def __init__(
@@ -49,31 +55,22 @@ class Checkpoints:
         directory: Path | str,
         *,
         keep: int | None,
-        timeout_s: int = 300,
         gather: Callable[[str], list[str]] = lambda text: [text],
     ):
         self.directory = Path(directory).absolute()  # Orbax refuses relative paths
-        self._keep, self._timeout_s, self._gather = keep, timeout_s, gather
-        self._writing, self._reading = contexts(timeout_s)
+        self._keep, self._gather = keep, gather
+        self._writing, self._reading = orbax_io.contexts(SAVE_TIMEOUT_S)
         self._checkpointer: ocp.training.Checkpointer | None = None
-        self._pending: tuple[int, Any] | None = None  # step and Orbax's response of the save under way
-        self._current: int | None = None  # the step whose state this object last saved or restored
-        self._aside: set[int] = set()  # a shared directory may list for a while what another process has renamed
-        silence_orbax()
+        self._pending: tuple[int, Any] | None = None  # step and Orbax's response of a save
+        self._current: int | None = None  # the step whose state was last saved or restored
+        self._aside = set[int]()  # renamed steps, which a shared directory may list for a while
+        orbax_io.silence_orbax()
         if keep is None:
             return
-        error = None
-        try:
+        cannot = f"Checkpoints cannot be written to {self.directory}"
+        with self._failing_together(cannot, "Use another run.dir, or make this one writable"):
             self.directory.mkdir(parents=True, exist_ok=True)
             self._probe()
-        except OSError as failure:
-            error = failure
-        reason = self._shared_reason(error)
-        if reason is not None:
-            raise CheckpointError(
-                f"Checkpoints cannot be written to {self.directory}: {reason}. Use another run.dir, "
-                "or make this one writable."
-            ) from error
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -92,23 +89,22 @@ class Checkpoints:
 
     def damaged(self) -> tuple[str, ...]:
         """Return the names of the checkpoints that `set_aside` has moved away."""
-        return tuple(sorted(path.name for path in self.directory.glob("*.damaged*"))) if self.directory.is_dir() else ()
+        return tuple(sorted(path.name for path in self.directory.glob("*.damaged*")))
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> bool:
-        """Save a state, and return whether all its numbers are finite; if one is not, nothing is written.
+        """Save a state unless a number is not finite; return whether all are finite.
 
-        The writing goes on in the background, and is finished after `wait`, `close` or the next save.
+        Writes in the background until `wait`, `close` or the next save.
 
         Args:
-            step: Finished training steps. Saving the step that this object last saved or restored writes nothing: its
-                state is on disk, or on its way.
-            state: Pytree of jax arrays of any sharding. Their buffers may be donated as soon as this returns.
-            meta: Plain JSON. Errors of `restore` quote its "config".
+            step: Finished training steps. The step last saved or restored is not written again.
+            state: Pytree of jax arrays of any sharding; their buffers may be donated afterwards.
+            meta: Plain JSON.
 
         Raises:
             SaveError: The save before this one failed, or this one could not start.
-            CheckpointError: `directory` holds this step or a newer one from another run (`LatestN` would drop the new
-                one, and a resume would pick the old).
+            CheckpointError: `directory` holds this step or a newer one from another run (`LatestN`
+                would drop the new one, and a resume would pick the old).
         """
         assert self._keep is not None, "not open for saving"
         self.wait()
@@ -117,8 +113,8 @@ class Checkpoints:
         newer = [other for other in self.steps() if other >= step]
         if newer:
             raise CheckpointError(
-                f"Step {step} cannot be saved: {self.directory} holds {_listed(newer)}, not older, of another run. "
-                "Use another run.dir, or move them away."
+                f"Step {step} cannot be saved: {self.directory} holds {_listed(newer)}, not "
+                "older, of another run. Use another run.dir, or move them away."
             )
         state = jax.tree.map(_array, state)
         digested = digest(state)
@@ -128,7 +124,7 @@ class Checkpoints:
         manifest = Manifest(step, array_types(state), digested.checksums, dict(meta))
         items = {"state": state, "meta": to_json(manifest)}
         with self._saving(step):
-            self._probe()  # where Orbax cannot make its directory, its threads hold up the process's exit for minutes
+            self._probe()  # if Orbax itself fails to make it, its threads delay exit for minutes
         with self._saving(step):
             checkpointer = self._checkpointer = self._checkpointer or self._opened()
             self._pending = step, checkpointer.save_checkpointables_async(step, items, force=True)
@@ -137,31 +133,29 @@ class Checkpoints:
         return True
 
     def meta(self, step: int) -> dict[str, Any]:
-        """Return the JSON saved with `step`. CheckpointError if there is none, DamagedError if it cannot be read."""
+        """Return the JSON saved with `step`; CheckpointError if none, DamagedError if damaged."""
         return self._manifest(step).meta
 
     def unlike(self, step: int, abstract_state: Any) -> list[str]:
-        """Return a phrase for each array that `step` does not hold as `abstract_state` names it. Raises as `meta`."""
+        """Return a phrase for each array of `step` that differs from `abstract_state`."""
         return differences(self._manifest(step).arrays, array_types(abstract_state))
 
     def restore(self, step: int, abstract_state: Any) -> Any:
-        """Return the state saved at `step`, in the structure and on the devices that `abstract_state` names.
+        """Return the state saved at `step`, in the structure and shardings of `abstract_state`.
 
-        Args:
-            abstract_state: Pytree of `jax.ShapeDtypeStruct` with shardings, on any mesh.
+        abstract_state: Pytree of `jax.ShapeDtypeStruct` with shardings, on any mesh.
 
         Raises:
             DamagedError: Files are unreadable, or the state is not the one that was saved.
-            CheckpointError: No such checkpoint, or arrays that are missing, not wanted, or of another shape or dtype.
+            CheckpointError: No such checkpoint, or names, shapes or dtypes differ.
         """
         manifest = self._manifest(step)
         unlike = differences(manifest.arrays, array_types(abstract_state))
         if unlike:
             others = f" (the first of {len(unlike)} leaves that differ)" if len(unlike) > 1 else ""
-            config = json.dumps(manifest.meta.get("config", manifest.meta), separators=(",", ":"))
             raise CheckpointError(
-                f"Checkpoint {self._path(step)} does not fit: {unlike[0]}{others}. Set run.resume=never and another "
-                f"run.dir, or restore the settings it was trained with: {config}."
+                f"Checkpoint {self._path(step)} does not fit: {unlike[0]}{others}. Use another "
+                "run.dir, or the settings in its config.yaml."
             )
         state = self._load(step, {"state": abstract_state})["state"]
         self._check(step, manifest, state)
@@ -171,49 +165,41 @@ class Checkpoints:
     def param_types(self, step: int) -> dict[str, str]:
         """Return dtype and shape by name of the parameters saved at `step`. Raises as `meta`."""
         arrays, prefix = self._manifest(step).arrays, "params/"
-        return {name.removeprefix(prefix): kind for name, kind in arrays.items() if name.startswith(prefix)}
+        return {name[len(prefix) :]: arrays[name] for name in arrays if name.startswith(prefix)}
 
     def restore_params(self, step: int, place: Any) -> Any:
-        """Return the parameters saved at `step` on one device, in the structure in which they were saved.
+        """Return the parameters saved at `step`, in their structure. Raises as `restore`.
 
-        place: the device; or `jax.ShapeDtypeStruct`s with shardings, in that structure.
-
-
-        Raises:
-            DamagedError, CheckpointError: As `restore`.
+        place: a device, or `jax.ShapeDtypeStruct`s with shardings.
         """
         manifest = self._manifest(step)
         try:
             with self._reading:
-                stored = ocp.checkpointables_metadata(str(self._path(step))).metadata["state"]["params"]
-        except Exception as error:  # Orbax has none of its own for files that it cannot read
-            raise self._damaged(step, "the description of its arrays is not what was saved") from error
+                described = ocp.checkpointables_metadata(str(self._path(step)))
+            stored = described.metadata["state"]["params"]
+        except Exception as error:  # Orbax has no error class for unreadable files
+            what = "the description of its arrays is not what was saved"
+            raise self._damaged(step, what) from error
         wanted = place
         if isinstance(place, jax.Device):
             sharding = jax.sharding.SingleDeviceSharding(place)
-            wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), stored)
+            wanted = jax.tree.map(
+                lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), stored
+            )
         self._reading.pytree.loading.partial_load = True
         state = self._load(step, {"state": {"params": wanted}})["state"]
         self._check(step, manifest, state)
         return state["params"]
 
     def set_aside(self, step: int) -> str:
-        """Rename the checkpoint of `step`, which is none from now on, and return its new name."""
+        """Rename the damaged checkpoint of `step`, and return its new name."""
         assert self._keep is not None, "not open for saving"
         names = (f"{step}.damaged{suffix}" for suffix in ("", *(f".{n}" for n in range(2, 1000))))
         name = next(name for name in names if not (self.directory / name).exists())
-        error = None
-        if jax.process_index() == 0:
-            try:
+        damaged = f"Checkpoint {self.directory / str(step)} is damaged and cannot be moved away"
+        with self._failing_together(damaged, "Move it away, or use another run.dir"):
+            if jax.process_index() == 0:
                 (self.directory / str(step)).rename(self.directory / name)
-            except OSError as failure:
-                error = failure
-        reason = self._shared_reason(error)
-        if reason is not None:
-            raise CheckpointError(
-                f"Checkpoint {self.directory / str(step)} is damaged and cannot be moved away: {reason}. "
-                "Move it away, or use another run.dir."
-            ) from error
         self._aside.add(step)
         self._current = None if self._current == step else self._current
         self._shut()  # Orbax's list of steps is out of date
@@ -235,17 +221,18 @@ class Checkpoints:
             try:
                 response.result()  # also ends the response's thread
             finally:
-                self._checkpointer.wait()  # reports a failure once to each thread: hear it here, not in `close`
+                # reports a failure once to each thread: hear it here, not in `close`
+                self._checkpointer.wait()
 
     def close(self) -> None:
-        """Wait until the save under way is finished, and end Orbax's threads. SaveError if it failed."""
+        """Wait for the save under way, and end Orbax's threads; SaveError if it failed."""
         try:
             self.wait()
         finally:
             self._shut()
 
     def _opened(self) -> ocp.training.Checkpointer:
-        """Return Orbax's writer, which has removed what interrupted saves left, and lists the steps that it found."""
+        """Return Orbax's writer, after it has removed the remains of interrupted saves."""
         assert self._keep is not None
         return ocp.training.Checkpointer(
             str(self.directory),
@@ -256,13 +243,13 @@ class Checkpoints:
 
     def _shut(self) -> None:
         if self._checkpointer is not None:
-            with contextlib.suppress(Exception):  # only of a save that failed, which `wait` has raised
+            with contextlib.suppress(Exception):  # of a failed save, which `wait` has raised
                 self._checkpointer.close()
             self._checkpointer = None
 
     @contextlib.contextmanager
     def _saving(self, step: int) -> Iterator[None]:
-        """Raise SaveError in all processes if the body fails in one; the next save then starts with a new writer."""
+        """Close the writer and raise SaveError in all processes if the body fails in one."""
         error = None
         try:
             yield
@@ -274,19 +261,32 @@ class Checkpoints:
             self._shut()
             raise self._not_saved(step, reason) from error
 
+    @contextlib.contextmanager
+    def _failing_together(self, what: str, remedy: str) -> Iterator[None]:
+        """Raise CheckpointError in all processes if the body fails in one."""
+        error = None
+        try:
+            yield
+        except Exception as failure:
+            error = failure
+        reason = self._shared_reason(error)
+        if reason is not None:
+            raise CheckpointError(f"{what}: {reason}. {remedy}.") from error
+
     def _shared_reason(self, error: BaseException | None) -> str | None:
-        """Return the reason of one process's failure, the same in all; None where none failed. All must call it."""
-        late = f"not finished after run.checkpoint.timeout_s={self._timeout_s}"
-        own = "" if error is None else late if is_timeout(error) else error_reason(error)
-        reasons = self._gather(own)
+        """Return the reason of a failure, the same in all processes; None if none failed."""
+        late = f"not finished after {SAVE_TIMEOUT_S} s"
+        is_late = error is not None and orbax_io.is_timeout(error)
+        reasons = self._gather("" if error is None else late if is_late else error_reason(error))
         failed = [process for process, reason in enumerate(reasons) if reason]
         if not failed:
             return None
-        process = min(failed, key=lambda process: (reasons[process] == late, process))  # late for another's fault
+        # a process that fails makes the others late
+        process = min(failed, key=lambda process: (reasons[process] == late, process))
         return reasons[process] if len(reasons) == 1 else f"{reasons[process]} (process {process})"
 
     def _probe(self) -> None:
-        """Raise OSError when no directory can be made here."""
+        """Raise OSError if no directory can be created in `directory`."""
         os.rmdir(tempfile.mkdtemp(prefix=".probe-", dir=self.directory))
 
     def _manifest(self, step: int) -> Manifest:
@@ -303,7 +303,8 @@ class Checkpoints:
         wrong = [name for name in checksums if checksums[name] != manifest.checksums[name]]
         if wrong:
             others = f" (the first of {len(wrong)})" if len(wrong) > 1 else ""
-            raise self._damaged(step, f"{wrong[0]} does not have the checksum it was saved with{others}")
+            what = f"{wrong[0]} does not have the checksum it was saved with{others}"
+            raise self._damaged(step, what)
 
     def _load(self, step: int, items: dict[str, Any]) -> dict[str, Any]:
         path, error = self._path(step), None
@@ -315,17 +316,22 @@ class Checkpoints:
         reason = self._shared_reason(error)
         if reason is None:
             return loaded
-        if any(self._gather("passing" if error is not None and is_passing(error) else "")):
-            raise CheckpointError(f"Checkpoint {path} cannot be read: {reason}. Start again once it can.") from error
+        is_passing = error is not None and orbax_io.is_passing(error)
+        if any(self._gather("passing" if is_passing else "")):
+            raise CheckpointError(
+                f"Checkpoint {path} cannot be read: {reason}. Start again once it can."
+            ) from error
         raise self._damaged(step, reason) from error
 
     def _path(self, step: int) -> Path:
         """Return where `step` is stored. CheckpointError if it is not."""
         steps = self.steps()
         if step not in steps:
-            held = f"it holds {_listed(steps)}. Use one of them" if steps else "it holds none. Use another run.dir"
+            listed = f"it holds {_listed(steps)}. Use one of them"
+            held = listed if steps else "it holds none. Use another run.dir"
             raise CheckpointError(
-                f"No checkpoint of step {step} in {self.directory}: {held}, or run.resume=auto to take what is there."
+                f"No checkpoint of step {step} in {self.directory}: {held}, or run.resume=auto "
+                "to take what is there."
             )
         return self.directory / str(step)
 
@@ -336,8 +342,9 @@ class Checkpoints:
         return DamagedError(step, what, f"Move it away to {resume}.")
 
     def _not_saved(self, step: int, reason: str) -> SaveError:
-        latest = self.latest()
-        kept = "no checkpoint is finished" if latest is None else f"step {latest} is the newest finished one"
+        latest, kept = self.latest(), "no checkpoint is finished"
+        if latest is not None:
+            kept = f"step {latest} is the newest finished one"
         return SaveError(
             f"Checkpoint {self.directory / str(step)} could not be written: {reason}; {kept}. "
             "Free or extend the disk, or use another run.dir."
@@ -346,7 +353,9 @@ class Checkpoints:
 
 def _array(leaf: Any) -> jax.Array | np.ndarray:
     """Return the leaf, with a numpy scalar, which Orbax refuses, as an array of its dtype."""
-    assert isinstance(leaf, jax.Array | np.ndarray | np.generic), f"a state holds arrays only, not {type(leaf)}"
+    assert isinstance(leaf, jax.Array | np.ndarray | np.generic), (
+        f"a state holds arrays only, not {type(leaf)}"
+    )
     return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
 
 

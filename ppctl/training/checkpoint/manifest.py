@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: step, arrays, their checksums, the metadata of the run, and a hash of all that."""
+"""The manifest of a checkpoint: step, arrays, checksums, metadata, and a hash of all that."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def from_json(record: Any, step: int) -> Manifest:
-    """Return the manifest of the checkpoint of `step`. ValueError if the record is of another one, or not complete."""
+    """Return the manifest of `step`; ValueError if the record is incomplete or another step's."""
     if not isinstance(record, dict) or set(record) != {*Manifest._fields, "sha256"}:
         raise ValueError("meta/data.json is not what ppctl writes")
     content = {name: value for name, value in record.items() if name != "sha256"}
@@ -46,7 +46,7 @@ def array_types(tree: Any) -> dict[str, str]:
     """
     leaves = []
     for leaf in jax.tree.leaves(tree):
-        is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # stored as the integers behind the key
+        is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # stored as integers
         plain = jax.eval_shape(jax.random.key_data, leaf) if is_key else leaf
         leaves.append(f"{np.dtype(plain.dtype).name}[{','.join(map(str, plain.shape))}]")
     return dict(zip(names(tree), leaves, strict=True))
@@ -68,4 +68,5 @@ def differences(stored: Mapping[str, str], wanted: Mapping[str, str]) -> list[st
 
 
 def _hash(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

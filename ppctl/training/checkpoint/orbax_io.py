@@ -1,4 +1,4 @@
-"""Orbax as checkpoints use it: settings to write and to read, its errors in one line, its logging kept quiet."""
+"""Orbax as checkpoints use it: settings, one-line errors, and no output on the terminal."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import functools
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -14,15 +15,17 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-# Of the machine as it is now, not of the files: reading may succeed another time.
-PASSING = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT)
-PASSING_TEXTS = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "Permission denied", "Too many open files", "ut of memory")
+# Errors of the machine as it is now, not of the files: reading may succeed later.
+PASSING = {"EACCES", "EPERM", "EMFILE", "ENFILE", "ENOMEM", "ESTALE", "ETIMEDOUT"}
+PASSING_TEXTS = re.compile(
+    "PERMISSION_DENIED|RESOURCE_EXHAUSTED|Permission denied|Too many open files|ut of memory"
+)
 
 
 def contexts(timeout_s: int) -> tuple[ocp.Context, ocp.Context]:
-    """Return Orbax's settings to write and to read, with `meta` as a JSON file: left alone, Orbax takes it for arrays.
+    """Return Orbax's settings to write and to read, with `meta` as a JSON file, not arrays.
 
-    Each process reads by itself: otherwise one that meets a damaged file leaves the others waiting for minutes.
+    Each process reads by itself: one that met a damaged file would leave the others waiting.
     """
     registry = ocp.handlers.local_registry()
     registry.add(ocp.handlers.JsonHandler, checkpointable_name="meta")
@@ -39,18 +42,19 @@ def error_reason(error: BaseException) -> str:
     """Return the cause of an error of Orbax or of the file system, in one line."""
     error = _root_cause(error)
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else text  # else in quotes
-    text = " ".join(text.split(" [tensorstore_spec=")[0].split())  # the file's whole layout, of no use to a reader
-    text = text if len(text) <= 300 else f"{text[:150]} ... {text[-150:]}"  # what failed comes first or last
+    if isinstance(error, KeyError) and error.args:  # str(error) is in quotes
+        text = str(error.args[0])
+    text = " ".join(text.split(" [tensorstore_spec=")[0].split())  # without the file's layout
+    if len(text) > 300:  # the cause comes first or last
+        text = f"{text[:150]} ... {text[-150:]}"
     return text.rstrip(".") or type(error).__name__
 
 
 def is_passing(error: BaseException) -> bool:
-    """Return whether reading failed for want of rights or room, which says nothing of the files."""
+    """Return whether reading failed because of permissions or memory, not of damaged files."""
     cause = _root_cause(error)
-    if isinstance(cause, OSError) and cause.errno in PASSING:
-        return True
-    return isinstance(cause, MemoryError) or any(text in str(cause) for text in PASSING_TEXTS)
+    is_of_system = isinstance(cause, OSError) and errno.errorcode.get(cause.errno or 0) in PASSING
+    return is_of_system or isinstance(cause, MemoryError) or bool(PASSING_TEXTS.search(str(cause)))
 
 
 def is_timeout(error: BaseException) -> bool:
@@ -59,17 +63,18 @@ def is_timeout(error: BaseException) -> bool:
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """Return the error that says what went wrong, which Orbax hides behind one about handlers, as its cause."""
+    """Return the first cause of an error, which Orbax wraps in one about handlers."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def silence_orbax() -> None:
-    """Keep off the terminal what Orbax prints besides raising: each failure reaches the caller as CheckpointError."""
+    """Keep Orbax's output off the terminal: each failure is raised as CheckpointError."""
     logging.getLogger("absl").addFilter(_not_of_orbax)
     logging.getLogger("asyncio").addFilter(_not_of_tensorstore)
-    warnings.filterwarnings("ignore", r"coroutine '.*' was never awaited", RuntimeWarning)  # of a file that is missing
+    # of a missing file
+    warnings.filterwarnings("ignore", r"coroutine '.*' was never awaited", RuntimeWarning)
     if getattr(sys.unraisablehook, "func", None) is not _unless_straggler:
         sys.unraisablehook = functools.partial(_unless_straggler, sys.unraisablehook)
 
@@ -78,8 +83,8 @@ def _not_of_orbax(record: logging.LogRecord) -> bool:
     return f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
-# When one array fails to load, Orbax raises that and closes its event loop while it still reads the others. Those end
-# in asyncio's log, or as exceptions in threads that nobody can catch.
+# When one array fails to load, Orbax raises that and closes its event loop while it still reads the
+# others. Those end in asyncio's log, or as exceptions in threads that nobody can catch.
 def _not_of_tensorstore(record: logging.LogRecord) -> bool:
     return not (record.exc_info and "[tensorstore_spec=" in str(record.exc_info[1]))
 

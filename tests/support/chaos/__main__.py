@@ -1,7 +1,8 @@
-"""kill -9 at random moments of runs, sweeps and the launcher's restarts, again and again: `make chaos`.
+"""kill -9 at random moments of runs, sweeps and the launcher's restarts, again and again: `make
+chaos`.
 
-After every kill nothing runs on that should not, no finished checkpoint is lost, and what got to its end is bit for bit
-what nobody killed. At the first violation it stops, and keeps the directory.
+After every kill nothing runs on that should not, no finished checkpoint is lost, and what got to
+its end is bit for bit what nobody killed. At the first violation it stops, and keeps the directory.
 """
 
 from __future__ import annotations
@@ -39,23 +40,33 @@ def print_summary(done: Sequence[Killed], chains: Sequence[Chain]) -> None:
     victims = Counter(killed.victim for killed in done)
     print("killed: " + ", ".join(f"{victim} {count}" for victim, count in sorted(victims.items())))
     print(
-        f"{sum(chain.resumes for chain in chains)} resumes; {sum(chain.finished for chain in chains)} runs came to "
-        "their end, each bit for bit what the uninterrupted one is"
+        f"{sum(chain.resumes for chain in chains)} resumes; "
+        f"{sum(chain.finished for chain in chains)} runs came to their end, each bit for bit "
+        "what the uninterrupted one is"
     )
     if done:
         seconds = [killed.seconds for killed in done]
-        print(f"all had ended {statistics.median(seconds):.1f} s (median), {max(seconds):.1f} s (worst) after the kill")
+        print(
+            f"all had ended {statistics.median(seconds):.1f} s (median), {max(seconds):.1f} s "
+            "(worst) after the kill"
+        )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="kill -9 at random moments of runs and sweeps.")
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no other start is begun")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="after which no other start is begun"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layout", choices=list(LAYOUTS), action="append", help="may be given several times")
+    parser.add_argument(
+        "--layout", choices=list(LAYOUTS), action="append", help="may be given several times"
+    )
     args = parser.parse_args()
     chance = random.Random(args.seed)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and leave no process behind
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # and leave no process behind
     directory = Path(tempfile.mkdtemp(prefix="ppctl-chaos-"))
     until_s = time.monotonic() + 60 * args.minutes
     try:
@@ -64,7 +75,9 @@ def main() -> int:
     except Violation as violation:
         print(f"VIOLATION, seed {args.seed}, all is in {directory}: {violation}", file=sys.stderr)
         return 1
-    except BaseException:  # stopped: its kills so far are counted above, and nothing is to be studied
+    except (
+        BaseException
+    ):  # stopped: its kills so far are counted above, and nothing is to be studied
         shutil.rmtree(directory)
         raise
     shutil.rmtree(directory)

@@ -1,15 +1,18 @@
-"""The runs that are killed: of one to four processes, by both executors, started again by the launcher, in sweeps."""
+"""The runs that are killed: of one to four processes, by both executors, started again by the
+launcher, in sweeps.
+"""
 
 from __future__ import annotations
 
 KEEP, EVERY, NUM_STEPS = 3, 3, 48  # a save takes longer than three steps: one is always under way
 WORDS = (
-    "train model=mlp model.d_model=16 data=regression data.batch_size=8 data.num_rows=1024 data.num_features=5 "
-    "data.num_targets=3 schedule.num_microbatches=2 run.platform=cpu run.eval_every=null run.tensorboard=false "
-    f"run.log_every=1 run.checkpoint.every={EVERY} run.checkpoint.keep={KEEP}"
+    "train model=mlp model.d_model=16 data=regression data.batch_size=8 data.num_rows=1024 "
+    "data.num_features=5 data.num_targets=3 schedule.num_microbatches=2 run.platform=cpu "
+    f"run.eval_every=null run.trackers=[] run.log_every=1 run.checkpoint.every={EVERY} "
+    f"run.checkpoint.keep={KEEP}"
 ).split()
 LAYERS = "model.num_layers=2"
-PROCESSES = "launch.crash_grace_s=2 launch.processes"
+PROCESSES = "launch.processes"
 LAYOUTS = {
     "one": f"mesh=1x2 schedule=gpipe {LAYERS}",
     "one mpmd": f"mesh=1x2 schedule=1f1b executor=mpmd {LAYERS}",
@@ -22,15 +25,52 @@ LAYOUTS = {
     "two restarted": f"mesh=1x2 schedule=1f1b {LAYERS} {PROCESSES}=2 launch.max_restarts=99",
     "two mpmd restarted": f"mesh=1x2 schedule=zb_h1 executor=mpmd {LAYERS} {PROCESSES}=2 launch.max_restarts=99",
     "sweep": f"-m mesh=1x2 schedule=gpipe {LAYERS} executor=spmd,mpmd run.seed=0,1",
-    "sweep side by side": f"-m hydra.launcher.jobs=2 mesh=1x2 schedule=1f1b,zb_h1 {LAYERS} executor=mpmd {PROCESSES}=2",
+    "sweep side by side": f"-m hydra.launcher.jobs=2 mesh=1x2 schedule=1f1b,zb_h1 {LAYERS} executor=mpmd "
+    f"{PROCESSES}=2",
     "sweep restarted": f"-m mesh=1x2 schedule=gpipe {LAYERS} run.seed=0,1 {PROCESSES}=2 launch.max_restarts=99",
 }
 TURNS = (  # more processes cost more: fewer turns
-    *("one", "two", "one mpmd", "two restarted", "sweep", "two mpmd", "one restarted", "sweep side by side"),
-    *("one", "three", "two mpmd restarted", "two", "sweep", "two mpmd", "one restarted", "sweep restarted"),
-    *("one mpmd", "two restarted", "four", "sweep", "one", "two mpmd restarted", "sweep side by side", "four mpmd"),
+    *(
+        "one",
+        "two",
+        "one mpmd",
+        "two restarted",
+        "sweep",
+        "two mpmd",
+        "one restarted",
+        "sweep side by side",
+    ),
+    *(
+        "one",
+        "three",
+        "two mpmd restarted",
+        "two",
+        "sweep",
+        "two mpmd",
+        "one restarted",
+        "sweep restarted",
+    ),
+    *(
+        "one mpmd",
+        "two restarted",
+        "four",
+        "sweep",
+        "one",
+        "two mpmd restarted",
+        "sweep side by side",
+        "four mpmd",
+    ),
 )
-PHASES = ("starting", "joining", "restoring", "compiling", "stepping", "saving", "ending", "between jobs")
+PHASES = (
+    "starting",
+    "joining",
+    "restoring",
+    "compiling",
+    "stepping",
+    "saving",
+    "ending",
+    "between jobs",
+)
 MOMENTS = (None, None, None, "saving", "saving", "joining", "compiling", "stepping", "ending")
 AFTER_S = {  # at most, from when the moment was seen
     "compiling": 2.0,

@@ -36,8 +36,9 @@ def check_same(name: str, found: Left, wanted: Left) -> None:
         pairs = zip(wanted.results, found.results, strict=False)
         differ = [pair for pair in pairs if pair[0] != pair[1]]
         raise Violation(
-            f"{name}: not the uninterrupted run; {len(found.results)} records of {len(wanted.results)}, those that "
-            f"differ: {differ[:3]}, checksums: {found.checksums}"
+            f"{name}: not the uninterrupted run; {len(found.results)} records of "
+            f"{len(wanted.results)}, those that differ: {differ[:3]}, checksums: "
+            f"{found.checksums}"
         )
 
 
@@ -48,7 +49,11 @@ def manifest(run_dir: Path, step: int) -> dict[str, Any]:
 def steps(run_dir: Path) -> set[int]:
     """Return the steps of the finished checkpoints."""
     directory = run_dir / "checkpoints"
-    return {int(path.name) for path in directory.iterdir() if path.name.isdecimal()} if directory.is_dir() else set()
+    return (
+        {int(path.name) for path in directory.iterdir() if path.name.isdecimal()}
+        if directory.is_dir()
+        else set()
+    )
 
 
 def newest(run_dir: Path) -> int:
@@ -57,7 +62,10 @@ def newest(run_dir: Path) -> int:
 
 def records(run_dir: Path) -> dict[str, bytes]:
     """Return what a finished run has recorded, which nobody may write again."""
-    return {name: (run_dir / name).read_bytes() for name in ("metrics.jsonl", "status.jsonl", "config.yaml")}
+    return {
+        name: (run_dir / name).read_bytes()
+        for name in ("metrics.jsonl", "status.jsonl", "config.yaml")
+    }
 
 
 def check_kept(run_dir: Path, before: set[int]) -> None:
@@ -72,7 +80,9 @@ def check_kept(run_dir: Path, before: set[int]) -> None:
 
 
 def check_files(run_dir: Path) -> None:
-    """Raise Violation unless each checkpoint has its record, and every step up to the newest one its whole line."""
+    """Raise Violation unless each checkpoint has its record, and every step up to the newest one
+    its whole line.
+    """
     found = steps(run_dir)
     for step in sorted(found)[-KEEP:]:  # an older one may have been killed while it was removed
         if manifest(run_dir, step)["step"] != step:
@@ -89,14 +99,25 @@ def check_files(run_dir: Path) -> None:
 
 
 def check_sweep(directory: Path, wanted: dict[str, Left]) -> None:
-    """Raise Violation unless the summary of a sweep tells of every job that it is finished, and with which loss."""
-    records = {Path(record["run_dir"]).name: record for record in json.loads((directory / "sweep.json").read_text())}
-    ended = {name for name, record in records.items() if record["status"] in ("finished", "skipped")}
+    """Raise Violation unless the summary of a sweep tells of every job that it is finished, and
+    with which loss.
+    """
+    records = {
+        Path(record["run_dir"]).name: record
+        for record in json.loads((directory / "sweep.json").read_text())
+    }
+    ended = {
+        name for name, record in records.items() if record["status"] in ("finished", "skipped")
+    }
     if not set(records) == ended == set(wanted):
         raise Violation(f"sweep.json has jobs {sorted(records)}, of which finished {sorted(ended)}")
     for name, record in records.items():
         if record["final_loss"] != wanted[name].results[-1][1]:
             raise Violation(f"sweep.json has another loss of {name}: {record['final_loss']}")
     lines = (directory / "sweep.csv").read_text().splitlines()
-    if len(lines) != 1 + len(wanted) or not (directory / "sweep.html").read_text().rstrip().endswith("</html>"):
-        raise Violation(f"sweep.csv has {len(lines)} lines of {len(wanted)} jobs, or sweep.html is torn")
+    if len(lines) != 1 + len(wanted) or not (
+        directory / "sweep.html"
+    ).read_text().rstrip().endswith("</html>"):
+        raise Violation(
+            f"sweep.csv has {len(lines)} lines of {len(wanted)} jobs, or sweep.html is torn"
+        )

@@ -1,7 +1,9 @@
-"""Rounds of kill -9: start a run or a sweep or go on with it, kill some of its processes, check all else.
+"""Rounds of kill -9: start a run or a sweep or go on with it, kill some of its processes, check all
+else.
 
-A killed command takes all its processes with it, and the same command goes on. A killed process ends its run, and the
-command with it, unless that is a sweep, whose other jobs go on, or a launcher that starts the run again.
+A killed command takes all its processes with it, and the same command goes on. A killed process
+ends its run, and the command with it, unless that is a sweep, whose other jobs go on, or a launcher
+that starts the run again.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ def chaos(
     num_steps: int = NUM_STEPS,
     until_s: float = float("inf"),
 ) -> tuple[list[Killed], list[Chain]]:
-    """Return the first `kills` kills, or those until then, and the runs, each at its end after them.
+    """Return the first `kills` kills, or those until then, and the runs, each at its end after
+    them.
 
     Violation at the first thing that is wrong. until_s: as time.monotonic().
     """
@@ -83,8 +86,8 @@ def chaos(
         turn = next(turns)
         if turn.layout not in chains:
             chains[turn.layout] = undisturbed(turn.layout, num_steps, directory)
-        # compiled programs are kept from start to start, which halves what a start costs, but where the kill is to come
-        # while they are made
+        # compiled programs are kept from start to start, which halves what a start costs, but where
+        # the kill is to come while they are made
         env = {} if turn.moment == "compiling" else cached(cache)
         kills_of_start = one_start(chains[turn.layout], turn, chance, env)
         if not kills_of_start:
@@ -103,8 +106,12 @@ def random_rounds(chance: random.Random, layouts: Sequence[str]) -> Iterator[Rou
     return (Round(layout, chance.choice(MOMENTS), None, None) for layout in cycle(layouts))
 
 
-def one_start(chain: Chain, turn: Round, chance: random.Random, env: dict[str, str]) -> list[Killed]:
-    """Return the kills of one start, after which all was as it has to be: none where it came to its end before."""
+def one_start(
+    chain: Chain, turn: Round, chance: random.Random, env: dict[str, str]
+) -> list[Killed]:
+    """Return the kills of one start, after which all was as it has to be: none where it came to its
+    end before.
+    """
     done: list[Killed] = []
     with started(chain, env) as start:
         seen = look(chain)
@@ -141,12 +148,12 @@ def look(chain: Chain) -> Seen:
 
 def wait(start: Start, moment: str | None, before: dict[str, int], chance: random.Random) -> bool:
     """Return whether the moment came before the end of the start."""
-    reached: Callable[[], bool] = lambda: any(start.phase(run) == moment for run in start.active())  # noqa: E731
+    reached: Callable[[], bool] = lambda: any(start.phase(run) == moment for run in start.active())
     after_s = chance.uniform(0, AFTER_S[moment]) if moment else 0
     if moment is None or (moment == "joining" and not start.chain.is_launched):
         # where nothing is compiled, a start takes about half as long
         deadline = time.monotonic() + chance.uniform(0, start.chain.duration_s / 2)
-        reached = lambda: time.monotonic() >= deadline  # noqa: E731
+        reached = lambda: time.monotonic() >= deadline
     elif moment == "saving":  # again: so that there is one to lose, and each round gets further
 
         def reached() -> bool:
@@ -166,7 +173,9 @@ def wait(start: Start, moment: str | None, before: dict[str, int], chance: rando
 
 
 def kill(start: Start, turn: Round, seen: Seen, chance: random.Random) -> Killed | None:
-    """Return the kill of one process, once all that it takes with it has ended; None: it had ended itself."""
+    """Return the kill of one process, once all that it takes with it has ended; None: it had ended
+    itself.
+    """
     chain, active = start.chain, start.active()
     timely = [run for run in active if start.phase(run) == turn.moment] or active
     run = chance.choice(timely) if timely else None
@@ -176,13 +185,19 @@ def kill(start: Start, turn: Round, seen: Seen, chance: random.Random) -> Killed
     victim = chance.choice(victims)
     phase = start.phase(run)
     before = {name: steps(run_dir) for name, run_dir in chain.runs.items()}
-    pids = start.processes() if victim.name == COMMAND or victim.run is None else start.of_run(victim.run)
+    pids = (
+        start.processes()
+        if victim.name == COMMAND or victim.run is None
+        else start.of_run(victim.run)
+    )
     printed = 0 if victim.run is None else len(start.printed_by(victim.run))
     if victim.pid not in pids:
         return None
     start.kill(victim)
     is_last = victim.name == COMMAND or not (chain.is_sweep or chain.is_restarted)
-    seconds = start.end(END_S) if is_last else start.wait_gone(_taken_by(victim, chain, pids), END_S)
+    seconds = (
+        start.end(END_S) if is_last else start.wait_gone(_taken_by(victim, chain, pids), END_S)
+    )
     for name, run_dir in chain.runs.items():
         check_kept(run_dir, before[name])
     if not is_last:
@@ -191,17 +206,26 @@ def kill(start: Start, turn: Round, seen: Seen, chance: random.Random) -> Killed
 
 
 def _taken_by(victim: Victim, chain: Chain, pids: dict[int, list[str]]) -> list[int]:
-    """Return the processes that end with one: all of its run, but the launcher that starts it again."""
-    launcher = [pid for pid, words in pids.items() if _is_launcher(words)] if victim.name != "job" else []
+    """Return the processes that end with one: all of its run, but the launcher that starts it
+    again.
+    """
+    launcher = (
+        [pid for pid, words in pids.items() if _is_launcher(words)] if victim.name != "job" else []
+    )
     return [pid for pid in pids if not (chain.is_restarted and pid in launcher)]
 
 
 def _is_launcher(words: Sequence[str]) -> bool:
-    return any(word.startswith("launch.max_restarts=") for word in words) and "launch.max_restarts=0" not in words
+    return (
+        any(word.startswith("launch.max_restarts=") for word in words)
+        and "launch.max_restarts=0" not in words
+    )
 
 
 def check_goes_on(start: Start, victim: Victim, phase: str, printed: int, seen: Seen) -> None:
-    """Raise Violation unless a run is started again whose process was killed. The other jobs of a sweep go on."""
+    """Raise Violation unless a run is started again whose process was killed. The other jobs of a
+    sweep go on.
+    """
     assert victim.run is not None
     if not start.chain.is_restarted or victim.name == "job":
         seen.lost.add(victim.run)
@@ -215,30 +239,41 @@ def check_goes_on(start: Start, victim: Victim, phase: str, printed: int, seen: 
                 raise Violation(f"{victim.name} was killed, and nobody says so")
             return
         if time.monotonic() > limit:
-            raise Violation(f"{victim.name} was killed {phase}, and {END_S} s later nothing is started again")
+            raise Violation(
+                f"{victim.name} was killed {phase}, and {END_S} s later nothing is started again"
+            )
         time.sleep(0.05)
 
 
 def check_killed(start: Start, victim: str, seen: Seen) -> None:
-    """Raise Violation unless a command that has ended, killed or with the process that was, left all in order."""
+    """Raise Violation unless a command that has ended, killed or with the process that was, left
+    all in order.
+    """
     chain, printed = start.chain, start.printed()
     is_finished = all(newest(run_dir) == chain.num_steps for run_dir in chain.runs.values())
     if start.popen.returncode == 0 and not is_finished:
-        raise Violation(f"exit code 0 after steps {[sorted(steps(run_dir)) for run_dir in chain.runs.values()]}")
+        raise Violation(
+            f"exit code 0 after steps {[sorted(steps(run_dir)) for run_dir in chain.runs.values()]}"
+        )
     if victim != COMMAND and not is_finished and f"{victim} of " not in printed:
         raise Violation(f"{victim} was killed, and nobody says so")
     check_runs(start, seen)
 
 
 def check_ended(start: Start, seen: Seen) -> None:
-    """Raise Violation unless a start came to its end, all of it but the jobs of a sweep that have been killed.
+    """Raise Violation unless a start came to its end, all of it but the jobs of a sweep that have
+    been killed.
 
-    What is at its end is what nobody interrupted. Of a whole one that is forgotten: the next start begins another.
+    What is at its end is what nobody interrupted. Of a whole one that is forgotten: the next start
+    begins another.
     """
     chain, code = start.chain, start.popen.returncode
     allowed = {1} if seen.lost - seen.ending else {0, 1} if seen.lost else {0}
     if code not in allowed:
-        raise Violation(f"exit code {code}, not {' or '.join(map(str, sorted(allowed)))}; killed: {sorted(seen.lost)}")
+        raise Violation(
+            f"exit code {code}, not {' or '.join(map(str, sorted(allowed)))}; killed: "
+            f"{sorted(seen.lost)}"
+        )
     check_runs(start, seen)
     for run, run_dir in chain.runs.items():
         if run not in seen.lost or code == 0:
@@ -265,21 +300,31 @@ def check_runs(start: Start, seen: Seen) -> None:
 
 
 def undisturbed(layout: str, num_steps: int, directory: Path) -> Chain:
-    """Return a chain, of which it is known now what an uninterrupted start leaves and how long it takes."""
+    """Return a chain, of which it is known now what an uninterrupted start leaves and how long it
+    takes.
+    """
     chain = Chain(layout, LAYOUTS[layout].split(), num_steps, directory / layout.replace(" ", "_"))
     chain.directory.mkdir(parents=True)
     with started(chain, cached(directory / CACHE)) as start:
         chain.duration_s = start.end(FINISH_S)
         if start.popen.returncode != 0:
             raise Violation(f"exit code {start.popen.returncode} of a start that nobody killed")
-        names = [path.parent.name for path in chain.run_dir.glob("*/config.yaml")] if chain.is_sweep else [""]
+        names = (
+            [path.parent.name for path in chain.run_dir.glob("*/config.yaml")]
+            if chain.is_sweep
+            else [""]
+        )
         chain.wanted = {name: left(chain.run_dir / name, num_steps) for name in sorted(names)}
-        if chain.is_sweep and len(names) != len(json.loads((chain.run_dir / "sweep.json").read_text())):
+        if chain.is_sweep and len(names) != len(
+            json.loads((chain.run_dir / "sweep.json").read_text())
+        ):
             raise Violation(f"a sweep of {names}")
     for name, found in chain.wanted.items():
         last = {int(path.name) for path in (chain.run_dir / name / "checkpoints").iterdir()}
         if len(found.results) != num_steps or max(last) != num_steps or num_steps % EVERY:
-            raise Violation(f"{layout}: {len(found.results)} records of {num_steps} steps, checkpoints {last}")
+            raise Violation(
+                f"{layout}: {len(found.results)} records of {num_steps} steps, checkpoints {last}"
+            )
     shutil.rmtree(chain.run_dir)
     chain.number += 1
     print(f"{layout}: {chain.duration_s:.0f} s for {num_steps} steps", flush=True)

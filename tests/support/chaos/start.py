@@ -21,7 +21,11 @@ from support.chaos.left import Left, Violation, newest
 
 COMMAND = "the command"  # that was typed: the only process, or the one that has started the others
 MARK = "PPCTL_CHAOS"  # in the environment of every process of a start
-PLAIN_ENV = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "PPCTL_", "XLA_"))}
+PLAIN_ENV = {
+    key: value
+    for key, value in os.environ.items()
+    if not key.startswith(("JAX_", "PPCTL_", "XLA_"))
+}
 RESTART = re.compile(r"ppctl: restart \d+ of \d+, from (?:the start|the checkpoint of step (\d+))")
 
 
@@ -41,7 +45,9 @@ class Chain:
     words: Sequence[str]
     num_steps: int
     directory: Path  # of this chain alone
-    wanted: dict[str, Left] = field(default_factory=dict)  # what each run leaves that nobody interrupts
+    wanted: dict[str, Left] = field(
+        default_factory=dict
+    )  # what each run leaves that nobody interrupts
     duration_s: float = 0.0  # of an uninterrupted start
     number: int = 0  # of the run or sweep that is under way
     resumes: int = 0
@@ -87,7 +93,12 @@ class Start:
         chain = self.chain
         self.output = chain.directory / "output"
         self.logged = {name: _size(run_dir / "output.log") for name, run_dir in chain.runs.items()}
-        words = [*WORDS, *chain.words, f"run.num_steps={chain.num_steps}", f"run.dir={chain.run_dir}"]
+        words = [
+            *WORDS,
+            *chain.words,
+            f"run.num_steps={chain.num_steps}",
+            f"run.dir={chain.run_dir}",
+        ]
         with self.output.open("wb") as file:
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", "ppctl.cli", *words],
@@ -97,7 +108,7 @@ class Start:
                 stderr=subprocess.STDOUT,
             )
 
-    # --- processes ---------------------------------------------------------------------------------------------------
+    # --- processes -------------------------------------------------------------------------------
 
     def processes(self) -> dict[int, list[str]]:
         """Return the words of every living process of this start, by its id."""
@@ -105,32 +116,46 @@ class Start:
         for path in Path("/proc").iterdir():
             if path.name.isdecimal():
                 try:
-                    if f"{MARK}={self.mark}".encode() in (path / "environ").read_bytes().split(b"\0"):
+                    if f"{MARK}={self.mark}".encode() in (path / "environ").read_bytes().split(
+                        b"\0"
+                    ):
                         found[int(path.name)] = (path / "cmdline").read_bytes().decode().split("\0")
                 except OSError:  # it has ended, or is another user's
                     continue
         return found
 
     def of_run(self, run: str) -> dict[int, list[str]]:
-        """Return the processes that have been started for a run, which the command itself is none of."""
+        """Return the processes that have been started for a run, which the command itself is none
+        of.
+        """
         wanted = str(self.chain.runs[run])
         found = {}
         for pid, words in self.processes().items():
-            places = [word.removeprefix("run.dir=").strip("'") for word in words if word.startswith("run.dir=")]
+            places = [
+                word.removeprefix("run.dir=").strip("'")
+                for word in words
+                if word.startswith("run.dir=")
+            ]
             if pid != self.popen.pid and "ppctl.cli" in words and places[-1:] == [wanted]:
                 found[pid] = words
         return found
 
     def active(self) -> list[str]:
         """Return the runs that are under way."""
-        return [run for run in self.chain.runs if self.of_run(run)] if self.chain.is_sweep else list(self.chain.runs)
+        return (
+            [run for run in self.chain.runs if self.of_run(run)]
+            if self.chain.is_sweep
+            else list(self.chain.runs)
+        )
 
     def victims(self, run: str | None) -> list[Victim]:
         """Return the processes that may be killed: the command, and those of a run."""
         found = [Victim(COMMAND, None, self.popen.pid)]
         of_job = " of a job" if self.chain.is_sweep else ""
         for pid, words in self.of_run(run).items() if run is not None else ():
-            numbers = [word.rpartition("=")[2] for word in words if word.startswith("run.process_id=")]
+            numbers = [
+                word.rpartition("=")[2] for word in words if word.startswith("run.process_id=")
+            ]
             is_own = bool(numbers) or "launch.max_restarts=0" in words
             name = f"process {numbers[0] if numbers else 0}{of_job}" if is_own else "job"
             found.append(Victim(name, run, pid))
@@ -140,7 +165,9 @@ class Start:
         _kill(victim.pid)
 
     def wait_gone(self, pids: Collection[int], timeout_s: float) -> float:
-        """Return the seconds until these processes have ended. Violation if some have not after timeout_s."""
+        """Return the seconds until these processes have ended. Violation if some have not after
+        timeout_s.
+        """
         began = time.monotonic()
         while left := {pid: words for pid, words in self.processes().items() if pid in pids}:
             if time.monotonic() - began > timeout_s:
@@ -154,7 +181,9 @@ class Start:
         try:
             self.popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise Violation(f"the command goes on after {timeout_s:.0f} s: {self.processes()}") from None
+            raise Violation(
+                f"the command goes on after {timeout_s:.0f} s: {self.processes()}"
+            ) from None
         while left := self.processes():
             if time.monotonic() - began > timeout_s:
                 raise Violation(f"{timeout_s:.0f} s later these go on: {left}")
@@ -168,7 +197,7 @@ class Start:
             _kill(pid)
         self.popen.wait()
 
-    # --- what it prints ----------------------------------------------------------------------------------------------
+    # --- what it prints --------------------------------------------------------------------------
 
     def printed(self) -> str:
         return self.output.read_text(errors="replace")
@@ -181,7 +210,11 @@ class Start:
         run_dir = chain.runs[run]
         if chain.is_side_by_side:
             log = run_dir / "output.log"
-            return log.read_bytes()[self.logged[run] :].decode(errors="replace") if log.exists() else ""
+            return (
+                log.read_bytes()[self.logged[run] :].decode(errors="replace")
+                if log.exists()
+                else ""
+            )
         found, is_own = [], False
         for line in self.printed().splitlines(keepends=True):
             if re.match(r"ppctl: job \d+: ", line):
@@ -190,7 +223,7 @@ class Start:
                 found.append(line)
         return "".join(found)
 
-    # --- what its runs are at ----------------------------------------------------------------------------------------
+    # --- what its runs are at --------------------------------------------------------------------
 
     def phase(self, run: str | None) -> str:
         """Return what the first process of a run is at; None: no run is under way."""
@@ -206,12 +239,18 @@ class Start:
         if "compiling" in printed:
             return "compiling"
         processes = self.of_run(run)
-        joining = {pid: words for pid, words in processes.items() if _values(words, "run.coordinator=")}
+        joining = {
+            pid: words for pid, words in processes.items() if _values(words, "run.coordinator=")
+        }
         if not joining:
             return "starting"
         if _born(run_dir / "processes") > min(map(_began, joining)):
             return "restoring"
-        return "joining" if _listens(_values(next(iter(joining.values())), "run.coordinator=")[0]) else "starting"
+        return (
+            "joining"
+            if _listens(_values(next(iter(joining.values())), "run.coordinator=")[0])
+            else "starting"
+        )
 
 
 @contextmanager
@@ -220,15 +259,19 @@ def started(chain: Chain, env: dict[str, str]) -> Iterator[Start]:
     try:
         yield start
     except Violation as violation:
-        raise Violation(f"{chain.layout}: {violation}\nThe start had printed:\n{start.printed()}") from violation
+        raise Violation(
+            f"{chain.layout}: {violation}\nThe start had printed:\n{start.printed()}"
+        ) from violation
     finally:
         start.close()
 
 
 def check_resumed(start: Start, run: str, before: int) -> int:
-    """Return how often a run has gone on from a checkpoint in this start. Violation unless from the newest one.
+    """Return how often a run has gone on from a checkpoint in this start. Violation unless from the
+    newest one.
 
-    before: the newest checkpoint when this start began; after it, where the launcher says that it starts again.
+    before: the newest checkpoint when this start began; after it, where the launcher says that it
+    starts again.
     """
     printed = start.printed_by(run)
     claims = [before, *(int(match[1] or 0) for match in RESTART.finditer(printed))]
@@ -252,7 +295,9 @@ def _values(words: Sequence[str], prefix: str) -> list[str]:
 def _listens(coordinator: str) -> bool:
     """Return whether the process that the others join is there to be joined."""
     try:
-        with socket.create_connection(("127.0.0.1", int(coordinator.rpartition(":")[2])), timeout=1):
+        with socket.create_connection(
+            ("127.0.0.1", int(coordinator.rpartition(":")[2])), timeout=1
+        ):
             return True
     except OSError:
         return False

@@ -1,0 +1,234 @@
+"""The texts of `--help`: commands, groups and settings."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from ppctl.cli import choices
+from ppctl.cli.choices import PARTS, PLAIN, default_option, options, schema_of, settings_of
+from ppctl.cli.commands import COMMANDS
+from ppctl.cli.sweep_options import SWEEP_GROUPS, sweep_group_help
+from ppctl.config import Costs
+from ppctl.config.changed_settings import shown
+from ppctl.errors import ConfigError
+
+EXAMPLES = {
+    "train": (
+        "ppctl train recipes=tiny",
+        "ppctl train model=transformer mesh=2x4 schedule=interleaved schedule.num_microbatches=16",
+        "ppctl train data=text data.path=notes.txt run.name=notes run.num_steps=1000",
+        "ppctl train --multirun schedule=gpipe,eager_1f1b mesh=1x2,1x4",
+        "ppctl train recipes=tiny launch.processes=2 launch.max_restarts=3",
+    ),
+    "verify": (
+        "ppctl verify mesh=1x4 schedule=1f1b run.dtype=float64 --json",
+        "ppctl verify recipes=tiny schedule=zb_h1 executor=mpmd executor.post_validation=true "
+        "verify.steps=5",
+        "ppctl verify mesh=1x4 schedule=1f1b partition=explicit partition.layers=[3,2,2,1]",
+    ),
+    "doctor": (
+        "ppctl doctor mesh=2x4",
+        "ppctl doctor mesh=2x4 launch.processes=2",
+        "ppctl doctor mesh=8x8 data.batch_size=512 hardware=h100",
+        "ppctl doctor recipes=tiny --json",
+    ),
+    "plan": (
+        "ppctl plan mesh=2x4 schedule=1f1b executor.remat=layer",
+        "ppctl plan recipes=tiny plan.compile=true plan.html=plan.html --json",
+        "ppctl plan mesh=4x4 data.batch_size=64 plan.topology=v5e:4x4",
+    ),
+    "rehearse": (
+        "ppctl rehearse mesh=1x8 schedule=zb_v model.num_layers=16",
+        "ppctl rehearse mesh=2x4 executor=mpmd plan.html=rehearsal.html --json",
+    ),
+    "tune": (
+        "ppctl tune mesh=2x4 data.batch_size=64 tune.measure=3",
+        "ppctl tune hardware=h100 tune.devices=64 model.num_layers=64 model.d_model=8192 "
+        "data.batch_size=512",
+        "ppctl tune executor=mpmd tune.schedules=[1f1b,zb_h1] tune.remat=[none] tune.tp=[1]",
+    ),
+    "inspect": (
+        "ppctl inspect mesh=1x4 schedule=eager_1f1b",
+        "ppctl inspect mesh=2x4x2 inspect.out=inspected",
+        "ppctl inspect mesh=1x4 schedule=1f1b executor=mpmd inspect.task=2F inspect.what=hlo",
+    ),
+    "bench": (
+        "ppctl bench mesh=1x4 schedule=gpipe",
+        "ppctl bench --multirun schedule=gpipe,interleaved --json",
+    ),
+}
+FIRST_EXAMPLES = (  # what to try first
+    "ppctl train recipes=tiny",
+    "ppctl schedule show schedule=interleaved mesh=1x4",
+    "ppctl plan mesh=2x4 schedule=1f1b hardware=h100",
+)
+APPLIES_TO = {  # commands of a part or a setting; any other applies to all of them
+    "hardware": ("train", "plan", "rehearse", "tune", "doctor"),
+    "costs": ("train", "plan", "rehearse", "tune"),
+    "launch": ("train", "doctor"),
+    "verify": ("verify",),
+    "plan.compile": ("plan",),
+    "plan.topology": ("plan",),
+    "plan.memory_gib": ("plan", "tune"),
+    "plan.tokens": ("plan", "tune"),
+    "plan.html": ("plan", "rehearse"),
+    "tune": ("tune",),
+    "inspect": ("inspect",),
+}
+_MOST_USED = {
+    "model": "num_layers d_model seq_len",
+    "schedule": "num_microbatches num_chunks",
+    "executor": "remat",
+    "optim": "lr warmup_steps",
+    "data": "batch_size",
+    "run": "name dir num_steps seed dtype platform resume resume_with eval_every checkpoint.every "
+    "profile show_placement",
+    "launch": "processes max_restarts",
+    "verify": "steps",
+    "plan": "compile topology memory_gib tokens html",
+    "tune": "devices measure recipe launch",
+    "inspect": "what task out",
+}
+MOST_USED = [f"{part}.{name}" for part, names in _MOST_USED.items() for name in names.split()]
+FLAGS = """\
+  --json            print the result as JSON on stdout; an error as
+                    {"error": {"kind", "message", "remedy"}}
+  --cfg job         print the composed config as YAML and stop (--resolve: with ${...} filled in)
+  --info TOPIC      sources of the config: config, defaults, defaults-tree, plugins, searchpath
+  -m, --multirun    run every combination of KEY=A,B,..., each in a process and a run.dir; the same
+                    line again skips finished jobs; hydra.launcher.jobs=N runs N side by side,
+                    hydra/launcher=submitit_slurm submits them, hydra/sweeper=optuna searches
+                    instead (`--help hydra/launcher hydra/sweeper`)
+  --config-dir DIR  look for groups and recipes in DIR too (DIR/recipes/x.yaml is recipes=x)
+  -h, --help        this text; with part names (`--help model run`): all settings of these"""
+EXIT_CODES = """\
+  0  done
+  1  the check failed (verify, doctor), a job of a sweep failed, or a bug
+  2  the request is wrong; nothing was started
+  3  another process of the run was lost; the same line resumes
+  4  training met a loss that is not finite
+  130, 143  interrupted (Ctrl-C, SIGTERM), after saving a checkpoint if training had begun"""
+
+
+OVERVIEW = """\
+Pipeline-parallel training in JAX.
+
+Usage: ppctl COMMAND [GROUP=OPTION ...] [SETTING=VALUE ...]
+
+Commands:
+{commands}
+
+Examples (`ppctl examples` has more):
+{examples}
+
+`ppctl COMMAND --help` shows groups, settings and options; `ppctl --version` the version.
+Completion in bash (or zsh): eval "$(ppctl --completion bash)"; in fish: ppctl --completion fish | \
+source"""
+COMMAND_HELP = """\
+ppctl {command}: {about}.
+
+Usage: ppctl {command} [GROUP=OPTION ...] [SETTING=VALUE ...] [--json]
+
+Groups (the first option is the default):
+{groups}
+
+Settings most used, with defaults (all of a part: ppctl {command} --help model; all: --cfg job):
+{settings}
+
+Options:
+{flags}
+
+Examples:
+{examples}
+
+Exit codes:
+{exit_codes}"""
+
+
+def overview() -> str:
+    """Return the text of `ppctl --help`."""
+    commands = "\n".join(f"  {name:8} {about}" for name, about in COMMANDS.items())
+    return OVERVIEW.format(commands=commands, examples=_indented(FIRST_EXAMPLES))
+
+
+def command_help(command: str, words: Sequence[str]) -> str:
+    """Return the help of a command, or all settings of parts (`model`, `model=mlp`, `run`)."""
+    if words:
+        return "\n\n".join(_part_help(word) for word in words)
+    known = choices.all_settings()
+    groups = [f"  {g:9} {_options_text(g)}" for g in choices.GROUPS if _is_for(command, g)]
+    return COMMAND_HELP.format(
+        command=command,
+        about=COMMANDS[command],
+        groups="\n".join(_wrapped(line, 12) for line in groups),
+        settings=setting_table([known[key] for key in MOST_USED if _is_for(command, key)]),
+        flags=FLAGS,
+        examples=_indented(EXAMPLES[command]),
+        exit_codes=EXIT_CODES,
+    )
+
+
+def _indented(lines: Iterable[str]) -> str:
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def _wrapped(line: str, indent: int) -> str:
+    return "\n".join(textwrap.wrap(line, 120, subsequent_indent=" " * indent))
+
+
+def _is_for(command: str, key: str) -> bool:
+    """Return whether a part or setting applies to a command."""
+    commands = APPLIES_TO.get(key) or APPLIES_TO.get(key.partition(".")[0])
+    return commands is None or command in commands
+
+
+def _options_text(group: str) -> str:
+    if group == "mesh":
+        sizes = "any DPxPP or DPxPPxFSDP: data-parallel rows x pipeline ranks x shards"
+        return f"{default_option('mesh')} | {sizes}"
+    if group == "recipes":
+        return ", ".join(options(group)) + " (complete runs)"
+    names = (n for n in options(group) if group != "costs" or schema_of(group, n) is not Costs)
+    return " | ".join(names)
+
+
+def _part_help(word: str) -> str:
+    """Return all settings of a part, for each of its options unless `word` names one."""
+    # 1. parts that are not chosen by name
+    key, _, option = word.partition("=")
+    part = key.split(".")[0]
+    for group in SWEEP_GROUPS:
+        if f"{key}.".startswith((f"{group}.", f"{group.replace('/', '.')}.")):
+            helps = sweep_group_help(group).values()
+            return "\n\n".join(f"{about}\n{setting_table(settings)}" for about, settings in helps)
+    if part in PLAIN:
+        cls = PLAIN[part]
+        return f"{part}: {cls.__doc__}\n{setting_table(settings_of(part, cls).values())}"
+    if part not in PARTS:
+        near = choices.did_you_mean(part, [*PARTS, *PLAIN])
+        raise ConfigError(f"{part} is not a part with settings.{near}")
+    # 2. the options, those with the same settings together
+    one = part == "mesh" or (option and part == key)
+    names = [option or default_option(part)] if one else options(part)
+    if part != "mesh" and not set(names) <= set(options(part)):
+        raise ConfigError(choices.wrong_option(part, option, options(part)))
+    alike: dict[type, list[str]] = {}
+    for name in names:
+        alike.setdefault(schema_of(part, name), []).append(name)
+    return "\n\n".join(
+        _wrapped(f"{part}={', '.join(same)}: {cls.__doc__}", 4)
+        + f"\n{setting_table(settings_of(part, cls).values())}"
+        for cls, same in alike.items()
+    )
+
+
+def setting_table(settings: Iterable[choices.Setting]) -> str:
+    """Return a line for each setting: name, default and comment."""
+    rows = [
+        (f"{s.key}={'...' if s.default == choices.REQUIRED else shown(s.default)}", s.about)
+        for s in settings
+    ]
+    width = max((len(left) for left, _ in rows), default=0)
+    lines = (f"  {left:{width}}  {about.replace('None', 'null')}" for left, about in rows)
+    return "\n".join(map(str.rstrip, lines))

@@ -1,0 +1,160 @@
+"""Additions to Hydra: `mesh=AxB` of any sizes, `recipes/` as a group, and schemas of settings.
+
+Hydra takes launchers and sweepers only from modules below `hydra_plugins`, which it scans in every
+Hydra program of the same environment. ppctl needs none: Hydra composes, and `ppctl.cli.multirun`
+reads `hydra/launcher` and `hydra/sweeper` as the settings that they are. Sources and search paths
+have no such rule and are registered here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from hydra import initialize_config_dir
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict, read_write
+
+from ppctl.cli.choices import MESH_EXAMPLES, PARTS, schemas
+from ppctl.cli.sweep_options import LAUNCHERS, SWEEPERS
+from ppctl.config import Config, Mesh
+from ppctl.config.config_dirs import ROOT
+from ppctl.config.groups.mesh_settings import AXES
+
+MESH_CHOICE = re.compile(r"mesh/[1-9]\d*(x[1-9]\d*){1,4}")
+CONFIG = "config"  # conf/config.yaml, where every composition starts
+
+
+class PpctlSource(ConfigSource):
+    """The groups `mesh` (any sizes, made on request) and `recipes` (the top-level folder)."""
+
+    def __init__(self, provider: str, path: str) -> None:
+        super().__init__(provider, path)
+        self.files = FileConfigSource(provider, f"file://{ROOT}")
+
+    @staticmethod
+    def scheme() -> str:
+        return "ppctl"
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        if _is_recipe(config_path):
+            return self.files.is_group(config_path)
+        return config_path in ("", "mesh")
+
+    def is_config(self, config_path: str) -> bool:
+        if _is_recipe(config_path):
+            return self.files.is_config(config_path)
+        return MESH_CHOICE.fullmatch(config_path) is not None
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        if _is_recipe(config_path):
+            return self.files.load_config(config_path)
+        sizes = map(int, config_path.removeprefix("mesh/").split("x"))
+        mesh = OmegaConf.structured(Mesh(**dict(zip(AXES, sizes, strict=False))))
+        return ConfigResult(self.provider, self.full_path(), mesh, {"package": None})
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        if _is_recipe(config_path):
+            return self.files.list(config_path, results_filter)
+        if config_path == "mesh":
+            return [] if results_filter == ObjectType.GROUP else [*MESH_EXAMPLES]
+        return [] if results_filter == ObjectType.CONFIG else ["mesh", "recipes"]
+
+
+def _is_recipe(config_path: str) -> bool:
+    return config_path.split("/")[0] == "recipes"
+
+
+class PpctlSearchPath(SearchPathPlugin):
+    """Searches conf/, then ppctl's own source, then the directory of --config-dir."""
+
+    config_dir: ClassVar[Path | None] = None  # Hydra makes the instances, without arguments
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append("ppctl", "ppctl://")
+        if self.config_dir is not None:
+            search_path.append("command-line", f"file://{self.config_dir.absolute()}")
+
+
+@functools.cache
+def register() -> None:
+    """Make schemas, source, search path, launchers and sweepers known to Hydra, once a process."""
+    store = ConfigStore.instance()
+    for name, cls in schemas().items():
+        store.store(name=f"schema_{name}", node=cls, provider="ppctl")
+    store.store(name="schema_config", node=config_schema(), provider="ppctl")
+    for group, options in (("hydra/launcher", LAUNCHERS), ("hydra/sweeper", SWEEPERS)):
+        for name, cls in options.items():
+            store.store(group=group, name=name, node=cls, provider="ppctl")
+    for plugin in (PpctlSource, PpctlSearchPath):
+        Plugins.instance().register(plugin)
+
+
+@functools.cache  # one class, however often it is registered
+def config_schema() -> type:
+    """Return `Config` as OmegaConf takes it: without unions of dataclasses.
+
+    A part that is chosen by name is missing rather than config's default, so that a group that was
+    not chosen cannot hide.
+    """
+    parts: list[tuple[str, Any, Any]] = []
+    for name, hint in typing.get_type_hints(Config).items():
+        made: dict[str, Any] = {"default": MISSING} if name in PARTS else {"default_factory": hint}
+        kind = hint if dataclasses.is_dataclass(hint) else Any
+        parts.append((name, kind, dataclasses.field(**made)))
+    return dataclasses.make_dataclass("Config", parts)
+
+
+@contextmanager
+def config_loader(config_dir: Path | None) -> Iterator[ConfigLoader]:
+    """Open Hydra's loader of conf/, of recipes/ and of a directory of the user's."""
+    register()
+    PpctlSearchPath.config_dir = config_dir
+    try:
+        with initialize_config_dir(str(ROOT / "conf"), job_name="ppctl", version_base="1.3"):
+            yield GlobalHydra.instance().config_loader()
+    finally:
+        PpctlSearchPath.config_dir = None
+
+
+class Composed(NamedTuple):
+    """A composed config."""
+
+    config: DictConfig  # without Hydra's own settings
+    choices: dict[str, Any]  # the option of each group
+
+
+def load_one(loader: ConfigLoader, overrides: list[str]) -> Composed:
+    """Return the config of the overrides of one run."""
+    return _without_hydra(loader.load_configuration(CONFIG, overrides, RunMode.RUN))
+
+
+def load_job(loader: ConfigLoader, common: DictConfig, overrides: list[str]) -> Composed:
+    """Return the config of one job of a sweep, by all its overrides."""
+    return _without_hydra(loader.load_sweep_config(common, overrides))
+
+
+def _without_hydra(config: DictConfig) -> Composed:
+    """Return a composed config and its choices, Hydra's own settings dropped from it."""
+    choices = dict(config.hydra.runtime.choices)
+    with read_write(config), open_dict(config):
+        del config["hydra"]
+    return Composed(config, choices)

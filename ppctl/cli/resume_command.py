@@ -1,0 +1,108 @@
+"""The command that resumes a run: its start's words, from `status.jsonl`. Loads no Hydra."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ppctl.cli.choices import value_text
+from ppctl.launch.local_processes import HOST, STARTED_WITH
+from ppctl.reports import run_status
+from ppctl.reports.run_files import read_config, read_lines
+
+
+class Resumption(NamedTuple):
+    """The words that resume a run."""
+
+    config: Mapping[str, Any]  # the settings of its newest start; empty if unreadable
+    is_known: bool  # whether the words of a start are recorded, and the settings readable
+    words: Sequence[str]  # --config-dir=DIR, GROUP=OPTION and SETTING=VALUE, as Hydra reads them
+    notes: Sequence[str]  # additions to the words
+    directory: str | None  # to change to first, for the user's code or a relative --config-dir
+
+    @property
+    def command(self) -> str:
+        """The command line that resumes the run; empty where no start is recorded."""
+        if not self.is_known:
+            return ""
+        first = "" if self.directory is None else f"cd {shlex.quote(self.directory)} && "
+        return first + shlex.join(["ppctl", "train", *self.words])
+
+
+def started_with(config_dir: str | None, overrides: Sequence[str]) -> list[str]:
+    """Return the words of a start of `ppctl train`, or of its launcher, to be stored."""
+    if STARTED_WITH in os.environ:
+        return json.loads(os.environ.pop(STARTED_WITH))
+    first = [] if config_dir is None else [f"--config-dir={config_dir}"]
+    return [*first, *overrides]
+
+
+def resumption(path: Path) -> Resumption:
+    """Return the words that resume the run in a directory, even if that was moved."""
+    config = read_config(path)
+    problems = [config] if isinstance(config, str) else []
+    config = {} if isinstance(config, str) else config
+    stored, started_in = _newest_start(path)
+    if stored is None:
+        return Resumption(config, is_known=False, words=[], notes=problems, directory=None)
+    directory = _needed(started_in, config, stored)
+    words, notes = _here(stored, config.get("run"), os.path.normpath(path), directory)
+    return Resumption(config, bool(config or words), words, [*problems, *notes], directory)
+
+
+def _newest_start(path: Path) -> tuple[list[str] | None, str | None]:
+    """Return (words, directory) of the run's newest start, None where not recorded."""
+    lines = read_lines(path / run_status.FILE, [])
+    start = [{}, *(line for line in lines if line.get("status") == run_status.STARTED)][-1]
+    words, directory = start.get(run_status.OVERRIDES), start.get(run_status.DIRECTORY)
+    is_known = isinstance(words, list) and all(isinstance(word, str) for word in words)
+    return words if is_known else None, directory if isinstance(directory, str) else None
+
+
+def _needed(directory: str | None, config: Mapping[str, Any], words: Sequence[str]) -> str | None:
+    """Return the directory of a run's start, if it is another one and the run needs it.
+
+    The user's code is looked for in the current directory, and a --config-dir may be relative to
+    it.
+    """
+    if directory is None or os.path.realpath(directory) == os.path.realpath(os.curdir):
+        return None
+    parts = [config.get(name) for name in ("model", "data")]
+    has_code = any(isinstance(part, Mapping) and "target" in part for part in parts)
+    config_dirs = [word[13:] for word in words if word.startswith("--config-dir=")]
+    is_relative = not all(map(os.path.isabs, config_dirs))
+    return directory if has_code or is_relative else None
+
+
+def _here(
+    words: Sequence[str], run: object, run_dir: str, directory: str | None
+) -> tuple[list[str], list[str]]:
+    """Return (the words that resume the run in `run_dir`, notes); `run`: its settings of this name.
+
+    directory: of the words, None for the current one.
+    """
+    # 1. words of one start or one process, and of another run.dir
+    settings = run if isinstance(run, Mapping) else {}
+    dropped = {"run.resume", "run.process_id"}
+    own = []
+    if directory is not None:
+        run_dir = os.path.abspath(run_dir)
+    if os.path.normpath(os.path.join(directory or "", str(settings.get("dir", "")))) != run_dir:
+        dropped.add("run.dir")
+        own.append(f"run.dir={value_text(run_dir)}")
+    if settings.get("resume", "auto") != "auto":  # a recipe may say so
+        own.append("run.resume=auto")
+    kept = [word for word in words if word.lstrip("+").partition("=")[0] not in dropped]
+    # 2. the words that each process adds, unless `launch.processes` starts them
+    notes = []
+    distributed, coordinator = settings.get("distributed"), str(settings.get("coordinator"))
+    if distributed == "explicit" and not coordinator.startswith(f"{HOST}:"):
+        number = settings.get("num_processes")
+        notes.append(f"{number} processes: each with its own run.process_id=0, 1, ...")
+    elif distributed not in (None, "off", "explicit"):
+        notes.append("several processes: start it in each of them")
+    return [*kept, *own], notes

@@ -1,0 +1,170 @@
+"""`ppctl schedule curves`: a schedule over more ranks and microbatches. Loads no jax."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from ppctl import config as settings
+from ppctl.cli.subcommands.schedule_show import costs_on, costs_text, deliver, is_large, print_on
+from ppctl.config.schedule_from_config import label, schedule_of
+from ppctl.errors import ConfigError, ScheduleError
+from ppctl.reports.charts.image_charts import FORMS, Panel, panels
+from ppctl.reports.charts.schedule_drawing import number_text
+from ppctl.reports.terminal_output import show_table
+from ppctl.schedule.simulator import simulate
+
+FORMATS = ("text", "json", *FORMS)
+MOST_LINES = 16  # in a figure
+Over = Literal["ranks", "microbatches"]
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """One size of a schedule, simulated. Activations: of a microbatch through 1/num_ranks."""
+
+    num_ranks: int
+    num_microbatches: int
+    makespan_s: float
+    bubble_fraction: float
+    speedup: float  # over one rank that does all the work
+    peak_activations: float  # of the rank that holds most
+    all_activations: float  # of all ranks, each at its peak
+
+
+CellValue = Callable[[CurvePoint], float]
+Lines = dict[str, list[tuple[int, float | None]]]  # by name: (x, value)
+
+
+@dataclass(frozen=True)
+class CurveGrid:
+    """The cells of all sizes, and why others failed. kept_mb: MB a rank keeps of a microbatch."""
+
+    title: str
+    ranks: Sequence[int]
+    microbatches: Sequence[int]
+    over: Over  # the x axis; the other one tells lines apart
+    kept_mb: Sequence[float]
+    cells: dict[tuple[int, int], CurvePoint]
+    refused: dict[tuple[int, int], str]
+
+    def line(self, other: int, value: CellValue) -> Iterator[tuple[int, float | None]]:
+        """Yield (x, value) where the other axis is at `other`; None where no such schedule is."""
+        for x in self.ranks if self.over == "ranks" else self.microbatches:
+            cell = self.cells.get((x, other) if self.over == "ranks" else (other, x))
+            yield x, None if cell is None else value(cell)
+
+    @property
+    def lines(self) -> dict[str, int]:
+        """Return the size of each line by its name."""
+        letter, sizes = ("m", self.microbatches) if self.over == "ranks" else ("p", self.ranks)
+        return {f"{letter}={size}": size for size in sizes}
+
+
+def curve_grid(
+    config: settings.ScheduleConfig,
+    ranks: Sequence[int],
+    microbatches: Sequence[int],
+    over: Over | None,
+    kept_mb: Sequence[float],
+) -> CurveGrid:
+    """Return the schedule of a request at all these sizes. over: None takes the longer axis."""
+    if isinstance(config.schedule, settings.Csv):
+        use = "Name a family, as in schedule=gpipe."
+        raise ConfigError(f"schedule=csv has the size of its file. {use}")
+    # 1. each size
+    cells, refused = {}, {}
+    for p, m in product(ranks, microbatches):
+        schedule = replace(config.schedule, num_microbatches=m)
+        request = config._replace(mesh=replace(config.mesh, pp=p), schedule=schedule)
+        if is_large(request):
+            what = f"{p} ranks, {m} microbatches: too many tasks for a curve"
+            raise ScheduleError(f"{what}. Use fewer.")
+        try:
+            cells[p, m] = _point(request)
+        except ScheduleError as error:
+            refused[p, m] = " ".join(str(error).split())
+    # 2. the grid
+    if not cells:
+        why = next(iter(refused.values()))
+        raise ScheduleError(f"{config.schedule.name} has none of these sizes. {why}")
+    over = over or ("microbatches" if len(microbatches) >= len(ranks) else "ranks")
+    title = f"{label(config.schedule)}, {costs_text(config.costs)}"
+    return CurveGrid(title, ranks, microbatches, over, kept_mb, cells, refused)
+
+
+def show_curves(found: CurveGrid, form: str, out: Path | None) -> int:
+    """Show a grid in one of FORMATS, to a file or to stdout."""
+    if form == "json":
+        cells = [_document(cell, found.kept_mb) for cell in found.cells.values()]
+        names = "num_ranks", "num_microbatches", "why"
+        whys = ((p, m, why) for (p, m), why in found.refused.items())
+        refused = [dict(zip(names, each, strict=True)) for each in whys]
+        content = {"title": found.title, "over": found.over, "kept_mb": found.kept_mb}
+        return deliver(json.dumps(content | {"cells": cells, "refused": refused}) + "\n", out)
+    if form == "text":
+        return print_on(lambda console: _tables(console, found), out)
+    drawn = len(found.lines) * max(1, len(found.kept_mb))
+    if drawn > MOST_LINES:
+        axis = "--microbatches" if found.over == "ranks" else "--ranks"
+        what = f"{drawn} lines are more than the {MOST_LINES} that a figure tells apart"
+        raise ConfigError(f"{what}. Use fewer {axis}.")
+    return deliver(panels(found.title, list(_panels(found)), found.over, form), out)
+
+
+def _point(config: settings.ScheduleConfig) -> CurvePoint:
+    p, m = config.mesh.pp, config.schedule.num_microbatches
+    schedule = schedule_of(config.schedule, p, costs_on(config)).schedule
+    timeline = simulate(schedule, costs_on(config)(schedule.rank_of).costs)
+    peaks, bubble = timeline.peak_activations, timeline.bubble_fraction
+    return CurvePoint(p, m, timeline.makespan_s, bubble, p * (1 - bubble), max(peaks), sum(peaks))
+
+
+def _document(cell: CurvePoint, kept_mb: Sequence[float]) -> dict[str, object]:
+    return asdict(cell) | {
+        "efficiency_fraction": 1 - cell.bubble_fraction,
+        "peak_mb": [size * cell.peak_activations for size in kept_mb],
+        "all_mb": [size * cell.all_activations for size in kept_mb],
+    }
+
+
+def _panels(found: CurveGrid) -> Iterator[Panel]:
+    """Yield the four figures; those of memory have a line for each size of kept_mb."""
+
+    def lines(value: CellValue, suffix: str = "") -> Lines:
+        return {f"{name}{suffix}": list(found.line(n, value)) for name, n in found.lines.items()}
+
+    def memory(value: CellValue) -> Lines:
+        all_lines: Lines = {} if found.kept_mb else lines(value)
+        for mb in found.kept_mb:
+            all_lines |= lines(lambda cell, mb=mb: mb * value(cell), f", {number_text(mb)} MB")
+        return all_lines
+
+    unit, bubbles = "MB" if found.kept_mb else "activations", lines(lambda c: c.bubble_fraction)
+    most, total = memory(lambda c: c.peak_activations), memory(lambda c: c.all_activations)
+    yield Panel("bubble, idle share of all ranks", "bubble", bubbles, is_share=True)
+    yield Panel("speedup over one rank", "speedup", lines(lambda c: c.speedup))
+    yield Panel("memory of the rank that holds most", unit, most)
+    yield Panel("memory of all ranks", unit, total)
+
+
+def _tables(console: Console, found: CurveGrid) -> None:
+    """Print a table for each figure: a row for each size on the x axis, a column for each line."""
+    console.print(found.title, markup=False, highlight=False, soft_wrap=True)
+    for panel in _panels(found):
+        write = (lambda y: f"{y:.1%}") if panel.is_share else number_text
+        columns = [dict(line) for line in panel.lines.values()]
+        rows = [
+            (str(x), *("" if (y := column[x]) is None else write(y) for column in columns))
+            for x in columns[0]
+        ]
+        unit = "" if panel.unit in panel.title else f" ({panel.unit})"
+        show_table(console, panel.title + unit, (found.over, *panel.lines), rows)
+    for (p, m), why in found.refused.items():
+        console.print(f"p={p} m={m}: {why}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,307 @@
+"""`ppctl schedule`: schedules drawn, listed, compared, checked from costs. Loads no jax."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import io
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields, replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from ppctl import config as settings
+from ppctl.config.schedule_from_config import label, read, schedule_of
+from ppctl.errors import ConfigError, ScheduleError
+from ppctl.reports.charts.draw_schedule import DRAWN_AS
+from ppctl.reports.charts.html_charts import schedules_page
+from ppctl.reports.charts.image_charts import FORMS, image
+from ppctl.reports.charts.schedule_drawing import (
+    Drawing,
+    Row,
+    drawing_document,
+    drawing_of_timeline,
+    row,
+)
+from ppctl.reports.charts.text_chart import show_gantt, show_schedules_table
+from ppctl.reports.terminal_output import OutputConsole, write_file
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.families.registry import FAMILIES, advice, build
+from ppctl.schedule.ir import Schedule
+from ppctl.schedule.lower_bounds import split_makespan_bound_s, whole_makespan_bound_s
+from ppctl.schedule.partition.partition import Partition, balanced, uniform
+from ppctl.schedule.search.auto_choice import GIB, Choice
+from ppctl.schedule.search.extrapolated_cost import MOST_TASKS, extrapolate
+from ppctl.schedule.search.layer_costs import LayerCosts, Piece
+from ppctl.schedule.search.placement_costs import CostsOf, Placed
+from ppctl.schedule.simulator import simulate
+
+SHOW_FORMATS = tuple(DRAWN_AS)
+COMPARE_FORMATS = ("text", "html", *FORMS, "json", "csv")
+LIST_FORMATS = ("text", *FORMS, "json", "csv")
+WITHOUT_TASKS = ("text", "json")  # formats of one schedule's numbers
+FILE_WIDTH = 200  # columns of a text file
+
+
+def show(config: settings.ScheduleConfig, form: str, out: Path | None) -> int:
+    """Draw the requested schedule, in one of SHOW_FORMATS, to a file or to stdout.
+
+    A schedule too large to be simulated is extrapolated: numbers as text or JSON, no chart.
+    """
+    if not is_large(config):
+        return show_drawing(draw(config), form, out)
+    if form not in WITHOUT_TASKS:
+        raise _too_large(config)
+    title = f"{config.schedule.name}, {costs_text(config.costs)}"
+    return _show_rows(title, [extrapolated(config)], {}, form, out)
+
+
+def show_drawing(drawing: Drawing, form: str, out: Path | None) -> int:
+    """Draw one schedule in one of SHOW_FORMATS, to a file or to stdout."""
+    if form == "text" and out is None:
+        return print_on(lambda console: show_gantt(console, drawing), out)
+    return deliver(DRAWN_AS[form](drawing), out)
+
+
+def show_comparison(configs: Sequence[settings.ScheduleConfig], form: str, out: Path | None) -> int:
+    """Show several schedules in one table, in one of COMPARE_FORMATS; html and figures: charts."""
+    title = f"{len(configs)} schedules, {_size_of(configs[0])}"
+    if any(map(is_large, configs)):
+        if form not in (*WITHOUT_TASKS, "csv"):
+            raise _too_large(configs[0])
+        rows = [extrapolated(each) if is_large(each) else row(draw(each)) for each in configs]
+        return _show_rows(title, rows, {}, form, out)
+    drawings = list(map(draw, configs))
+    rows = list(map(row, drawings))
+    if form == "text":
+        return print_on(lambda console: show_schedules_table(console, title, rows), out)
+    if form == "csv":
+        return deliver(_rows_csv(rows), out)
+    if form == "html":
+        return deliver(schedules_page(drawings), out)
+    if form in FORMS:
+        return deliver(image(drawings, form), out)
+    return deliver(json.dumps([drawing_document(drawing) for drawing in drawings]) + "\n", out)
+
+
+def list_families(
+    config: settings.ScheduleConfig,
+    each: Sequence[settings.ScheduleConfig],
+    form: str,
+    out: Path | None,
+) -> int:
+    """Show every family at the size of `config`, with its formulas, or why it is refused."""
+    rows, drawings, refused, order = [], [], {}, list(FAMILIES)
+    if form in FORMS and any(map(is_large, each)):
+        raise _too_large(config)
+    for one in sorted(each, key=lambda one: order.index(one.schedule.name)):
+        try:
+            if is_large(one):
+                rows.append(extrapolated(one))
+                continue
+            drawings.append(draw(one))
+            rows.append(row(drawings[-1], *_formulas(one)))
+        except ScheduleError as error:
+            refused[one.schedule.name] = " ".join(str(error).split())
+    if form in FORMS:
+        return deliver(image(drawings, form), out)
+    title = f"{_size_of(config)}, {costs_text(config.costs)}"
+    return _show_rows(title, rows, refused, form, out)
+
+
+def _show_rows(
+    title: str, rows: Sequence[Row], refused: dict[str, str], form: str, out: Path | None
+) -> int:
+    """Show a table of `rows`, the formulas of their families, and why others were refused."""
+    stated = {row.schedule: formulas(row.schedule) for row in rows if row.schedule in FAMILIES}
+    if form == "json":
+        documents = [asdict(row) | {"formulas": stated.get(row.schedule)} for row in rows]
+        return deliver(json.dumps({"schedules": documents, "refused": refused}) + "\n", out)
+    if form == "csv":
+        return deliver(_rows_csv(rows), out)
+    width = max(map(len, stated), default=0)
+
+    def draw_on(console: Console) -> None:
+        show_schedules_table(console, title, rows, formulas=True)
+        texts = [f"{family:{width}}  {text}" for family, text in stated.items()]
+        for text in [*texts, "", *refused.values()]:
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    return print_on(draw_on, out)
+
+
+def _rows_csv(rows: Sequence[Row]) -> str:
+    """Return a table as CSV, without notes; unknown values are empty."""
+    names = [field.name for field in fields(Row) if field.name != "notes"]
+    out = io.StringIO()
+    lines = csv.writer(out, lineterminator="\n")
+    lines.writerow(names)
+    lines.writerows([getattr(row, name) for name in names] for row in rows)
+    return out.getvalue()
+
+
+def check_file(path: Path) -> int:
+    """Return 0 if a CSV file holds a valid schedule, else 1, with the fault printed."""
+    try:
+        schedule = read(path)
+    except ScheduleError as error:
+        print(f"ppctl: {error}", file=sys.stderr)
+        return 1
+    kinds = "".join(sorted(schedule.kinds))
+    sizes = f"{schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
+    print(f"{path}: valid: {sizes}, {schedule.num_stages} stages, kinds {kinds}")
+    return 0
+
+
+def draw(config: settings.ScheduleConfig) -> Drawing:
+    """Return the requested schedule with its costs."""
+    requested = schedule_of(config.schedule, config.mesh.pp, costs_on(config))
+    return drawing_of(requested.schedule, config.costs, requested.label, requested.choice)
+
+
+def is_large(config: settings.ScheduleConfig) -> bool:
+    """Return whether the schedule has too many tasks to be simulated in seconds."""
+    num_tasks = 3 * config.mesh.pp * config.schedule.num_microbatches
+    return config.schedule.name in FAMILIES and num_tasks > MOST_TASKS
+
+
+def _too_large(config: settings.ScheduleConfig) -> ScheduleError:
+    return ScheduleError(
+        f"{_size_of(config)}: too many tasks for a chart. Use --format text or json, which "
+        "extrapolate, or fewer."
+    )
+
+
+def extrapolated(config: settings.ScheduleConfig) -> Row:
+    """Return the row of a schedule too large to be simulated, from smaller ones of its family."""
+    # 1. the smaller ones
+    wanted, num_ranks = config.schedule, config.mesh.pp
+    if config.costs.num_layers is not None:
+        raise ConfigError(
+            f"{_size_of(config)}: too many tasks to be simulated, and nothing is extrapolated with "
+            f"costs.num_layers={config.costs.num_layers}. Leave it out, or use fewer."
+        )
+    costs = costs_of(config.costs)
+    family = partial(build, wanted.name, **wanted.knobs())
+    found = extrapolate(family, num_ranks, wanted.num_microbatches, costs)
+    # 2. the row
+    few, (makespan_s, peak) = family(*found.simulated[0]), _formulas(config)
+    ends_with_w = any(task.kind == "W" for task in few.ranks[-1])
+    bound = split_makespan_bound_s if ends_with_w else whole_makespan_bound_s
+    bound_s = bound(num_ranks, wanted.num_microbatches, few.num_chunks, costs)
+    period_bound_s = wanted.num_microbatches * (costs.seconds("F", 0, 1) + costs.backward_s)
+    seconds = found.makespan_s, makespan_s, bound_s, found.period_s, period_bound_s
+    share, sizes = found.bubble_fraction, ", ".join(map(str, found.simulated))
+    notes = [f"extrapolated from (ranks, microbatches) {sizes}"]
+    memory = found.peak_activations, peak, None
+    return Row(wanted.name, label(wanted), *seconds, share, *memory, notes)
+
+
+def _formulas(config: settings.ScheduleConfig) -> tuple[float | None, float | None]:
+    """Return makespan and peak by the family's closed forms, or None."""
+    family, knobs = FAMILIES[config.schedule.name], config.schedule.knobs()
+    sizes = config.mesh.pp, config.schedule.num_microbatches
+    peak = family.peak_activations(*sizes, **knobs)
+    if config.costs.num_layers is not None:  # closed forms are of equal stages
+        return None, peak
+    return family.makespan_s(*sizes, costs_of(config.costs), **knobs), peak
+
+
+def formulas(family: str) -> str:
+    """Return a family's closed forms, as its docstring states them: bubble or makespan, peak.
+
+    >>> formulas("gpipe")
+    'Bubble (p-1)(F+B); bubble fraction (p-1)/(m+p-1); peak activations m on every rank'
+    """
+    text = inspect.getdoc(FAMILIES[family].generate) or ""
+    paragraph = " ".join(text.split("\n\n")[1].partition("\nSource:")[0].split())
+    found = re.match(r".*?peak activations.*?(?=[.;] |\.$|$)", paragraph, re.IGNORECASE)
+    return found[0] if found else paragraph
+
+
+def drawing_of(
+    schedule: Schedule, costs: settings.Costs, label: str, choice: Choice | None = None
+) -> Drawing:
+    """Return the drawing of a schedule with these costs."""
+    seconds = placed_costs(costs, schedule.rank_of, schedule.num_ranks).costs
+    drawing = drawing_of_timeline(label, simulate(schedule, seconds))
+    return replace(drawing, advice=advice(schedule, seconds), choice=choice)
+
+
+def costs_of(costs: settings.Costs) -> Costs:
+    """Return the costs that a request assumes for 1/p of the layers, for the simulator."""
+    seconds = costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.transfer_s
+    return Costs(*seconds, activation_bytes=costs.activation_gib * GIB)
+
+
+def costs_on(config: settings.ScheduleConfig) -> CostsOf:
+    """Return the costs that a request assumes, for any placement of stages."""
+    return lambda rank_of: placed_costs(config.costs, rank_of, config.mesh.pp)
+
+
+def placed_costs(costs: settings.Costs, rank_of: tuple[int, ...], num_ranks: int) -> Placed:
+    """Return the costs on a placement. ConfigError if it has too few layers."""
+    if costs.num_layers is None:
+        return Placed(costs_of(costs), (costs.fixed_gib * GIB,) * num_ranks)
+    num_layers, even = costs.num_layers, costs.partition == "uniform"
+
+    def divide(rank_of: tuple[int, ...]) -> Partition:
+        if even:
+            return uniform(num_layers, len(rank_of))
+        return balanced(num_layers, rank_of, embed=costs.embed, head=costs.head)
+
+    def piece(layers: float) -> Piece:
+        """Return a piece that costs as much as `layers` layers."""
+        share = layers * num_ranks / num_layers
+        seconds = costs.forward_s, costs.input_grad_s, costs.weight_grad_s
+        return Piece(*(share * s for s in seconds), fixed_bytes=share * costs.fixed_gib * GIB)
+
+    layer = piece(1.0)._replace(stash_bytes=costs.activation_gib * GIB * num_ranks / num_layers)
+    parts = layer, divide, piece(costs.embed), piece(costs.head)
+    try:
+        return LayerCosts((1.0,) * num_layers, *parts, hop_s=costs.transfer_s).on(rank_of)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.num_layers", "costs.num_layers")) from None
+
+
+def costs_text(costs: settings.Costs) -> str:
+    """Return the costs that a request assumes, in words."""
+    text = (
+        f"F={costs.forward_s:g} I={costs.input_grad_s:g} W={costs.weight_grad_s:g} "
+        f"c={costs.transfer_s:g} s"
+    )
+    if costs.num_layers is None:
+        return text
+    ends = [f"{key} as {value:g}" for key in ("embed", "head") if (value := getattr(costs, key))]
+    return f"{text}, {', '.join([f'{costs.num_layers} layers ({costs.partition})', *ends])}"
+
+
+def _size_of(config: settings.ScheduleConfig) -> str:
+    return f"{config.mesh.pp} ranks, {config.schedule.num_microbatches} microbatches"
+
+
+def print_on(draw_on: Callable[[Console], None], out: Path | None) -> int:
+    """Call `draw_on(console)`, on the terminal or in a text file."""
+    if out is None:
+        draw_on(OutputConsole())
+        return 0
+    text = io.StringIO()
+    draw_on(Console(file=text, width=FILE_WIDTH, color_system=None))
+    return deliver(text.getvalue(), out)
+
+
+def deliver(content: str | bytes, out: Path | None) -> int:
+    """Write `content` to a file or to stdout; bytes are for a file only."""
+    if out is None:
+        if isinstance(content, bytes):
+            sys.stdout.buffer.write(content)
+        else:
+            print(content, end="")
+        return 0
+    write_file(f"--out {out}", out, content)
+    return 0

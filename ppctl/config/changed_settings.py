@@ -1,0 +1,114 @@
+"""Differences between the settings of two starts of a run. Loads no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
+from typing import Any, NamedTuple, TypeGuard
+
+from ppctl.config.composed_config import Config
+from ppctl.config.groups.run_settings import Run
+
+# Parts and settings that change nothing that a run computes or records.
+FREE_PARTS = ("launch", "verify", "plan", "tune", "inspect")
+_FREE_OF_RUN = (
+    "name dir resume resume_with start_from log_every trackers checkpoint heartbeat_s slow_after_s "
+    "distributed coordinator num_processes process_id show_placement compilation_cache"
+)
+FREE = {f"run.{name}" for name in _FREE_OF_RUN.split()} | {"data.cache_dir"}
+
+# Settings of a model that leave its function as it is. Another vocabulary or cut shows in the
+# shapes of its arrays.
+SAME_FUNCTION = ("model.attention", "model.vocab_size", "model.layers", "model.mixes_examples")
+ADAPTERS = tuple(f"optim.{name}" for name in ("train", "lora_rank", "lora_targets"))
+# besides the model's: settings that decide which arrays a checkpoint has
+ARRAYS = ("optim", "optim.momentum", "run.dtype", *ADAPTERS)
+
+
+class Change(NamedTuple):
+    """A setting, or the choice of a part, that has changed."""
+
+    name: str
+    before: Any
+    now: Any
+
+    @property
+    def part(self) -> str:
+        """The part of the config."""
+        return self.name.split(".")[0]
+
+    @property
+    def text(self) -> str:
+        """The change in words, as in `optim.lr: 0.002 then, 0.1 now`."""
+        separator = ": " if "." in self.name else "="
+        return f"{self.name}{separator}{shown(self.before)} then, {shown(self.now)} now"
+
+    @property
+    def arrow(self) -> str:
+        """The change as in `optim.lr 0.002 -> 0.1`."""
+        return f"{self.name} {shown(self.before)} -> {shown(self.now)}"
+
+    @property
+    def is_of_function(self) -> bool:
+        """Whether the model computes something else for the same parameters."""
+        is_of_model = self.part == "model" and self.name not in SAME_FUNCTION
+        return is_of_model or self.name == "optim.lora_alpha"
+
+    @property
+    def is_of_arrays(self) -> bool:
+        """Whether a checkpoint may hold other arrays."""
+        return self.part == "model" or self.name in ARRAYS
+
+
+def changes(before: Mapping[str, Any], config: Config) -> list[Change]:
+    """Return the settings that differ from `before`, the stored settings of an earlier start.
+
+    Those that change nothing that a run computes or records are left out.
+    """
+    found: list[Change] = []
+    for part in fields(config):
+        stored: Any
+        stored, now = before.get(part.name), getattr(config, part.name)
+        if part.name in FREE_PARTS or not _are_settings(stored):
+            continue
+        if stored.get("name") != getattr(now, "name", None) and part.name != "run":
+            found.append(Change(part.name, stored.get("name"), now.name))
+            continue
+        found += _differing(part.name, stored, asdict(now))
+    return [change for change in found if not _is_default(change, before, config)]
+
+
+def _is_default(change: Change, before: Mapping[str, Any], config: Config) -> bool:
+    """Return whether one of two numbers is null and the other is what null stands for."""
+    if change.name == "run.eval_batches":
+        return {change.before, change.now} == {None, Run.EVAL_BATCHES}
+    if change.name != "model.num_kv_heads":
+        return False
+    heads = before["model"].get("num_heads"), asdict(config.model)["num_heads"]
+    return (change.before or heads[0]) == (change.now or heads[1])
+
+
+def _differing(prefix: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
+    for key, value in now.items():
+        name, stored = f"{prefix}.{key}", before.get(key)
+        if name in FREE:
+            continue
+        if _are_settings(stored) and _are_settings(value):
+            yield from _differing(name, stored, {**dict.fromkeys(stored), **value})
+        elif stored != value:
+            yield Change(name, stored, value)
+
+
+def _are_settings(value: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)
+
+
+def shown(value: object) -> str:
+    """Return a value as one types it.
+
+    >>> shown(None), shown(True), shown(0.5)
+    ('null', 'true', '0.5')
+    """
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

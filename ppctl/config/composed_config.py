@@ -1,0 +1,227 @@
+"""A composed request: one choice of each part, and the checks of more than one part."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
+
+from ppctl.config.field_checks import numbers
+from ppctl.config.groups.cost_settings import Analytic, Costs, Measure
+from ppctl.config.groups.data_settings import AnyData, CustomData, Regression, Stdlib
+from ppctl.config.groups.executor_settings import Mpmd, Reference, Spmd
+from ppctl.config.groups.hardware_settings import AutoHardware, Hardware
+from ppctl.config.groups.inspect_settings import Inspect
+from ppctl.config.groups.launch_settings import Launch
+from ppctl.config.groups.mesh_settings import Mesh
+from ppctl.config.groups.model_settings import MLP, AnyModel, CustomModel, Transformer
+from ppctl.config.groups.optim_settings import SGD, AdamW
+from ppctl.config.groups.partition_settings import Balanced, Explicit, Uniform
+from ppctl.config.groups.plan_settings import Plan
+from ppctl.config.groups.run_settings import Run
+from ppctl.config.groups.schedule_settings import AnySchedule, Schedule
+from ppctl.config.groups.tune_settings import Tune
+from ppctl.config.groups.verify_settings import Verify
+from ppctl.config.size_limits import check_bounds, check_parameters, check_tasks
+from ppctl.errors import ConfigError
+from ppctl.schedule.partition.divisibility import check_sequences, check_widths
+
+
+@dataclass
+class Config:
+    """A composed request. Of a part with several classes, an option of `conf/` chooses one."""
+
+    model: AnyModel = field(default_factory=Transformer)
+    mesh: Mesh = field(default_factory=Mesh)
+    schedule: AnySchedule = field(default_factory=Schedule)
+    partition: Uniform | Balanced | Explicit = field(default_factory=Uniform)
+    executor: Reference | Spmd | Mpmd = field(default_factory=Spmd)
+    optim: AdamW | SGD = field(default_factory=AdamW)
+    data: AnyData = field(default_factory=Stdlib)
+    hardware: AutoHardware | Hardware = field(default_factory=AutoHardware)
+    costs: Analytic | Measure = field(default_factory=Analytic)
+    run: Run = field(default_factory=Run)
+    launch: Launch = field(default_factory=Launch)
+    verify: Verify = field(default_factory=Verify)
+    plan: Plan = field(default_factory=Plan)
+    tune: Tune = field(default_factory=Tune)
+    inspect: Inspect = field(default_factory=Inspect)
+
+
+class ScheduleConfig(NamedTuple):
+    """A composed request of `ppctl schedule`, which knows no model: its costs are assumed."""
+
+    mesh: Mesh
+    schedule: Schedule
+    costs: Costs
+
+    def check(self) -> None:
+        for key, part in self._asdict().items():
+            part.check()
+            numbers(key, part)
+        check_bounds(self)
+        cap_gib = getattr(self.schedule, "max_memory_gib", None)
+        if cap_gib is not None and not self.costs.activation_gib:
+            raise ConfigError(
+                f"schedule.max_memory_gib={cap_gib:g} needs the size of activations, and "
+                "`ppctl schedule` knows no model. Set costs.activation_gib and costs.fixed_gib, "
+                "or use schedule.max_activations."
+            )
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for the first setting or combination that is impossible."""
+    for part in fields(config):
+        getattr(config, part.name).check()
+        if part.name != "hardware":  # a GPU's memory is more bytes than there are steps
+            numbers(part.name, getattr(config, part.name))
+    check_bounds(config)
+    check_parameters(config.model)
+    check_tasks(config.schedule, config.mesh)
+    _check_batch(config)
+    _check_launch(config)
+    _check_executor(config)
+    _check_data(config)
+    _check_trained(config)
+    _check_timeline(config)
+    _check_inspected(config)
+
+
+def _check_batch(config: Config) -> None:
+    mesh, batch_size, number = config.mesh, config.data.batch_size, config.schedule.num_microbatches
+    pieces = number * mesh.dp * mesh.fsdp
+    if batch_size % pieces:
+        raise ConfigError(
+            f"data.batch_size={batch_size} is not a multiple of schedule.num_microbatches*mesh.dp"
+            f"*mesh.fsdp = {number}*{mesh.dp}*{mesh.fsdp} = {pieces}. Use data.batch_size="
+            f"{math.ceil(batch_size / pieces) * pieces}, or fewer microbatches."
+        )
+
+
+def _check_launch(config: Config) -> None:
+    # 1. processes that this command starts
+    launch, run, devices = config.launch, config.run, config.mesh.num_devices
+    processes, restarts = launch.processes, f"launch.max_restarts={launch.max_restarts}"
+    if launch.is_used and run.distributed != "off":
+        raise ConfigError(
+            f"launch.processes={processes} {restarts} is for processes that this command starts, "
+            f"but run.distributed={run.distributed} says that they are started elsewhere. Use "
+            "run.distributed=off, or leave out launch."
+        )
+    if launch.max_restarts and not run.checkpoint.enabled:
+        raise ConfigError(
+            f"{restarts} starts a crashed run again from its newest checkpoint, but "
+            "run.checkpoint.enabled=false writes none. Use launch.max_restarts=0, or leave the "
+            "other out."
+        )
+    if devices % processes:
+        most = max(n for n in range(1, min(devices, processes) + 1) if devices % n == 0)
+        raise ConfigError(
+            f"mesh={config.mesh.text} has {devices} devices, not a multiple of "
+            f"launch.processes={processes}. Use launch.processes={most}, or another mesh."
+        )
+    if processes > 1 and run.platform == "tpu":
+        raise ConfigError(
+            f"launch.processes={processes} divides GPUs or simulated CPU devices, but "
+            "run.platform=tpu. Use launch.processes=1: a process takes all TPU chips of a host."
+        )
+    # 2. devices that are only described
+    topology = config.plan.topology
+    if topology is not None and run.platform not in (None, "cpu"):
+        raise ConfigError(
+            f"plan.topology={topology} needs no devices, but run.platform={run.platform} starts "
+            "devices. Use run.platform=cpu, or leave it out."
+        )
+
+
+def _check_executor(config: Config) -> None:
+    mesh, partition, model = config.mesh, config.partition.name, config.model
+    if not config.executor.IS_PIPELINED and mesh.num_devices > 1:
+        raise ConfigError(
+            f"executor=reference is the un-pipelined model on one device, but mesh={mesh.text} "
+            f"has {mesh.num_devices}. Use mesh=1x1, executor=spmd or executor=mpmd."
+        )
+    if not config.executor.IS_PIPELINED and partition != "uniform":
+        raise ConfigError(
+            f"partition={partition} divides layers over stages, and executor=reference has none. "
+            "Use partition=uniform or another executor."
+        )
+    if isinstance(model, Transformer):
+        check_widths(mesh.tp, model.num_heads, model.kv_heads, model.hidden_width)
+        check_sequences(mesh.cp, model.seq_len)
+
+
+def _check_data(config: Config) -> None:
+    model, data = config.model, config.data
+    if isinstance(data, Stdlib) and data.packing and not isinstance(model, Transformer):
+        raise ConfigError(
+            f"data.packing=true puts several documents into a sequence, which model={model.name} "
+            "does not tell apart. Use data.packing=false, or model=transformer."
+        )
+    is_custom = isinstance(model, CustomModel) or isinstance(data, CustomData)
+    is_mlp, has_features = isinstance(model, MLP), isinstance(data, Regression)
+    if is_mlp != has_features and not is_custom:
+        remedy = "data=stdlib (or text, tokens, synthetic) or model=mlp"
+        if is_mlp:
+            remedy = "data=regression or model=transformer"
+        raise ConfigError(f"model={model.name} cannot learn from data={data.name}. Use {remedy}.")
+    if isinstance(model, CustomModel):
+        is_text = not isinstance(data, Regression | CustomData)
+        if is_text != (model.seq_len is not None):
+            remedy = "Set model.seq_len" if is_text else "Leave model.seq_len out"
+            reason = "is cut into sequences" if is_text else "has no sequences to be cut"
+            raise ConfigError(
+                f"data={data.name} {reason}, but model.seq_len={model.seq_len}. {remedy}."
+            )
+
+
+def _check_trained(config: Config) -> None:
+    model, optim = config.model, config.optim
+    if optim.train == "lora" and not isinstance(model, Transformer):
+        custom = " A custom model has Stack(trainable=...) or Network(trainable=...) instead."
+        raise ConfigError(
+            f"optim.train=lora puts adapters into a transformer's blocks, and model={model.name} "
+            f"has none.{custom if isinstance(model, CustomModel) else ''} Use optim.train=all, or "
+            "model=transformer."
+        )
+    wants_gate = "gate" in (optim.lora_targets or ())
+    if wants_gate and isinstance(model, Transformer) and model.activation not in model.GATED:
+        raise ConfigError(
+            f"optim.lora_targets has gate, and with model.activation={model.activation} an MLP "
+            f"has no gate. Leave it out, or use one of {', '.join(model.GATED)}."
+        )
+
+
+def _check_timeline(config: Config) -> None:
+    run = config.run
+    if run.timeline and not config.executor.DISPATCHES_TASKS:
+        raise ConfigError(
+            "run.timeline=true measures tasks that are programs of their own, but "
+            f"executor={config.executor.name} is one program. Use executor=mpmd, or "
+            "run.profile=N, which traces any executor."
+        )
+    if run.timeline and run.distributed != "off":
+        raise ConfigError(
+            "run.timeline=true measures the ranks of one process, but "
+            f"run.distributed={run.distributed} has those of several. Use run.distributed=off, "
+            "or run.profile=N, which traces process 0."
+        )
+    if run.timeline and run.profile is not None:
+        raise ConfigError(
+            f"run.timeline=true and run.profile={run.profile} both trace, and one trace can run "
+            "at a time. Leave one of them out."
+        )
+
+
+def _check_inspected(config: Config) -> None:
+    request, executor = config.inspect, config.executor
+    if request.task is not None and not executor.DISPATCHES_TASKS:
+        raise ConfigError(
+            f"inspect.task={request.task} chooses among the programs of executor=mpmd, but "
+            f"executor={executor.name} is one program. Leave it out, or use executor=mpmd."
+        )
+    if request.what == "program" and not executor.IS_PIPELINED:
+        raise ConfigError(
+            "inspect.what=program shows what ranks run, but executor=reference has neither ticks "
+            "nor tasks. Use inspect.what=jaxpr, stablehlo or hlo, or executor=spmd or mpmd."
+        )

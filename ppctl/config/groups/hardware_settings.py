@@ -1,0 +1,121 @@
+"""Speeds and memory of accelerators, and of their links. The numbers are in `conf/hardware/`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ppctl.config.field_checks import above_zero, at_least, choice, record_of
+from ppctl.errors import ConfigError
+
+CAPABILITY = re.compile(r"\d+\.\d")
+REACHED = (
+    "flops",  # share of peak_flops in large matrix products
+    "bytes",  # share of memory_bytes_per_s in element-wise operations; default 1
+    "attention_forward",  # share of peak_flops, all pairs of tokens counted; default: as flops
+    "attention_backward",  # likewise
+)
+
+
+class Network(NamedTuple):
+    """The network that joins hosts."""
+
+    host_devices: int  # devices of a host, joined by links
+    bytes_per_s: float  # one way, from a device to one of another host
+    latency_s: float  # of a message to another host
+
+
+@dataclass
+class AutoHardware:
+    """The hardware that the devices say they are, or that plan.topology names."""
+
+    name: str = "auto"
+
+    def check(self) -> None:
+        """Check nothing: there is no setting."""
+
+
+class Cuda(NamedTuple):
+    """Properties of an NVIDIA GPU that XLA's compiler needs for plan.topology."""
+
+    capability: str  # compute capability, such as "9.0"
+    cores: int  # streaming multiprocessors
+    fp32_per_core: int  # float32 lanes
+    clock_ghz: float
+    memory_bytes: int  # as CUDA states it
+    l2_bytes: int
+    shared_bytes_per_core: int  # shared memory
+
+    def check(self) -> None:
+        if CAPABILITY.fullmatch(str(self.capability)) is None:
+            key = f"hardware.cuda.capability={self.capability!r}"
+            raise ConfigError(f"{key} is not a compute capability, such as 9.0.")
+        for key in self._fields[1:]:
+            above_zero(f"hardware.cuda.{key}", getattr(self, key))
+
+
+@dataclass
+class Hardware:
+    """Speeds and memory of one device (as JAX counts devices), and of its links to others."""
+
+    name: str
+    device_kinds: list[str]  # as jax.Device.device_kind names it
+    peak_flops: dict[str, float]  # dense FLOP/s by dtype of compute
+    reached: dict[str, float]  # shares of the peaks, 0..1, see REACHED
+    memory_bytes_per_s: float  # of the device's own memory
+    link_bytes_per_s: float  # one way, from a device to its neighbour (NVLink, ICI)
+    link_latency_s: float  # of a message to a neighbour
+    task_s: float  # to start a task or a tick, its work not included
+    memory_gib: float | None = None  # that programs can use; None: a share of the machine's
+    # of hosts: {host_devices: 8, bytes_per_s: 50e9, latency_s: 2e-5}; None: links join all devices
+    network: Any = None
+    # of NVIDIA GPUs: for their compiler, and tiles of matrix products; as in conf/hardware/h100
+    cuda: Any = None
+    power_w: float | None = None  # maximum of one device, by its maker; None: unknown
+
+    @property
+    def hosts(self) -> Network | None:
+        """The values in `network`. ConfigError where one is missing or unknown."""
+        network = self.network
+        return None if network is None else record_of("hardware.network", Network, network)
+
+    @property
+    def host_devices(self) -> int | None:
+        """The devices of a host; None: links join all devices."""
+        return None if self.hosts is None else self.hosts.host_devices
+
+    @property
+    def gpu(self) -> Cuda | None:
+        """The properties in `cuda`. ConfigError where one is missing or unknown."""
+        return None if self.cuda is None else record_of("hardware.cuda", Cuda, self.cuda)
+
+    @property
+    def adds_products(self) -> bool:
+        """Whether matrix products add to sums of gradients themselves, as cuBLAS's do."""
+        return self.cuda is not None
+
+    def check(self) -> None:
+        for key in ("memory_bytes_per_s", "link_bytes_per_s", "memory_gib", "power_w"):
+            above_zero(f"hardware.{key}", getattr(self, key))
+        for dtype, flops in self.peak_flops.items():
+            above_zero(f"hardware.peak_flops.{dtype}", flops)
+        if not self.peak_flops:
+            raise ConfigError("hardware.peak_flops={} has no dtype. Give it one: {bfloat16: 1e14}.")
+        if "flops" not in self.reached:
+            missing = f"hardware.reached={self.reached} has no flops"
+            raise ConfigError(f"{missing}, the share that matrix products reach.")
+        for key, share in self.reached.items():
+            choice("hardware.reached", key, REACHED)
+            above_zero(f"hardware.reached.{key}", share)
+            # attention kernels may skip half of the pairs
+            if share > 1 and not key.startswith("attention"):
+                raise ConfigError(f"hardware.reached.{key}={share} must lie in (0, 1].")
+        for key in ("link_latency_s", "task_s"):
+            at_least(f"hardware.{key}", getattr(self, key), 0)
+        if self.hosts is not None:
+            at_least("hardware.network.host_devices", self.hosts.host_devices, 1)
+            above_zero("hardware.network.bytes_per_s", self.hosts.bytes_per_s)
+            at_least("hardware.network.latency_s", self.hosts.latency_s, 0)
+        if self.gpu is not None:
+            self.gpu.check()

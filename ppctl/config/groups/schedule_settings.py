@@ -1,0 +1,125 @@
+"""The schedules: families and their knobs, schedules found by search, and those of a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ppctl.config.field_checks import above_zero, at_least, choice
+from ppctl.errors import ConfigError
+
+
+@dataclass
+class Schedule:
+    """A family without knobs (gpipe, 1f1b, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v)."""
+
+    name: str = "gpipe"
+    num_microbatches: int = 8  # microbatches a step, of each data-parallel replica
+    # embedding and head: whole, on the first and the last stage | parallel, a part on each rank
+    vocab: str = "whole"
+
+    VOCAB: ClassVar[tuple[str, ...]] = ("whole", "parallel")
+
+    def check(self) -> None:
+        at_least("schedule.num_microbatches", self.num_microbatches, 1)
+        choice("schedule.vocab", self.vocab, self.VOCAB)
+
+    def knobs(self) -> dict[str, Any]:
+        """Return the arguments of the family's generator that not all families have."""
+        return {}
+
+
+@dataclass
+class Eager1F1B(Schedule):
+    """1F1B with a longer warm-up: `warmup_hops` forwards for each rank behind this one."""
+
+    name: str = "eager_1f1b"
+    warmup_hops: float = 2.0  # 1: fewest activations (1F1B) .. 2: hides transfers
+
+    def check(self) -> None:
+        super().check()
+        if not 1 <= self.warmup_hops <= 2:  # written so that NaN fails
+            raise ConfigError(f"schedule.warmup_hops={self.warmup_hops} must lie in [1, 2].")
+
+    def knobs(self) -> dict[str, Any]:
+        return super().knobs() | {"warmup_hops": self.warmup_hops}
+
+
+@dataclass
+class Chunked(Schedule):
+    """A family whose ranks hold `num_chunks` stages each (looped_bfs, interleaved_zb, gis)."""
+
+    name: str = "looped_bfs"
+    num_chunks: int = 2  # stages a rank
+
+    def check(self) -> None:
+        super().check()
+        at_least("schedule.num_chunks", self.num_chunks, 1)
+
+    def knobs(self) -> dict[str, Any]:
+        return {"num_chunks": self.num_chunks}
+
+
+@dataclass
+class Interleaved(Eager1F1B, Chunked):
+    """Megatron-LM's interleaved 1F1B: each rank holds `num_chunks` stages."""
+
+    name: str = "interleaved"
+
+
+@dataclass
+class Hanayo(Schedule):
+    """Hanayo: each rank holds two stages a wave."""
+
+    name: str = "hanayo"
+    num_waves: int = 1  # times down the ranks and back up
+
+    def check(self) -> None:
+        super().check()
+        at_least("schedule.num_waves", self.num_waves, 1)
+
+    def knobs(self) -> dict[str, Any]:
+        return {"num_waves": self.num_waves}
+
+
+@dataclass
+class Auto(Schedule):
+    """The shortest schedule found under a memory cap: all families, and a search of orders."""
+
+    name: str = "auto"
+    # cap of a rank, in activations of one microbatch through 1/p of the model; None: mesh.pp
+    max_activations: float | None = None
+    max_memory_gib: float | None = None  # cap of a device, weights included, instead
+    max_chunks: int = 4  # stages a rank, at most
+    # the time to shorten: makespan | period (a step without barrier before the optimizer)
+    objective: str = "makespan"
+
+    OBJECTIVE: ClassVar[tuple[str, ...]] = ("makespan", "period")
+
+    def check(self) -> None:
+        super().check()
+        choice("schedule.objective", self.objective, self.OBJECTIVE)
+        at_least("schedule.max_chunks", self.max_chunks, 1)
+        above_zero("schedule.max_activations", self.max_activations)
+        above_zero("schedule.max_memory_gib", self.max_memory_gib)
+        if self.max_activations is not None and self.max_memory_gib is not None:
+            raise ConfigError(
+                f"schedule.max_activations={self.max_activations:g} and schedule.max_memory_gib="
+                f"{self.max_memory_gib:g} are two caps on the same memory. Leave one of them out."
+            )
+
+
+@dataclass
+class Csv(Schedule):
+    """A CSV file with a line a rank and PyTorch's cells, `2F0`, `0B3`, `1I2`, `1W2`."""
+
+    name: str = "csv"
+    num_microbatches: int = 0  # 0: as many as the file has
+    path: str = "???"  # of the file
+
+    def check(self) -> None:
+        at_least("schedule.num_microbatches", self.num_microbatches, 0)
+        choice("schedule.vocab", self.vocab, self.VOCAB)
+
+
+AnySchedule = Schedule | Eager1F1B | Chunked | Interleaved | Hanayo | Auto | Csv

@@ -1,0 +1,108 @@
+"""The launchers and sweepers of `--multirun`: `hydra/launcher=` and `hydra/sweeper=`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ppctl.config.field_checks import at_least, choice
+
+SIGNAL_DELAY_S = 120  # before a submitted job's time ends: enough to save a large checkpoint
+SMALLER_IS_BETTER = {  # the numbers of a run that a search may be for
+    "final_loss": True,
+    "eval_loss": True,
+    "step_time_s": True,
+    "tokens_per_s": False,
+    "rows_per_s": False,
+    "memory_bytes": True,
+}
+
+
+@dataclass
+class SideBySide:
+    """hydra/launcher=ppctl: jobs are processes of the sweep's own process, and end with it."""
+
+    jobs: int = 1  # side by side
+
+    def check(self) -> None:
+        at_least("hydra.launcher.jobs", self.jobs, 1)
+
+
+@dataclass
+class SubmititLocal:
+    """hydra/launcher=submitit_local: jobs are local processes that outlive the sweep."""
+
+    jobs: int = 1  # side by side
+    time: int = 1440  # minutes; shortly before their end a job saves and is started again
+
+    def check(self) -> None:
+        at_least("hydra.launcher.jobs", self.jobs, 1)
+        _check_time(self.time)
+
+    def parameters(self) -> dict[str, Any]:
+        """Return the parameters of submitit's executor."""
+        return {"timeout_min": self.time, "signal_delay_s": SIGNAL_DELAY_S}
+
+
+@dataclass
+class SubmititSlurm:
+    """hydra/launcher=submitit_slurm: jobs are queued in Slurm and outlive the sweep."""
+
+    # at once at most; None: Slurm decides, and one at a time with hydra/sweeper=optuna
+    jobs: int | None = None
+    partition: str | None = None
+    account: str | None = None
+    time: int = 60  # minutes; shortly before their end a job saves and is queued again
+    nodes: int = 1  # of a job; with several tasks use run.distributed=auto
+    gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
+    # others of sbatch: qos, mem, gres
+    additional_parameters: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def check(self) -> None:
+        for key in ("jobs", "nodes", "cpus_per_task"):
+            at_least(f"hydra.launcher.{key}", getattr(self, key), 1)
+        at_least("hydra.launcher.gpus_per_node", self.gpus_per_node, 0)
+        _check_time(self.time)
+
+    def parameters(self) -> dict[str, Any]:
+        """Return the parameters of submitit's executor, the number of tasks a node among them."""
+        more = {"job_name": "ppctl", **self.additional_parameters}
+        parameters = {k: v for k, v in vars(self).items() if k != "jobs" and v is not None}
+        parameters |= {"signal_delay_s": SIGNAL_DELAY_S, "additional_parameters": more}
+        parameters["ntasks_per_node"] = more.pop("tasks_per_node", more.pop("ntasks_per_node", 1))
+        if self.jobs is not None:
+            parameters["array_parallelism"] = self.jobs
+        return parameters
+
+
+@dataclass
+class Combinations:
+    """hydra/sweeper=ppctl: a job for every combination of KEY=A,B,..."""
+
+
+@dataclass
+class Search:
+    """hydra/sweeper=optuna: values are not all combined, but chosen by Optuna, job after job."""
+
+    n_trials: int = 20  # jobs in all, those of earlier starts included
+    # or eval_loss, step_time_s, memory_bytes: to be small; tokens_per_s, rows_per_s: large
+    metric: str = "final_loss"
+    seed: int = 0  # of Optuna's sampler
+
+    def check(self) -> None:
+        at_least("hydra.sweeper.n_trials", self.n_trials, 1)
+        at_least("hydra.sweeper.seed", self.seed, 0)
+        choice("hydra.sweeper.metric", self.metric, tuple(SMALLER_IS_BETTER))
+
+    @property
+    def is_minimized(self) -> bool:
+        return SMALLER_IS_BETTER[self.metric]
+
+
+Launcher = SideBySide | SubmititLocal | SubmititSlurm
+Sweeper = Combinations | Search
+
+
+def _check_time(minutes: int) -> None:
+    at_least("hydra.launcher.time", minutes, SIGNAL_DELAY_S // 60 + 1)

@@ -1,0 +1,188 @@
+"""Chat templates: from messages to the text for training, with the places of the answers.
+
+A template is a program in Jinja's language that comes with a tokenizer, so it runs in Jinja's
+sandbox: it reaches the messages and no attribute, file or module of this process, and changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from ppctl.errors import DataError, missing_package
+
+FILE = "chat_template.jinja"
+BEGIN, END = "\ufdd0", "\ufdd1"  # noncharacters: mark the text in {% generation %} while rendering
+TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # names that templates read
+GENERATION = "{% generation %}"
+CHATML = (  # OpenAI's ChatML, with the assistant's words marked
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+Messages = Sequence[Mapping[str, Any]]  # {"role": "user", "content": "..."}
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template, and the special tokens that it may name."""
+
+    source: str
+    tokens: tuple[tuple[str, str], ...] = ()
+
+
+class Chat(NamedTuple):
+    """Messages as text, and the assistant's characters (from, to), its ends of turns included."""
+
+    text: str
+    answers: tuple[tuple[int, int], ...]
+
+
+def chat_template(directory: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
+    """Return the template in chat_template.jinja or a tokenizer's settings; None without one.
+
+    Of several templates the one named default. Raises DataError for a template that is no text.
+    """
+    tokens = tuple((name, token) for name in TOKENS if (token := special_token(settings, name)))
+    file = directory / FILE
+    if file.is_file():
+        return ChatTemplate(file.read_text(encoding="utf-8"), tokens)
+    source = settings.get("chat_template")
+    if isinstance(source, list):
+        named = (each for each in source if isinstance(each, dict))
+        source = {each.get("name"): each.get("template") for each in named}.get("default")
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        kind = type(source).__name__
+        raise DataError(f"{directory}: chat_template is {kind}, not a text. Restore or remove it.")
+    return ChatTemplate(source, tokens)
+
+
+def special_token(settings: Mapping[str, Any], name: str) -> str | None:
+    """Return a special token, such as eos_token, in settings: a text, or an object with one.
+
+    >>> special_token({"eos_token": {"content": "</s>"}}, "eos_token")
+    '</s>'
+    """
+    value = settings.get(name)
+    if isinstance(value, Mapping):
+        value = cast("Mapping[str, Any]", value).get("content")
+    return value if isinstance(value, str) else None
+
+
+def render(template: ChatTemplate, messages: Messages) -> Chat:
+    """Return messages as text, with the places of the assistant's words.
+
+    The template encloses them in {% generation %}. Without it, they are the text that an
+    assistant's message adds to the text before it and the template's prompt for an answer. Raises
+    DataError where the template fails, or the text of some messages does not begin that of more.
+    """
+    check_messages(messages)
+    marked = _rendered(template, messages)
+    if "generation %}" in template.source.replace("-%}", " %}"):
+        return _without_marks(marked)
+    answers: list[tuple[int, int]] = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = _rendered(template, messages[:number], add_generation_prompt=True)
+        through = _rendered(template, messages[: number + 1])
+        if not (marked.startswith(through) and through.startswith(before)):
+            raise DataError(
+                f"the chat template's text of {number} messages is not the beginning of its text "
+                f"of {number + 1}, so that an answer's words are not known. "
+                f"Use a template with {GENERATION} round them."
+            )
+        answers.append((len(before), len(through)))
+    return Chat(marked, tuple(answers))
+
+
+def render_question(template: ChatTemplate, messages: Messages) -> str:
+    """Return messages as text, up to the start of the answer. Raises DataError as `render`."""
+    check_messages(messages)
+    text = _rendered(template, messages, add_generation_prompt=True)
+    return text.replace(BEGIN, "").replace(END, "")
+
+
+def check_messages(messages: object) -> None:
+    """Raise DataError for a value that is no list of messages."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise DataError(f"{_shown(messages)} is no list of messages.")
+    for message in cast("Sequence[Any]", messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            example = '{"role": ..., "content": ...}'
+            raise DataError(f"{_shown(message)} is no message: write {example}.")
+        if BEGIN in (text := json.dumps(message, ensure_ascii=False)) or END in text:
+            raise DataError("a message holds U+FDD0 or U+FDD1, which are no characters.")
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _rendered(
+    template: ChatTemplate, messages: Messages, *, add_generation_prompt: bool = False
+) -> str:
+    values = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+    try:
+        return _compiled(template.source).render(**values, **dict(template.tokens))
+    except Exception as error:  # anything that the template's program raises
+        raise DataError(f"the chat template fails: {type(error).__name__}: {error}.") from error
+
+
+@lru_cache(8)
+def _compiled(source: str) -> Any:
+    try:
+        from jinja2 import nodes
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise missing_package("A chat template", "jinja2", "text") from error
+
+    # 1. the tag {% generation %}
+    class Generation(Extension):
+        """{% generation %} ... {% endgeneration %}: marks the enclosed text with BEGIN and END."""
+
+        tags = {"generation"}  # noqa: RUF012 (as Jinja names it)
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return BEGIN + caller() + END
+
+    # 2. transformers' functions, but for strftime_now: the same text on any day
+    def refuse(message: str) -> None:
+        raise ValueError(message)
+
+    def to_json(value: Any, **options: Any) -> str:
+        return json.dumps(value, **{"ensure_ascii": False, **options})
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    return environment.from_string(source)
+
+
+def _without_marks(marked: str) -> Chat:
+    text, *parts = marked.split(BEGIN)
+    answers: list[tuple[int, int]] = []
+    for part in parts:
+        answer, _, rest = part.partition(END)
+        answers.append((len(text), len(text) + len(answer)))
+        text += answer + rest
+    return Chat(text, tuple(answers))

@@ -1,0 +1,333 @@
+"""Documents in files as people have them: text, JSON lines, Parquet; plain or compressed.
+
+The name of a file says its kind:
+
+.jsonl .ndjson   an object a line, with the text in a field
+.parquet         rows, with the text in a column
+anything else    text
+
+All but Parquet may end in .gz or .zst too.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+from ppctl.data.file_progress import progress
+from ppctl.errors import DataError, missing_package
+
+KINDS = {".jsonl": "json_lines", ".ndjson": "json_lines", ".parquet": "parquet"}  # others: text
+COMPRESSED = (".gz", ".zst")
+NOT_TEXT = b"\0"  # a byte that no text holds
+CHUNK_BYTES = 1 << 20
+ROWS_AT_ONCE = 256
+
+DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)  # errors of damaged compressed files
+ZSTD_CHUNK_BYTES = 1 << 13  # compressed, decoded at once: they may become 32,768 times as many
+
+Content = str | Sequence[Any]  # a text, or the messages of a chat
+
+
+class Document(NamedTuple):
+    """A document, or a piece of one that is long."""
+
+    content: Content
+    place: str  # for people: "FILE line 3"
+    prompt: str = ""  # comes before the content, and is not learned
+    goes_on: bool = False  # the next piece is of the same document
+    position: int = 0  # bytes of the file that are read by now
+
+
+class Broken(NamedTuple):
+    """A line, row or file that should have been a document."""
+
+    place: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields (JSON lines) or columns (Parquet) of a document, and the unit of plain text."""
+
+    text: str = "text"  # holds a text, or the messages of a chat
+    prompt: str | None = None  # holds a text before it, which is not learned
+    document: str = "file"  # of plain text: file | paragraph | line
+
+
+class Source(NamedTuple):
+    """Files, and how they are read."""
+
+    files: Sequence[Path]
+    unnamed: frozenset[Path]  # files found in a directory, which need not hold text
+    fields: Fields
+    skips_broken: bool
+
+
+def kind_of(file: Path) -> str:
+    """Return text | json_lines | parquet.
+
+    >>> kind_of(Path("a.jsonl.zst")), kind_of(Path("b.py"))
+    ('json_lines', 'text')
+    """
+    inner = file.with_suffix("") if file.suffix in COMPRESSED else file
+    return KINDS.get(inner.suffix, "text")
+
+
+def documents_of(source: Source, doing: str) -> Iterator[Document | Broken]:
+    """Yield the documents of all files and the skipped broken ones; a progress bar says `doing`.
+
+    Raises DataError for a broken document that is not to be skipped.
+    """
+    with progress(doing, sum(file.stat().st_size for file in source.files)) as advance:
+        done = 0
+        for file in source.files:
+            for document in read_documents(file, source.fields):
+                if isinstance(document, Document):
+                    advance(done + document.position)
+                elif file in source.unnamed:
+                    continue
+                else:
+                    check_skipped(document, source)
+                yield document
+            done += file.stat().st_size
+            advance(done)
+
+
+def check_skipped(broken: Broken, source: Source) -> None:
+    """Raise DataError for a broken document, unless such are skipped."""
+    if not source.skips_broken:
+        place, reason = broken
+        raise DataError(f"{place} {reason}. Use data.on_error=skip to leave it out, or correct it.")
+
+
+def read_documents(file: Path, fields: Fields) -> Iterator[Document | Broken]:
+    """Yield the documents of a file and the broken ones, in order. DataError for no access."""
+    readers = {"text": _text, "json_lines": _json_lines, "parquet": _parquet}
+    try:
+        yield from readers[kind_of(file)](file, fields)
+    except OSError as error:
+        if not error.strerror:  # of pyarrow, for a damaged file
+            yield Broken(str(file), str(error))
+            return
+        raise unreadable(file, error) from error
+
+
+def unreadable(file: Path, error: OSError) -> DataError:
+    return DataError(
+        f"{file} cannot be read ({error.strerror}). Make it readable, or use another data.path."
+    )
+
+
+# --- text ---------------------------------------------------------------------------------------
+
+
+def why_no_text(file: Path) -> str | None:
+    """Return the reason why a file holds no UTF-8 text; None if it does."""
+    decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
+    try:
+        with _opened(file) as (source, _):
+            while chunk := source.read(CHUNK_BYTES):
+                if NOT_TEXT in chunk:
+                    return f"is no text: byte {position + chunk.index(NOT_TEXT)} is 0"
+                decoder.decode(chunk)
+                position += len(chunk)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        return f"is no UTF-8 text ({error.reason} at about byte {position + error.start})"
+    except DAMAGED as error:
+        return f"is cut short or damaged ({error})"
+    return None if position else "is empty"
+
+
+def _text(file: Path, fields: Fields) -> Iterator[Document | Broken]:
+    reason = why_no_text(file)
+    if reason is not None:
+        yield Broken(str(file), reason)
+        return
+    with _opened(file) as (source, raw):
+        if fields.document == "file":
+            yield from _pieces(file, source, raw)
+            return
+        lines = io.TextIOWrapper(cast("Any", source), encoding="utf-8", newline="\n")
+        paragraph, first = "", 0
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                first = first if paragraph else number
+                paragraph += line
+            if paragraph and (fields.document == "line" or not line.strip()):
+                yield Document(paragraph.rstrip(), f"{file} line {first}", position=raw.tell())
+                paragraph = ""
+        if paragraph:
+            yield Document(paragraph.rstrip(), f"{file} line {first}", position=raw.tell())
+
+
+def _pieces(file: Path, source: IO[bytes], raw: IO[bytes]) -> Iterator[Document]:
+    """Yield the text of a file in pieces that are cut at ends of lines, each about CHUNK_BYTES."""
+    decoder, held = codecs.getincrementaldecoder("utf-8")(), ""
+    while chunk := source.read(CHUNK_BYTES):
+        cut = _cut(held)
+        if cut:
+            yield Document(held[:cut], str(file), goes_on=True, position=raw.tell())
+        held = held[cut:] + decoder.decode(chunk)
+    yield Document(held, str(file), position=raw.tell())
+
+
+def _cut(text: str) -> int:
+    """Return the last place to cut a text: the end of a line, after a letter; 0 without one.
+
+    Byte-level tokenizers join a line's end with punctuation before it or space after it, but never
+    with a letter.
+
+    >>> _cut("one\\ntwo;\\n\\nthree")
+    3
+    """
+    place = text.rfind("\n")
+    while place > 0 and not text[place - 1].isalpha():
+        place = text.rfind("\n", 0, place)
+    return max(place, 0)
+
+
+# --- records ------------------------------------------------------------------------------------
+
+
+def _json_lines(file: Path, fields: Fields) -> Iterator[Document | Broken]:
+    number, is_empty = 0, True
+    try:
+        with _opened(file) as (source, raw):
+            for number, line in enumerate(source, 1):
+                if line.strip():
+                    is_empty = False
+                    yield _of_line(line, f"{file} line {number}", fields, raw.tell())
+    except DAMAGED as error:
+        reason = f"is in a compressed file that is cut short or damaged ({error})"
+        yield Broken(f"{file} line {number + 1}", reason)
+        return
+    if is_empty:
+        yield Broken(str(file), "is empty")
+
+
+def _of_line(line: bytes, place: str, fields: Fields, position: int) -> Document | Broken:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
+        return Broken(place, f"is no JSON ({error})")
+    if not isinstance(row, dict):
+        return Broken(place, f"holds {type(row).__name__}, not an object with fields")
+    return _of_row(cast("dict[str, Any]", row), place, fields, position)
+
+
+def _of_row(row: Mapping[str, Any], place: str, fields: Fields, position: int) -> Document | Broken:
+    missing = next((name for name in _names(fields) if name not in row), None)
+    if missing is not None:
+        have = ", ".join(map(str, row)) or "none"
+        return Broken(place, f"has no field {missing} (it has {have})")
+    text, prompt = row[fields.text], row[fields.prompt] if fields.prompt is not None else ""
+    for name, value, types in ((fields.text, text, str | list), (fields.prompt, prompt, str)):
+        if not isinstance(value, types):
+            return Broken(place, f"field {name} is {type(value).__name__}, not a text")
+    if not text or (isinstance(text, str) and not text.strip()):
+        return Broken(place, f"field {fields.text} is empty")
+    return Document(text, place, prompt, position=position)
+
+
+def _names(fields: Fields) -> list[str]:
+    return [name for name in (fields.text, fields.prompt) if name is not None]
+
+
+def _parquet(file: Path, fields: Fields) -> Iterator[Document | Broken]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise missing_package(f"{file}: Parquet", "pyarrow", "parquet") from error
+    row, size, columns = 0, file.stat().st_size, _names(fields)
+    try:
+        # 1. columns
+        table = parquet.ParquetFile(file)
+        names = table.schema_arrow.names
+        missing = next((name for name in columns if name not in names), None)
+        if missing is not None:
+            have = ", ".join(names) or "none"
+            yield Broken(str(file), f"has no column {missing} (it has {have})")
+            return
+        # 2. rows
+        total = table.metadata.num_rows
+        for batch in table.iter_batches(ROWS_AT_ONCE, columns=columns):
+            for values in batch.to_pylist():
+                row += 1
+                yield _of_row(values, f"{file} row {row}", fields, size * row // total)
+    except ArrowException as error:
+        yield Broken(f"{file} row {row + 1}" if row else str(file), f"is no Parquet ({error})")
+        return
+    if not row:
+        yield Broken(str(file), "is empty")
+
+
+# --- compressed files ---------------------------------------------------------------------------
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Yield a file's decompressed bytes, and the file itself, whose position shows the progress.
+
+    The body raises one of DAMAGED where the compressed content is damaged or cut short.
+    """
+    with file.open("rb") as raw:
+        if file.suffix == ".gz":
+            with gzip.open(raw) as source:
+                yield cast("IO[bytes]", source), raw
+        elif file.suffix == ".zst":
+            source = io.BufferedReader(cast("Any", ZstdReader(_frames(file, raw))), CHUNK_BYTES)
+            yield cast("IO[bytes]", source), raw
+        else:
+            yield raw, raw
+
+
+def _frames(file: Path, raw: IO[bytes]) -> Iterator[bytes]:
+    """Yield the content of Zstandard frames. EOFError where the last one is damaged or cut short.
+
+    The library's own reader takes the end of a file for the end of a frame.
+    """
+    try:
+        import zstandard
+    except ImportError as error:
+        raise missing_package(f"{file}: .zst", "zstandard", "text") from error
+    frame = None
+    try:
+        while data := raw.read(ZSTD_CHUNK_BYTES):
+            while data:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                yield frame.decompress(data)
+                data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    except zstandard.ZstdError as error:
+        raise EOFError(str(error)) from error
+    if frame is not None:
+        raise EOFError("the file ends within a Zstandard frame")
+
+
+class ZstdReader(io.RawIOBase):
+    """Pieces of bytes as a file."""
+
+    def __init__(self, pieces: Iterator[bytes]):
+        self._pieces, self._rest = pieces, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
+            self._rest = memoryview(piece)
+        length = min(len(buffer), len(self._rest))
+        buffer[:length], self._rest = self._rest[:length], self._rest[length:]
+        return length

@@ -1,0 +1,151 @@
+"""Language data from files of text, JSON lines or Parquet: Python's own library, or any files."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ppctl.data.dataset import DataSet
+from ppctl.data.document_files import Fields, Source, kind_of
+from ppctl.data.pack_documents import packed
+from ppctl.data.token_cache import Tokens, cached_tokens
+from ppctl.data.token_windows import from_tokens
+from ppctl.data.tokenizer import BYTES, Tokenizer, load_tokenizer
+from ppctl.errors import DataError
+
+NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+NOT_SOURCE = ("config-", "_sysconfigdata")  # differ by machine: written when Python was built
+GLOB = frozenset("*?[")
+
+
+def stdlib(*, tokenizer: str, end_token: str | None, cache_dir: str, **how: Any) -> DataSet:
+    """Return the data set of this Python's standard library, the same for the same release.
+
+    how: packing, seq_len, batch_size, seed and eval_fraction, as of all data sets of text. Raises
+    DataError when the library has no sources on disk (zipped, or compiled only) or is too small for
+    a batch. Tests and packages are left out.
+    """
+    version = ".".join(map(str, sys.version_info[:3]))
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = files_below(root, _is_library)
+    if not files:
+        raise DataError(
+            f"data=stdlib: {root} holds no Python sources (Python {version} has its library "
+            "zipped or compiled). Use data=text data.path=<a file or directory of text>."
+        )
+    by = load_tokenizer(tokenizer, end_token)
+    source = Source(files, frozenset(files), Fields(), skips_broken=False)
+    tokens = cached_tokens("stdlib", source, by, sys.version, cache_dir)
+    return _data_set(tokens, by, name="stdlib", source=f"data=stdlib (Python {version})", **how)
+
+
+def text(
+    *,
+    path: str,
+    tokenizer: str,
+    end_token: str | None,
+    field: str,
+    prompt_field: str | None,
+    document: str,
+    **how: Any,
+) -> DataSet:
+    """Return the data set of a file, of files that match a pattern, or of all below a directory.
+
+    Files are in the order of their paths. Below a directory hidden files and directories, symbolic
+    links to directories, files without text and `cache_dir` are passed over. how: on_error,
+    cache_dir, and as of `stdlib`. Raises DataError for a path without files, an unreadable file, a
+    broken document unless on_error=skip, and too little for a batch.
+    """
+    by, fields = load_tokenizer(tokenizer, end_token), Fields(field, prompt_field, document)
+    return of_files(path, by, fields, source=f"data=text data.path={path}", **how)
+
+
+def of_files(
+    path: str,
+    by: Tokenizer,
+    fields: Fields,
+    *,
+    source: str,
+    on_error: str,
+    cache_dir: str,
+    **how: Any,
+) -> DataSet:
+    """Return the data set of files as `text` does. source: opens messages."""
+    files = Source(*files_of(path, source, cache_dir), fields, on_error == "skip")
+    tokens = cached_tokens("text", files, by, "", cache_dir)
+    if not len(tokens.ids):
+        skipped = f"; {tokens.num_skipped} skipped, first: {tokens.first_skipped}"
+        raise DataError(
+            f"{source}: no UTF-8 text there (hidden and binary files are passed over"
+            f"{skipped if tokens.num_skipped else ''}). "
+            "Use another path, or data=tokens for files of token ids."
+        )
+    return _data_set(tokens, by, name="text", source=source, **how)
+
+
+def _data_set(tokens: Tokens, by: Tokenizer, *, packing: bool, **how: Any) -> DataSet:
+    """Return the data set of documents as ids: packed, or in windows over all of them."""
+    about = "" if by.name == BYTES else f", {len(tokens.ids):,} tokens of {by.name}"
+    if tokens.num_skipped:
+        about += f", {tokens.num_skipped} broken skipped (first: {tokens.first_skipped})"
+    how |= {"is_learned": tokens.is_learned, "content": tokens.content}
+    how |= {"vocab_size": by.vocab_size, "about": about}
+    if packing:
+        return packed(tokens.ids, tokens.ends, end=by.end, **how)
+    return from_tokens(tokens.ids, **how)
+
+
+def files_of(
+    path: str, source: str, cache_dir: str | None = None
+) -> tuple[list[Path], frozenset[Path]]:
+    """Return the files of a path (file, pattern or directory), and those that may hold no text.
+
+    Raises DataError, opened by `source`, for a path without files.
+    """
+    root = Path(path).expanduser()
+    if root.is_dir():
+        cache = None if cache_dir is None else Path(cache_dir).expanduser().resolve()
+        visible = map(Path.resolve, files_below(root, _is_visible))
+        files = [file for file in visible if cache not in file.parents]
+        return files, frozenset(file for file in files if kind_of(file) == "text")
+    is_pattern = bool(GLOB & {*path}) and not root.is_file()
+    names = sorted(glob.glob(str(root), recursive=True)) if is_pattern else [root]
+    files = [Path(name).resolve() for name in names if Path(name).is_file()]
+    if not files:
+        what = "no file matches" if is_pattern else "no such file or directory"
+        raise DataError(f"{source}: {what}. Use the path of a text file or a directory of them.")
+    return files, frozenset()
+
+
+def named_source(paths: Sequence[str], fields: Fields, *, skips_broken: bool) -> Source:
+    """Return the files of several paths, each once. Raises DataError for a path without any."""
+    lists = [files_of(path, path) for path in paths]
+    files = dict.fromkeys(file for files, _ in lists for file in files)
+    unnamed = frozenset().union(*(unnamed for _, unnamed in lists))
+    return Source([*files], unnamed, fields, skips_broken)
+
+
+def files_below(root: Path, keep: Callable[[Path], bool]) -> list[Path]:
+    """Return files below `root` that, as all directories on the way, pass `keep`; in path order."""
+    files: list[Path] = []
+    for directory, subdirectories, names in os.walk(root):
+        here = Path(directory)
+        subdirectories[:] = [name for name in subdirectories if keep(here / name)]
+        paths = (here / name for name in names)
+        files += [path for path in paths if keep(path) and path.is_file()]
+    return sorted(files, key=lambda file: file.relative_to(root).as_posix())
+
+
+def _is_visible(path: Path) -> bool:
+    return not path.name.startswith(".")
+
+
+def _is_library(path: Path) -> bool:
+    if path.name in NOT_LIBRARY or path.name.startswith(NOT_SOURCE):
+        return False
+    return path.suffix == ".py" or path.is_dir()

@@ -1,0 +1,179 @@
+"""The device mesh: dp (replicas), pp (ranks), fsdp (shards), tp and cp (inside a stage)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from ppctl.errors import ConfigError
+from ppctl.executors.axes_over_hosts import axes_in, over_hosts
+from ppctl.schedule.partition.divisibility import AXES
+
+DATA_AXES = ("dp", "fsdp")  # the batch is divided over both
+RANK_AXES = ("dp", "fsdp", "tp", "cp")  # axes of the devices of one rank
+
+
+def make_mesh(dp: int, pp: int, fsdp: int, tp: int = 1, cp: int = 1, order: str = "auto") -> Mesh:
+    """Return a mesh of dp * pp * fsdp * tp * cp devices, laid out to suit the hardware.
+
+    dp: replicas, which divide the batch; pp: pipeline ranks; fsdp: shards of each rank's
+    parameters, which divide the batch too; tp: shards of each layer's weights, computed with apart;
+    cp: parts of each sequence. One process takes the first devices, several take all devices.
+    order: the axes that go over hosts first, see `laid_out`.
+
+    ConfigError for too few devices, devices of several processes left out, hosts of different
+    sizes, tp over several hosts, or if JAX cannot start.
+    """
+    sizes, devices = (dp, pp, fsdp, tp, cp), all_devices()
+    need, kind, num_processes = prod(sizes), devices[0].platform, jax.process_count()
+    request = f"mesh {equation(sizes)}"
+    if num_processes > 1 and need != len(devices):
+        raise ConfigError(
+            f"{request} needs {need} devices, but {num_processes} processes have {len(devices)} "
+            f"({kind}), and none may be left out. Use a mesh of {len(devices)}, such as "
+            f"mesh=1x{len(devices)}, or another number of processes."
+        )
+    if need > len(devices):
+        raise ConfigError(
+            f"{request} needs {need} devices, but there are {len(devices)} ({kind}). Use a "
+            f"smaller mesh, such as mesh=1x{len(devices)}, or run.platform=cpu, which simulates "
+            "devices."
+        )
+    return mesh_of(laid_out(devices[:need], sizes, order))
+
+
+def equation(sizes: Sequence[int]) -> str:
+    """Return the number of devices of a mesh as a product.
+
+    >>> equation((2, 4, 1, 1, 1)), equation((2, 2, 1, 2, 1))
+    ('dp*pp*fsdp = 2*4*1 = 8', 'dp*pp*fsdp*tp*cp = 2*2*1*2*1 = 8')
+    """
+    named = len(AXES) if prod(sizes[3:]) > 1 else 3
+    return f"{'*'.join(AXES[:named])} = {'*'.join(map(str, sizes[:named]))} = {prod(sizes)}"
+
+
+def repeated_mesh(dp: int, pp: int, fsdp: int, tp: int = 1, cp: int = 1) -> Mesh:
+    """Return a mesh of one repeated device: for shapes, and programs that do not span it."""
+    devices = np.empty((dp, pp, fsdp, tp, cp), object)
+    devices[:] = all_devices()[0]
+    return mesh_of(devices)
+
+
+def mesh_of(devices: np.ndarray) -> Mesh:
+    """Return the mesh of devices that are laid out as [dp, pp, fsdp, tp, cp]."""
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def laid_out(devices: Sequence[Any], shape: tuple[int, ...], order: str = "auto") -> np.ndarray:
+    """Return the devices as an array of this shape, with the axes of `AXES`.
+
+    order: the axes, joined by "-", from the slowest links to the fastest; cp and tp come last. The
+    first goes over as many hosts (slices, of TPUs) as its size allows, then the next; the last
+    joins neighbours of a host. "auto": pp-dp-fsdp over several hosts; within one all links are
+    alike, or JAX knows the torus of the TPUs.
+
+    Raises:
+        ConfigError: Hosts have different numbers of devices, or tp would go over several.
+    """
+    groups = hosts_of(devices)
+    if len(groups) == 1 and order == "auto":
+        return _within(devices, shape)
+    sizes: dict[str, int] = dict(zip(AXES, shape, strict=True))
+    counts = sorted({len(group) for group in groups})
+    if len(counts) > 1:
+        raise ConfigError(
+            f"{len(groups)} {_kind(devices)} of {counts[0]} to {counts[-1]} devices make no mesh "
+            f"of {shape}: each must have as many. Leave out the others, or run one process."
+        )
+    over = over_hosts(sizes, order, len(groups))
+    axes = axes_in(order)
+    if _kind(devices) != "processes":
+        check_tp(sizes["tp"], over["tp"], _kind(devices), counts[0])
+    inner = [sizes[axis] // over[axis] for axis in axes]
+    blocks = np.stack([_within(group, inner) for group in groups])
+    # [hosts along each axis..., within each...], then [dp over hosts, dp within, pp over hosts...]
+    whole = blocks.reshape([over[axis] for axis in axes] + inner)
+    places = [place for axis in AXES for place in (axes.index(axis), len(axes) + axes.index(axis))]
+    return whole.transpose(places).reshape(shape)
+
+
+def check_tp(tp: int, over: int, kind: str, of_each: int) -> None:
+    """Raise ConfigError if tp goes over several hosts or slices of `of_each` devices each."""
+    if over > 1:
+        raise ConfigError(
+            f"mesh.tp={tp} would go over {over} {kind} of {of_each} devices: what tp sends in "
+            f"every layer needs the links inside one. Use mesh.tp={tp // over}, and more ranks "
+            "(mesh.pp)."
+        )
+
+
+def check_tp_of_hosts(sizes: Mapping[str, int], order: str, number: int, of_each: int) -> None:
+    """Raise ConfigError if tp goes over several hosts: `number` devices, `of_each` on each host."""
+    if number % of_each == 0:
+        check_tp(sizes["tp"], over_hosts(sizes, order, number // of_each)["tp"], "hosts", of_each)
+
+
+def hosts_of(devices: Sequence[Any]) -> list[list[Any]]:
+    """Return the groups of devices that fast links join: each slice, else each process.
+
+    JAX gives each host of GPUs a slice. Described GPUs have one slice, and a process a host.
+    """
+    found: dict[int, list[Any]] = defaultdict(list)
+    has_slices = _kind(devices) != "processes"
+    for device in devices:
+        found[_slice(device) if has_slices else device.process_index].append(device)
+    return [found[key] for key in sorted(found)]
+
+
+def hosts_text(mesh: Mesh) -> str | None:
+    """Return the axes that go over hosts, such as "2 hosts: pp over 2"; None for one host."""
+    devices = mesh.devices
+    groups = len(hosts_of(list(devices.flat)))
+    if groups == 1:
+        return None
+    over = {}
+    for k, axis in enumerate(mesh.axis_names):
+        line = np.moveaxis(devices, k, 0).reshape(devices.shape[k], -1)[:, 0]
+        over[axis] = len(hosts_of(list(line)))
+    axes = ", ".join(f"{axis} over {number}" for axis, number in over.items() if number > 1)
+    return f"{groups} {_kind(list(devices.flat))}: {axes}"
+
+
+def _slice(device: Any) -> int:
+    return getattr(device, "slice_index", None) or 0
+
+
+def _kind(devices: Sequence[Any]) -> str:
+    """Return the name of the groups of `hosts_of`."""
+    if devices[0].platform == "tpu":
+        return "slices"
+    return "hosts" if len({_slice(device) for device in devices}) > 1 else "processes"
+
+
+def _within(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
+    """Return the devices of a host or slice as an array; JAX lays out a torus of TPUs."""
+    if devices[0].platform == "tpu":
+        return mesh_utils.create_device_mesh(shape, list(devices), allow_split_physical_axes=True)
+    found = np.empty(len(devices), object)
+    found[:] = devices
+    return found.reshape(shape)
+
+
+def all_devices() -> list[Any]:
+    """Return the devices of every process; starts JAX. ConfigError where it cannot start."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # AssertionError: no plugin for the platform
+        platforms: str = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue] made at run time
+        reason = str(error).split("\n")[0] or "no such devices, or no JAX plugin for them"
+        raise ConfigError(
+            f"JAX cannot start on {platforms}: {reason}. Use run.platform=cpu, or install "
+            "ppctl[cuda12], ppctl[cuda13] or ppctl[tpu]."
+        ) from error

@@ -1,0 +1,152 @@
+"""A model on one device: shapes, stage, and the ranks that hold embedding and head parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ppctl.executors.auto_axes import shards_by
+from ppctl.executors.parameter_layout import gather_shards
+from ppctl.executors.stage.stage import Stage
+from ppctl.model.parallel import WHOLE, StageAxes
+from ppctl.model.stack import Stack
+from ppctl.model.trainable_parameters import trained_flags, trained_part
+from ppctl.schedule.remat import Remat
+
+Tree = Any
+
+
+def is_none(a: Any) -> bool:
+    return a is None
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model as the programs see it, equal only to itself.
+
+    Shapes are those of one device's examples and of its shards over tp; parameters are otherwise
+    whole, and also over tp where XLA divides them.
+    """
+
+    stack: Stack  # as one device computes it, where tp or cp divide it
+    embed_head: Tree  # shapes of embedding and head, natural
+    layer: Tree  # shapes of one layer
+    microbatch: Tree  # shapes of one device's examples of a microbatch: {"inputs", "targets"}
+    num_microbatches: int
+    remat: Remat
+    unroll: int
+    dtype: Any
+    axes: StageAxes = WHOLE
+    own_embed_head: tuple[bool, ...] | None = None  # leaves that are divided over the ranks
+    layer_specs: Tree = None  # specs of a layer that tasks gather over fsdp; None: given whole
+    auto_specs: Tree = None  # specs over tp of {"embed_head", "layers"}, if XLA divides the model
+    in_order: bool = False  # as in `Stage`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "remat", Remat.of(self.remat))  # may be given by its name
+
+    @property
+    def auto(self) -> tuple[str, ...]:
+        """The axes over which XLA divides."""
+        return () if self.auto_specs is None else ("tp",)
+
+    @cached_property
+    def held(self) -> Tree:
+        """Shapes of {"embed_head", "layers"}, of one layer, as one device holds them."""
+        whole = {"embed_head": self.embed_head, "layers": self.layer}
+        if self.auto_specs is None:
+            return whole
+        return shards_by(self.auto_specs, whole, "tp", self.axes.tp)
+
+    @cached_property
+    def x(self) -> jax.ShapeDtypeStruct:
+        """Shape of the activation that passes between layers."""
+        args = self.computed(self.embed_head), self.microbatch["inputs"]
+        return self.traced(lambda: jax.eval_shape(self.stack.embed, *args))
+
+    def traced(self, function: Callable[[], Any]) -> Any:
+        """Return function(), of shapes only; it may trace collectives of layers over tp and cp."""
+        found: list[Any] = []
+        jax.make_jaxpr(lambda: found.append(function()), axis_env=list(self.axes.sizes))()
+        return found[0]
+
+    @cached_property
+    def stage(self) -> Stage:
+        specs, layer = self.layer_specs, self.computed(self.layer)
+        gather = None if specs is None else partial(gather_shards, specs=specs)
+        how = self.stack.trains("layers"), self.in_order
+        return Stage(self.stack.layer, self.remat, layer, self.x, gather, *how)
+
+    @cached_property
+    def uses(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """For each leaf of embedding and head, whether each of the two uses it; one does."""
+        leaves, treedef = jax.tree.flatten(self.computed(self.embed_head))
+
+        def used(function: Any, *args: Any) -> list[bool]:
+            call = lambda leaves, args: function(jax.tree.unflatten(treedef, leaves), *args)  # noqa: E731
+            jaxpr = jax.make_jaxpr(call, axis_env=list(self.axes.sizes))(leaves, args).jaxpr
+            read = {id(v) for equation in jaxpr.eqns for v in equation.invars}
+            read |= {id(v) for v in jaxpr.outvars}
+            return [id(v) in read for v in jaxpr.invars[: len(leaves)]]
+
+        by_embedding = used(self.stack.embed, self.microbatch["inputs"])
+        by_head = used(self.stack.head, self.x, self.microbatch["targets"])
+        by_head = [a or not b for a, b in zip(by_head, by_embedding, strict=True)]
+        return tuple(by_embedding), tuple(by_head)
+
+    @property
+    def shared(self) -> tuple[bool, ...]:
+        """For each leaf of embedding and head, whether it is trained and both use it."""
+        is_trained = trained_flags(self.embed_head, self.stack.trains("embed_head"))
+        if self.own_embed_head is not None:
+            return tuple(a and not b for a, b in zip(is_trained, self.own_embed_head, strict=True))
+        return tuple(a and b and c for a, b, c in zip(*self.uses, is_trained, strict=True))
+
+    @cached_property
+    def losses(self) -> Tree:
+        """Shapes of the sum of losses and of their number."""
+        embed_head, targets = self.computed(self.embed_head), self.microbatch["targets"]
+        return self.traced(lambda: jax.eval_shape(self.stack.head, embed_head, self.x, targets))
+
+    def trained_embed_head(self, embed_head: Tree) -> Tree:
+        """Return a tree like that of embedding and head with None for frozen parameters."""
+        return trained_part(embed_head, self.stack.trains("embed_head"))
+
+    def trained_layers(self, w: Any) -> Any:
+        """Return layers, listed, or a tree like that of one, with None for frozen parameters."""
+        which = self.stack.trains("layers")
+        if isinstance(w, list):
+            return [trained_part(layer, which) for layer in w]
+        return trained_part(w, which)
+
+    def used_by(self, is_first: bool, is_last: bool) -> tuple[bool, ...]:
+        """Return for each leaf if a rank holds it; is_first, is_last: the rank has that stage.
+
+        Divided over ranks, every rank holds all leaves, parts of them or the whole.
+        """
+        if self.own_embed_head is not None:
+            return (True,) * len(self.own_embed_head)
+        return tuple((is_first and a) or (is_last and b) for a, b in zip(*self.uses, strict=True))
+
+    def keep(self, embed_head: Tree, used: tuple[bool, ...]) -> Tree:
+        """Return `embed_head` with None for leaves not used."""
+        leaves, treedef = jax.tree.flatten(embed_head, is_leaf=is_none)
+        kept = [leaf if use else None for leaf, use in zip(leaves, used, strict=True)]
+        return jax.tree.unflatten(treedef, kept)
+
+    def fill(self, embed_head: Tree) -> Tree:
+        """Return `embed_head` with zeros for unused leaves, which are None."""
+        leaves, treedef = jax.tree.flatten(self.embed_head)
+        found = jax.tree.leaves(embed_head, is_leaf=is_none)
+        zeros = (jnp.zeros(a.shape, self.dtype) for a in leaves)
+        filled = [z if a is None else a for z, a in zip(zeros, found, strict=True)]
+        return jax.tree.unflatten(treedef, filled)
+
+    def computed(self, shapes: Tree) -> Tree:
+        """Return shapes of parameters in the compute dtype."""
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, self.dtype), shapes)

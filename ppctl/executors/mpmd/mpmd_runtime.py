@@ -1,0 +1,445 @@
+"""Programs on submeshes: traced and lowered once, compiled in threads, dispatched by the host.
+
+A program is lowered for an abstract submesh and compiled for the devices of each rank that runs it.
+JAX has no public way to load one executable on other devices, so ranks share the trace, and the
+stages of one rank the executable. For devices that are only described (`plan.topology`) each
+program is compiled once, and nothing can run.
+
+Several processes walk the same plan. Each program takes the turn made by the program before it on
+its rank, so that every device runs its programs in the plan's order. docs/executors-internals.md,
+"The turns of mpmd", proves that this cannot deadlock.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ppctl.executors.auto_axes import dim_of, is_spec, with_dims, without_axes
+from ppctl.executors.compiler_options import cpu_options, temp_bytes
+from ppctl.executors.described_devices import is_described
+from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, last_uses
+from ppctl.executors.mpmd.rank_programs import ProgramLibrary
+from ppctl.executors.mpmd.transfers import (
+    TURN,
+    Part,
+    copy_across,
+    crossing,
+    each_its_own,
+    is_mine,
+    local_zeros,
+    lower_crossing,
+    pair_mesh,
+    parts_of,
+    processes,
+)
+from ppctl.executors.stage.divided_dims import divided_dims
+from ppctl.executors.tree_bytes import shard_bytes
+from ppctl.schedule.ir import Task
+
+Tree = Any
+Call = Callable[..., Sequence]  # values read -> values written
+Slots = tuple[int, ...]
+MOST_STARTED = 32  # programs of a device in flight in XLA on CPU
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A compiled plan of this process; values that none of its devices holds are None."""
+
+    entries: tuple[PlanEntry, ...]
+    steps: tuple[tuple[Call, Slots, Slots, Slots], ...]  # call, slots read, written and freed
+    slots: Mapping[Key, int]
+    given: tuple[Key, ...]
+    kept: tuple[Key, ...]
+    shapes: Mapping[Key, Tree]  # shapes of the kept values
+    held: tuple[Mapping[str, int], ...]  # `Runtime.memory_breakdown`; {} for others' ranks
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """For each rank the peak bytes on one device: values and temporaries, without `given`."""
+        return tuple(sum(held.values()) for held in self.held)
+
+    def run(self, given: Mapping[Key, Tree]) -> dict[Key, Tree]:
+        """Return the values to keep, from the given ones; when all is dispatched, not done."""
+        values: list[Any] = [None] * len(self.slots)
+        for key in self.given:
+            values[self.slots[key]] = given[key]
+        for call, reads, writes, freed in self.steps:
+            results = call(*[values[i] for i in reads])
+            for i, result in zip(writes, results, strict=True):
+                values[i] = result
+            results = None
+            for i in freed:
+                values[i] = None
+        return {key: values[self.slots[key]] for key in self.kept}
+
+    def timed(self, seconds: dict[Task, float]) -> Walk:
+        """Return the same walk, one program at a time; it puts the times of tasks in `seconds`."""
+
+        def waiting(entry: PlanEntry, call: Call) -> Call:
+            def run(*values: Tree) -> Sequence:
+                began = time.perf_counter()
+                results = jax.block_until_ready(call(*values))
+                if entry.program is not None and entry.task is not None:
+                    seconds[entry.task] = time.perf_counter() - began
+                return results
+
+            return run
+
+        pairs = zip(self.entries, self.steps, strict=True)
+        steps = tuple((waiting(entry, call), *rest) for entry, (call, *rest) in pairs)
+        return replace(self, steps=steps)
+
+    @cached_property
+    def programs(self) -> list[list[tuple[str, Task | None]]]:
+        """For each rank its programs in order: (name of the compiled module, its task or None)."""
+        found: list[list[tuple[str, Task | None]]] = [[] for _ in self.held]
+        for entry in self.entries:
+            if entry.program is not None:
+                found[entry.rank].append((f"jit_{entry.program.kind}", entry.task))
+        return found
+
+
+class Runtime:
+    """The submeshes of the ranks, all of one shape, and the programs that run on them."""
+
+    def __init__(
+        self,
+        submeshes: Sequence[Mesh],
+        programs: ProgramLibrary,
+        options: Mapping[str, Any] | None = None,
+    ):
+        # 1. the submeshes
+        self.submeshes, self.programs, self.options = submeshes, programs, dict(options or {})
+        one = submeshes[0]
+        self.abstract = AbstractMesh(one.devices.shape, one.axis_names, axis_types=one.axis_types)
+        self.is_described = is_described(one)
+        self.is_mine = tuple(self.is_described or is_mine(submesh) for submesh in submeshes)
+        # 2. the turn of each rank, and the turns under way
+        self.turns = [self.numbers(np.zeros((), np.int32), r) for r in range(len(submeshes))]
+        mine, is_cpu = jax.process_index(), one.devices.flat[0].platform == "cpu"
+        limited = [is_cpu and processes(submesh).count(mine) > 1 for submesh in submeshes]
+        self.under_way = [deque[jax.Array]() if limit else None for limit in limited]
+        # 3. programs, with the shapes of their results; executables, by `_place`
+        self.traced: dict[ProgramId, tuple[jax.stages.Traced, tuple]] = {}
+        self.lowered: dict[ProgramId, jax.stages.Lowered] = {}
+        self.compiled: dict[tuple[ProgramId, int | None], jax.stages.Compiled] = {}
+        # 4. moves between processes, by parts, sender and receiver
+        self.crossings: dict[tuple[tuple[Part, ...], int, int], jax.stages.Compiled] = {}
+        self.connected: set[tuple[int, ...]] = set()  # (sender, receiver)
+
+    def numbers(self, values: np.ndarray, rank: int) -> jax.Array | None:
+        """Return an array replicated over a rank; None for a rank of other processes."""
+        if self.is_described or not self.is_mine[rank]:
+            return None
+        sharding, dtype = NamedSharding(self.submeshes[rank], P()), values.dtype
+        return jax.make_array_from_callback(values.shape, sharding, values.__getitem__, dtype=dtype)
+
+    def pass_turn(self, rank: int, turn: jax.Array | None) -> None:
+        """Set the turn for a rank's next program; wait while too many of the rank are under way."""
+        self.turns[rank] = turn
+        under_way = self.under_way[rank]
+        if under_way is not None and turn is not None:
+            under_way.append(turn)
+            if len(under_way) > MOST_STARTED // 2:
+                under_way.popleft().block_until_ready()
+
+    def wait(self) -> None:
+        """Wait until all that was dispatched is done."""
+        jax.block_until_ready(self.turns)
+
+    def connect(self) -> None:
+        """Run a crossing of each pair of submeshes that has not run any, on zeros.
+
+        All processes call this at about the same time, with nothing else under way. Gloo waits half
+        a minute for the other side of a new connection, and without limit after that.
+        """
+        for (parts, *ranks), compiled in self.crossings.items():
+            if tuple(ranks) not in self.connected:
+                self.connected.add(tuple(ranks))
+                pair = pair_mesh(*(self.submeshes[rank] for rank in ranks))
+                zeros = (local_zeros(pair, *part) for part in (TURN, *parts))
+                jax.block_until_ready(compiled(*(each_its_own(pair, each) for each in zeros)))
+
+    def shape(self, tree: Tree, specs: Tree) -> Tree:
+        """Return shapes with the shardings of `specs` (a tree, or a prefix of one) on a submesh."""
+
+        def one(spec: P, part: Tree) -> Tree:
+            sharding = NamedSharding(self.abstract, spec)
+            shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)  # noqa: E731
+            return jax.tree.map(shape, part)
+
+        return jax.tree.map(one, specs, tree, is_leaf=is_spec)
+
+    def on(self, rank: int, shapes: Tree) -> Tree:
+        """Return the shardings of `shapes` on the devices of a rank."""
+        return jax.tree.map(lambda a: NamedSharding(self.submeshes[rank], a.sharding.spec), shapes)
+
+    def compile(
+        self, entries: Sequence[PlanEntry], given: Mapping[Key, Tree], kept: Collection[Key]
+    ) -> Walk:
+        """Compile a plan and return the walk over it, from `given` shapes to `kept` values."""
+        shapes = self.shapes(entries, given)
+        freed = last_uses(entries, {*kept, *given})
+        here = [
+            (entry, drop)
+            for entry, drop in zip(entries, freed, strict=True)
+            if any(self.is_mine[r] for r in entry.ranks)
+        ]
+        mine = tuple(entry for entry, _ in here)
+        self._compile(mine, shapes)
+        slots = {key: i for i, key in enumerate(shapes)}
+        steps = []
+        for entry, drop in () if self.is_described else here:
+            keys = entry.reads, entry.writes, drop
+            places = (tuple(slots[key] for key in each) for each in keys)
+            steps.append((self._call(entry, shapes), *places))
+        held = self._held(mine, [drop for _, drop in here], shapes, given, self._temps(mine))
+        kept_shapes = {key: shapes[key] for key in kept}
+        return Walk(mine, tuple(steps), slots, tuple(given), tuple(kept), kept_shapes, held)
+
+    def memory_breakdown(
+        self,
+        entries: Sequence[PlanEntry],
+        given: Mapping[Key, Tree],
+        kept: Collection[Key],
+        temps: Sequence[int] | None = None,
+    ) -> tuple[dict[str, int], ...]:
+        """Return for each rank the bytes by value name at its peak, on one device, without `given`.
+
+        temps: the "temporaries" of each entry, which was only traced; None: of compiled programs.
+        """
+        temps = self._temps(entries) if temps is None else temps
+        freed = last_uses(entries, {*kept, *given})
+        return self._held(entries, freed, self.shapes(entries, given), given, temps)
+
+    def compiled_first(self, entries: Sequence[PlanEntry]) -> dict[ProgramId, jax.stages.Compiled]:
+        """Return each traced program of these entries, compiled for the first rank that runs it."""
+        first = {entry.program: entry for entry in reversed(entries) if entry.program is not None}
+        self._compile(list(first.values()), {})
+        return {id_: self.compiled[self._place(id_, entry.rank)] for id_, entry in first.items()}
+
+    def _place(self, program: ProgramId, rank: int) -> tuple[ProgramId, int | None]:
+        """Return the key of a rank's executable in `compiled`; described ranks share one."""
+        return program, None if self.is_described else rank
+
+    def _temps(self, entries: Sequence[PlanEntry]) -> list[int]:
+        """Return the temporary bytes of each entry whose program is compiled, else 0."""
+        places = (o.program and self._place(o.program, o.rank) for o in entries)
+        compiled = (None if place is None else self.compiled.get(place) for place in places)
+        return [0 if each is None else temp_bytes(each) for each in compiled]
+
+    def lower(self, program: ProgramId) -> jax.stages.Lowered:
+        """Return a traced program, lowered for these devices."""
+        if program not in self.lowered:
+            traced, _ = self.traced[program]
+            with self._backend():
+                self.lowered[program] = traced.lower(lowering_platforms=(self._platform,))
+        return self.lowered[program]
+
+    def shapes(self, entries: Sequence[PlanEntry], given: Mapping[Key, Tree]) -> dict[Key, Tree]:
+        """Return the shapes of all values of a plan."""
+        shapes: dict[Key, Tree] = dict(given)
+        for entry in entries:
+            written = tuple(shapes[key] for key in entry.reads)
+            if entry.program is not None:
+                written = self._trace(entry.program, written)
+            shapes.update(zip(entry.writes, written, strict=True))
+        return shapes
+
+    def _trace(self, program: ProgramId, reads: tuple) -> tuple:
+        """Return the shapes that a program writes; trace it once, with a turn before its values."""
+        if program in self.traced:
+            return self.traced[program][1]
+        # 1. the program of one device, with its turn
+        programs, auto = self.programs, self.programs.auto
+        specs, out_specs = (programs.all_specs(program, n) for n in (program.reads, program.writes))
+        function = programs.function(program)
+
+        def local(turn: jax.Array, *values: Tree) -> tuple:
+            return turn + 1, *function(*values)
+
+        local.__name__ = program.kind  # names the compiled module
+        # 2. over the devices of a rank
+        whole = jax.shard_map(
+            local,
+            mesh=self.abstract,
+            in_specs=(P(), *without_axes(specs, auto)),
+            out_specs=(P(), *without_axes(out_specs, auto)),
+            axis_names=set(self.abstract.axis_names) - set(auto),
+            check_vma=False,
+        )
+        donated = programs.donated(program)
+        donate = tuple(i for i, name in enumerate(program.reads, 1) if name in donated)
+        turn = self.shape(jax.ShapeDtypeStruct((), np.int32), P())
+        traced = jax.jit(whole, donate_argnums=donate).trace(turn, *reads)
+        # 3. arrays that XLA divides must lie as the next program expects them
+        if auto:
+            out_specs = written_specs(programs, program, traced, reads, out_specs)
+            sharding = partial(NamedSharding, self.abstract)
+            shardings = jax.tree.map(sharding, (P(), *out_specs), is_leaf=is_spec)
+            again = jax.jit(whole, donate_argnums=donate, out_shardings=shardings)
+            traced = again.trace(turn, *reads)
+        written = tuple(map(self.shape, traced.out_info[1:], out_specs))
+        self.traced[program] = traced, written
+        return written
+
+    def _backend(self) -> AbstractContextManager:
+        """Return a context in which abstract meshes are lowered for the backend of these devices.
+
+        JAX takes the default device's backend, and a described device is never the default.
+        """
+        first = self.submeshes[0].devices.flat[0]
+        return jax.default_device(first) if self.is_described else nullcontext()
+
+    @property
+    def _platform(self) -> str:
+        device = self.submeshes[0].devices.flat[0]
+        if device.platform != "gpu":
+            return device.platform
+        return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
+
+    def _options(self, program: ProgramId | None) -> dict[str, Any]:
+        """Return the compiler options for a program or a crossing; given ones override presets."""
+        if self._platform != "cpu":
+            return self.options
+        preset = "once" if program is None else self.programs.preset(program)
+        return cpu_options(preset) | self.options
+
+    def _crosses(self, entry: PlanEntry) -> bool:
+        """Return whether a move is between processes."""
+        assert entry.sender is not None, "only moves have a sender"
+        return processes(self.submeshes[entry.sender]) != processes(self.submeshes[entry.rank])
+
+    def _compile(self, entries: Sequence[PlanEntry], shapes: Mapping[Key, Tree]) -> None:
+        """Compile missing programs, in threads that begin in plan order, as in every process."""
+        # 1. what is missing, by key: (its cache, lowered program, mesh, program or None)
+        missing: dict[tuple, tuple[dict, jax.stages.Lowered, Mesh, ProgramId | None]] = {}
+        for entry in entries:
+            if entry.program is not None:
+                place = self._place(entry.program, entry.rank)
+                if place not in self.compiled and place not in missing:
+                    lowered, devices = self.lower(entry.program), self.submeshes[entry.rank]
+                    missing[place] = self.compiled, lowered, devices, entry.program
+            elif entry.sender is not None and not self.is_described and self._crosses(entry):
+                place = parts, sender, rank = parts_of(shapes[entry.reads[0]]), *entry.ranks
+                if place not in self.crossings:
+                    lowered = lower_crossing(self.abstract, parts, self._platform)
+                    devices = pair_mesh(self.submeshes[sender], self.submeshes[rank])
+                    missing[place] = self.crossings, lowered, devices, None
+
+        # 2. compiled
+        def compiled(key: tuple) -> jax.stages.Compiled:
+            _, lowered, mesh, program = missing[key]
+            devices = tuple(mesh.devices.flat)
+            return lowered.compile(self._options(program), device_assignment=devices)
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            for key, result in zip(missing, threads.map(compiled, missing), strict=True):
+                missing[key][0][key] = result
+
+    def _call(self, entry: PlanEntry, shapes: Mapping[Key, Tree]) -> Call:
+        """Return the call that runs an entry: from values read to values written."""
+        turns, rank, sender = self.turns, entry.rank, entry.sender
+        # 1. a program
+        if entry.program is not None:
+            program = self.compiled[self._place(entry.program, rank)]
+
+            def in_turn(*values: Tree) -> Sequence:
+                turn, *written = program(turns[rank], *values)
+                self.pass_turn(rank, turn)
+                return written
+
+            return in_turn
+        # 2. a move inside this process, to one device (70 us, not 110) or a sharding
+        there = self.on(rank, shapes[entry.reads[0]])
+        assert sender is not None, "an entry without a program is a move"
+        if not self._crosses(entry):
+            if len(set(processes(self.submeshes[rank]))) == 1:
+                devices = self.submeshes[rank].devices
+                to = devices.item() if devices.size == 1 else there
+                return lambda value: (jax.device_put(value, to),)
+            return partial(copy_across, self.submeshes[sender], self.submeshes[rank], there)
+        # 3. a move between processes
+        value = shapes[entry.reads[0]]
+        compiled = self.crossings[parts_of(value), sender, rank]
+        cross = crossing(compiled, self.submeshes[sender], self.submeshes[rank], value, there)
+
+        def in_both_turns(sent: Tree) -> Sequence:
+            sender_turn, turn, received = cross(turns[sender], turns[rank], sent)
+            self.pass_turn(sender, sender_turn)
+            self.pass_turn(rank, turn)
+            return (received,)
+
+        return in_both_turns
+
+    def _held(
+        self,
+        entries: Sequence[PlanEntry],
+        freed: Sequence[tuple[Key, ...]],
+        shapes: Mapping[Key, Tree],
+        given: Collection[Key],
+        temps: Sequence[int],
+    ) -> tuple[dict[str, int], ...]:
+        live = [Counter[str]() for _ in self.submeshes]
+        peak = [Counter[str]() for _ in self.submeshes]
+        where: dict[Key, int] = {}
+        size = {key: shard_bytes(tree) for key, tree in shapes.items()}
+        for entry, drop, temp in zip(entries, freed, temps, strict=True):
+            for key in self._passed_on(entry, drop):
+                live[where.pop(key)][key[0]] -= size[key]
+            for key in entry.writes:
+                if key not in where and key not in given:
+                    where[key] = entry.rank
+                    live[entry.rank][key[0]] += size[key]
+            if live[entry.rank].total() + temp > peak[entry.rank].total():
+                peak[entry.rank] = live[entry.rank] + Counter(temporaries=temp)
+            for key in drop:
+                if key in where:
+                    live[where.pop(key)][key[0]] -= size[key]
+        return tuple(
+            dict(held) if mine else {} for held, mine in zip(peak, self.is_mine, strict=True)
+        )
+
+    def _passed_on(self, entry: PlanEntry, freed: Sequence[Key]) -> list[Key]:
+        """Return the values that a rank's program reads last and whose memory it writes to."""
+        of_rank = entry.program if entry.task is None else None
+        donated = () if of_rank is None else self.programs.donated(of_rank)
+        return [key for key in freed if key in entry.reads and key[0] in donated]
+
+
+def written_specs(
+    programs: ProgramLibrary,
+    program: ProgramId,
+    traced: jax.stages.Traced,
+    reads: Sequence[Tree],
+    specs: Sequence[Tree],
+) -> list[Tree]:
+    """Return the specs of a program's results, leaf by leaf, with the dims that XLA divides.
+
+    So values lie as the next program expects them. traced: with a turn before its reads and writes;
+    reads: shapes with shardings; specs: without those dims, or with them already.
+    """
+    (axis,) = programs.auto
+    shardings = [a.sharding for a in jax.tree.leaves(reads)]
+    size, dims = shardings[0].mesh.shape[axis], [dim_of(each.spec, axis) for each in shardings]
+    _, *followed = divided_dims(traced.jaxpr.jaxpr, [None, *dims])
+    rest, found = iter(followed), []
+    for name, value, spec in zip(program.writes, traced.out_info[1:], specs, strict=True):
+        of_program = [next(rest) for _ in jax.tree.leaves(value)]
+        dims = programs.divided_dims(name, value)
+        found.append(with_dims(spec, value, of_program if dims is None else dims, axis, size))
+    return found

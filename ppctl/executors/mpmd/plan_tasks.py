@@ -1,0 +1,215 @@
+"""The plan of a schedule's tasks: their programs, the values read and written, and the readers.
+
+Values have names:
+
+w                               the layers of a stage
+embed_head_in, embed_head_out   parameters of the embedding and of the head, as tasks take them
+inputs, targets, m              the batch, and the number of a microbatch
+x, gx; y, gy                    a stage's input and output for a microbatch, and their gradients
+stash, pending                  values from a forward to its backward, and from I to W
+acc, acc_in, acc_out            sums of gradients: a stage's, the embedding's, the head's
+sum                             a stage's sum over its rank's devices, which keep a shard each
+losses                          sums of the losses and of their number
+
+With a divided vocabulary, stages have no embedding and no head, and each rank has
+
+embed_head, acc_embed_head      its part of both, and the sums of its gradients
+part                            the number of the part
+own_x, part_x                   its summand of the first stage's input; the same on that rank
+last_y, first_gx                the last stage's output, the gradient of the first one's input
+logits, own_log_sums            values from S to T: to T on this rank, and to all ranks' T
+log_sums, all_log_sums          log sums on the last stage's rank; their combination, back here
+own_gy, part_gy                 its summand of the last output's gradient; the same on that rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, Step, with_moves
+from ppctl.schedule.ir import PART_KINDS, Kind, Schedule, Task
+from ppctl.schedule.partition.partition import Partition
+
+FORWARD = "forward"  # the program of a forward that keeps nothing
+JOINS = TOTAL, TOTAL_LOG_SUMS = "total", "log_sums"  # programs that combine all parts' values
+TASKS = (FORWARD, "F", "B", "I", "W", *PART_KINDS, *JOINS)  # others run once a step
+OF_RANK = (
+    *("inputs", "targets", "losses", "embed_head_in", "embed_head_out", "acc_in", "acc_out"),
+    *("embed_head", "acc_embed_head", "part"),
+)
+
+
+class Role(NamedTuple):
+    """The size of a stage, and whether embedding or head belong to it."""
+
+    num_layers: int
+    is_first: bool
+    is_last: bool
+    first_layer: int | None = None  # number of its first layer; None: layers are alike
+
+
+def roles(
+    partition: Partition, *, are_alike: bool, have_embed_head: bool = True
+) -> tuple[Role, ...]:
+    """Return the role of each stage; equal layers need no numbers.
+
+    have_embed_head: first and last stage have embedding and head; else every rank has a part.
+    """
+    first, last = (0, len(partition) - 1) if have_embed_head else (None, None)
+    return tuple(
+        Role(len(layers), s == first, s == last, None if are_alike else layers.start)
+        for s, layers in enumerate(partition)
+    )
+
+
+def task_program(kind: str, role: Role, keeps_input: bool) -> ProgramId | None:
+    """Return the program of a task, or None if it has nothing to run.
+
+    keeps_input (remat=full): the stash is the stage's input, and the backward runs the stage again.
+    So the last stage's forward is part of its backward, with the head, and the first stage's
+    backward embeds its input again.
+    """
+    # 1. values that depend on the stage's place
+    embedding = ("embed_head_in", "inputs", "m") if role.is_first else ("x",)
+    head = ("embed_head_out", "targets", "m", "losses") if role.is_last else ()
+    with_grad = ("acc_out",) if role.is_last else ()
+    reads: tuple[str, ...] = ("w",)
+    writes: tuple[str, ...] = ()
+    # 2. the kinds of tasks
+    if kind == "F" and keeps_input:
+        if role.is_last:
+            return None
+        kind = FORWARD
+    if kind == FORWARD:
+        reads += embedding + head
+        writes += ("losses",) if role.is_last else ("y",)
+    elif kind == "F":
+        reads += embedding + head + with_grad
+        writes += ("stash", "gy", "losses", "acc_out") if role.is_last else ("stash", "y")
+    elif kind == "W":
+        reads += ("pending", "acc")
+        writes += ("acc",)
+    else:
+        reads += embedding + head + with_grad if keeps_input else ("stash",)
+        if not (keeps_input and role.is_last):
+            reads += ("gy",)
+        if role.is_first:
+            reads += ("embed_head_in", "inputs", "m", "acc_in")
+        reads += ("acc",) if kind == "B" else ()
+        writes += ("acc",) if kind == "B" else ("pending",)
+        writes += ("acc_in",) if role.is_first else ("gx",)
+        writes += ("losses", "acc_out") if keeps_input and role.is_last else ()
+    return ProgramId(kind, tuple(dict.fromkeys(reads)), writes, role)
+
+
+# kind -> values that the tasks of parts read, and write
+PART_PROGRAMS: dict[Kind, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "E": (("embed_head", "part", "inputs", "m"), ("own_x",)),
+    "S": (("embed_head", "part", "last_y"), ("own_log_sums", "logits")),
+    "T": (
+        (
+            *("embed_head", "part", "targets", "m", "last_y"),
+            *("all_log_sums", "logits", "losses", "acc_embed_head"),
+        ),
+        ("own_gy", "losses", "acc_embed_head"),
+    ),
+    "G": (("embed_head", "part", "inputs", "m", "first_gx", "acc_embed_head"), ("acc_embed_head",)),
+}
+
+
+def part_program(kind: Kind, has_backward: bool) -> ProgramId:
+    """Return the program of a task of a part; T without a backward yields only the loss."""
+    reads, writes = PART_PROGRAMS[kind]
+    if kind == "T" and not has_backward:
+        reads, writes = tuple(name for name in reads if name != "acc_embed_head"), ("losses",)
+    return ProgramId(kind, reads, writes, None)
+
+
+def task_entries(
+    schedule: Schedule, order: Iterable[Task], role: Sequence[Role], *, keeps_input: bool
+) -> list[PlanEntry]:
+    """Return the tasks of `schedule` in `order`, by their start, with moves between ranks.
+
+    role: of each stage. A schedule of only forwards keeps nothing.
+    """
+    return with_moves(_steps(schedule, order, role, keeps_input))
+
+
+def _steps(
+    schedule: Schedule, order: Iterable[Task], role: Sequence[Role], keeps_input: bool
+) -> Iterator[Step]:
+    """Yield the programs of tasks, and each join of all parts' values before its first reader."""
+    has_backward = any(kind in "BI" for counts in schedule.counts for kind, _, _ in counts)
+    joined = set[tuple[str, int]]()
+    for task in order:
+        kind = task.kind if has_backward or task.kind != "F" else FORWARD
+        if task.kind in PART_KINDS:
+            program = part_program(task.kind, has_backward)
+        else:
+            program = task_program(kind, role[task.stage], keeps_input)
+        if program is None:
+            continue
+        rank = schedule.rank_at(task)
+        if schedule.divides_vocabulary:
+            for name in program.reads:
+                if _is_joined(schedule, task, name) and (name, task.microbatch) not in joined:
+                    joined.add((name, task.microbatch))
+                    yield _join(schedule, name, task.microbatch)
+        values = program.reads, program.writes
+        reads, writes = (tuple(_key(name, task, rank) for name in names) for names in values)
+        readers = tuple(tuple(_readers(schedule, name, task)) for name in program.writes)
+        yield Step(program, rank, reads, writes, readers, task)
+
+
+def _key(name: str, task: Task, rank: int) -> Key:
+    """Return the key of a value that a task reads or writes."""
+    stage, _, microbatch = task
+    if name == "m":
+        return (name, rank, microbatch)
+    if name in OF_RANK:
+        return (name, rank)
+    return (name, stage) if name in ("w", "acc") else (name, stage, microbatch)
+
+
+def _readers(schedule: Schedule, name: str, task: Task) -> list[tuple[int, Key]]:
+    """Return (rank, the value's key there) for each rank that reads a value of a task."""
+    (s, _, m), last, ranks = task, schedule.num_stages - 1, range(schedule.num_ranks)
+    first_rank, last_rank = schedule.rank_of[0], schedule.rank_of[-1]
+    if name == "y" and s < last:
+        return [(schedule.rank_of[s + 1], ("x", s + 1, m))]
+    if name == "gx" and s > 0:
+        return [(schedule.rank_of[s - 1], ("gy", s - 1, m))]
+    if name == "y":
+        return [(r, ("last_y", r, m)) for r in ranks]
+    if name == "gx":
+        return [(r, ("first_gx", r, m)) for r in ranks]
+    there = {
+        "own_x": (first_rank, "part_x"),
+        "own_log_sums": (last_rank, "log_sums"),
+        "own_gy": (last_rank, "part_gy"),
+    }
+    if name not in there:
+        return []
+    rank, name_there = there[name]
+    return [(rank, (name_there, s, m))]
+
+
+def _is_joined(schedule: Schedule, task: Task, name: str) -> bool:
+    """Return whether a value that a task reads combines the values of all parts."""
+    stage = {"x": 0, "gy": schedule.num_stages - 1}
+    return name == "all_log_sums" or (name in stage and task.stage == stage[name])
+
+
+def _join(schedule: Schedule, name: str, microbatch: int) -> Step:
+    """Return the program that combines the values of all parts for a microbatch."""
+    ranks, last = range(schedule.num_ranks), schedule.num_stages - 1
+    read = {"x": "part_x", "gy": "part_gy", "all_log_sums": "log_sums"}[name]
+    rank, stage = (schedule.rank_of[0], 0) if name == "x" else (schedule.rank_of[-1], last)
+    kind = TOTAL_LOG_SUMS if name == "all_log_sums" else TOTAL
+    program = ProgramId(kind, (read,) * len(ranks), (name,), None)
+    reads = tuple((read, part, microbatch) for part in ranks)
+    if name != "all_log_sums":
+        return Step(program, rank, reads, ((name, stage, microbatch),))
+    readers = tuple((r, (name, r, microbatch)) for r in ranks)
+    return Step(program, rank, reads, ((name, rank, microbatch),), (readers,))

@@ -1,0 +1,410 @@
+"""The programs of a rank once a step: prepare parameters, reduce each stage's gradients, join them.
+
+They communicate over all axes of the rank's submesh; tasks over tp and cp, and over fsdp where they
+gather layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from ppctl.executors.auto_axes import dim_of, in_manual, is_spec, shifted, tree_specs
+from ppctl.executors.compiler_options import CompilerPreset
+from ppctl.executors.device_mesh import DATA_AXES, RANK_AXES
+from ppctl.executors.model_shapes import Model, is_none
+from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, transfer_entry
+from ppctl.executors.mpmd.plan_tasks import JOINS, TASKS, Role
+from ppctl.executors.mpmd.task_programs import drop_device_dim, joined, run_part, run_task
+from ppctl.executors.parameter_layout import Layout, gather_shards, scatter_sums
+from ppctl.model.trainable_parameters import trained_part
+from ppctl.schedule.ir import PART_KINDS
+
+Tree = Any
+SHARED = ("given", "given_there", "shared_sum", "shared")  # values with gradients of shared leaves
+
+
+@dataclass(frozen=True)
+class RankRole:
+    """The stages of a rank, and its role in summing gradients of shared leaves of embed_head."""
+
+    stages: tuple[Role, ...]
+    num_layer_slots: int  # of a chunk in the staged form: its layers and padding
+    shared: str | None = None  # "adds" (this rank sums all ranks' gradients) | "gives"
+    has_part: bool = False  # whether the rank has a part of a divided embedding and head
+
+    @property
+    def has_first(self) -> bool:
+        return any(role.is_first for role in self.stages)
+
+    @property
+    def has_last(self) -> bool:
+        return any(role.is_last for role in self.stages)
+
+
+def rank_roles(model: Model, layout: Layout, roles: tuple[Role, ...]) -> tuple[RankRole, ...]:
+    """Return the role of each rank of a layout whose stages have these roles."""
+    here: list[list[Role]] = [[] for _ in range(layout.mesh.shape["pp"])]
+    for role, rank in zip(roles, layout.rank_of, strict=True):
+        here[rank].append(role)
+    adds, last, has_part = layout.rank_of[0], layout.rank_of[-1], model.own_embed_head is not None
+    gives = set(range(len(here)) if has_part else [last]) - {adds}
+    shared = {adds: "adds"} | dict.fromkeys(gives, "gives") if any(model.shared) and gives else {}
+    number = int(layout.counts.max())
+    return tuple(
+        RankRole(tuple(stages), number, shared.get(r), has_part) for r, stages in enumerate(here)
+    )
+
+
+class StageSums(NamedTuple):
+    """The layers of a stage's sums of gradients, and layer slots of a chunk in the staged form."""
+
+    num_layers: int
+    num_layer_slots: int
+
+
+def reductions(ranks: tuple[RankRole, ...], roles: Sequence[Role]) -> list[ProgramId]:
+    """Return for each stage the program that reduces its sums of gradients."""
+    sums = (StageSums(role.num_layers, ranks[0].num_layer_slots) for role in roles)
+    return [ProgramId("reduce", ("acc",), ("sum",), shape) for shape in sums]
+
+
+def rank_entries(
+    layout: Layout, ranks: tuple[RankRole, ...], *, with_grads: bool
+) -> tuple[list[PlanEntry], list[PlanEntry]]:
+    """Return the entries before the tasks, from ("params", rank), and after, to ("grads", rank).
+
+    Gradients of shared leaves go from the ranks that give them to the one that adds; the whole sum
+    goes back as ("shared", rank).
+    """
+    before, after, back = {}, [], []
+    givers = [r for r, here in enumerate(ranks) if here.shared == "gives"]
+    adds = layout.rank_of[0]
+    # the rank that adds comes last
+    for r, here in sorted(enumerate(ranks), key=lambda each: each[1].shared == "adds"):
+        stages = [s for s, rank in enumerate(layout.rank_of) if rank == r]
+        # 1. before the tasks: parameters and sums of zero
+        names = [("embed_head", "acc_embed_head")] * here.has_part
+        names += [("embed_head_in", "acc_in")] * here.has_first
+        names += [("embed_head_out", "acc_out")] * here.has_last
+        acc: list[Key] = [(name, r) for _, name in names]
+        writes: list[Key] = [*(("w", s) for s in stages), *((name, r) for name, _ in names)]
+        writes += [("losses", r)] * (here.has_last or here.has_part)
+        writes += [*(("acc", s) for s in stages), *acc] if with_grads else []
+        before[r] = rank_entry("prepare", here, r, [("params", r)], writes)
+        # 2. after them: gradients; those of shared leaves go to the rank that adds, and back
+        reads: list[Key] = [*(("sum", s) for s in stages), *acc]
+        writes = [("grads", r)]
+        if here.shared == "gives":
+            writes.append(("given", r))
+        elif here.shared == "adds":
+            reads += [("given_there", giver) for giver in givers]
+            writes.append(("shared_sum",))
+            back = [
+                transfer_entry(r, ("shared_sum",), giver, ("shared", giver)) for giver in givers
+            ]
+        after.append(rank_entry("finish", here, r, reads, writes))
+        if here.shared == "gives":
+            after.append(transfer_entry(r, ("given", r), adds, ("given_there", r)))
+    return [before[r] for r in sorted(before)], [*after, *back] if with_grads else []
+
+
+def rank_entry(
+    kind: str, here: RankRole, rank: int, reads: Sequence[Key], writes: Sequence[Key]
+) -> PlanEntry:
+    """Return the entry of a program of a whole rank."""
+    names = lambda keys: tuple(key[0] for key in keys)  # noqa: E731
+    program = ProgramId(kind, names(reads), names(writes), here)
+    return PlanEntry(program, rank, tuple(reads), tuple(writes))
+
+
+def prepare_rank(
+    model: Model, here: RankRole, program: ProgramId, specs: Tree, params: Tree
+) -> tuple:
+    """Return the first values of a rank's tasks: parameters in the compute dtype, sums of zero.
+
+    Parameters are by layer, and whole unless tasks gather them. `params` are the rank's:
+    {"embed_head": None where not used, "layers": [V, 1, K, ...]}, sharded by `specs`.
+    """
+    # 1. the rank's parameters in the compute dtype
+    leaves = jax.tree.leaves(params)
+    master = leaves[0].dtype
+    zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros((1, *a.shape), master), tree)  # noqa: E731
+    shards = jax.tree.map(lambda a: a.astype(model.dtype), params)
+    embed_head = in_manual(gather_shards, shards["embed_head"], specs["embed_head"], model.auto)
+
+    def stages(layers: Tree) -> list[Any]:
+        take = lambda *index: jax.tree.map(lambda a: a[index], layers)  # noqa: E731
+        count = [role.num_layers for role in here.stages]
+        return [
+            take(v, 0, slice(n)) if n > model.unroll else [take(v, 0, k) for k in range(n)]
+            for v, n in enumerate(count)
+        ]
+
+    whole = lambda: stages(in_manual(gather_shards, shards["layers"], specs["layers"], model.auto))  # noqa: E731
+    # 2. the values by name, and the sums of their gradients
+    by_embedding, by_head = model.uses
+    found: dict[str, list] = {
+        "w": whole() if model.layer_specs is None else stages(shards["layers"]),
+        "acc": [zeros(model.trained_layers(each)) for each in jax.eval_shape(whole)],
+    }
+    parts: dict[str, tuple[str, Tree]] = {}
+    if here.has_part:
+        parts["embed_head"] = "acc_embed_head", embed_head
+    if here.has_first:
+        parts["embed_head_in"] = "acc_in", model.keep(embed_head, by_embedding)
+    if here.has_last:
+        parts["embed_head_out"] = "acc_out", model.keep(embed_head, by_head)
+    for name, (acc, part) in parts.items():
+        found[name], found[acc] = [part], [zeros(model.trained_embed_head(part))]
+    if here.has_part or here.has_last:
+        found["losses"] = [tuple(jnp.zeros((1, *a.shape), a.dtype) for a in model.losses)]
+    return tuple(found[name].pop(0) for name in program.writes)
+
+
+def reduce_stage(
+    model: Model, sums: StageSums, specs: Tree, axes: tuple[str, ...], acc: Any
+) -> tuple[Tree]:
+    """Return a stage's sums of gradients over its devices, [layer slots, ...], sharded by `specs`.
+
+    axes: those that devices sum over.
+    """
+    reduced = lambda sums, specs: scatter_sums(sums, specs, axes)  # noqa: E731
+    return (in_manual(reduced, _stacked(model, sums.num_layer_slots, acc), specs, model.auto),)
+
+
+def finish_rank(
+    model: Model,
+    here: RankRole,
+    program: ProgramId,
+    specs: Tree,
+    axes: tuple[str, ...],
+    *values: Any,
+) -> tuple:
+    """Return a rank's gradients, summed and sharded as its parameters, not yet divided.
+
+    axes: those that devices sum over. The sums of stages come reduced; embedding and head are
+    summed here, a tied leaf's two sums as one. The rank that adds also has the others' sums of
+    shared leaves; the others leave these None in their gradients.
+    """
+    # 1. the layers, stacked by chunk
+    named = list(zip(program.reads, values, strict=True))
+    chunks, given = ([v for n, v in named if n == name] for name in ("sum", "given_there"))
+    layers = jax.tree.map(lambda *leaves: jnp.stack(leaves)[:, None], *chunks)
+    # 2. embedding and head, summed
+    v = dict(named)
+    embed_head = model.keep(model.embed_head, (False,) * len(model.shared))
+    for part in (v.get("acc_in"), v.get("acc_out"), v.get("acc_embed_head")):
+        if part is not None:
+            embed_head = jax.tree.map(_plus, embed_head, drop_device_dim(part), is_leaf=is_none)
+    reduced = lambda grads, specs: scatter_sums(grads, specs, axes)  # noqa: E731
+    trained = model.trained_embed_head(specs["embed_head"])
+    embed_head = in_manual(reduced, embed_head, trained, model.auto)
+    if here.shared is None:
+        return ({"embed_head": embed_head, "layers": layers},)
+    # 3. the leaves that ranks share
+    own = shared_leaves(model, embed_head)
+    if here.shared == "gives":
+        return {"embed_head": without_shared(model, embed_head), "layers": layers}, own
+    total = [sum(leaves[1:], leaves[0]) for leaves in zip(own, *given, strict=True)]
+    return {"embed_head": with_shared(model, embed_head, total), "layers": layers}, total
+
+
+def shared_leaves(model: Model, embed_head: Tree) -> list[Any]:
+    """Return the shared leaves of embedding and head."""
+    return [a for a, is_shared in zip(_leaves(embed_head), model.shared, strict=True) if is_shared]
+
+
+def without_shared(model: Model, embed_head: Tree) -> Tree:
+    """Return `embed_head` (embedding and head) with None for the shared leaves."""
+    return model.keep(embed_head, tuple(not each for each in model.shared))
+
+
+def with_shared(model: Model, embed_head: Tree, shared: list[Any]) -> Tree:
+    """Return `embed_head` (embedding and head) with these values for the shared leaves."""
+    rest, pairs = iter(shared), zip(_leaves(embed_head), model.shared, strict=True)
+    leaves = [next(rest) if is_shared else a for a, is_shared in pairs]
+    return jax.tree.unflatten(jax.tree.structure(model.embed_head), leaves)
+
+
+def _leaves(embed_head: Tree) -> list[Any]:
+    return jax.tree.leaves(embed_head, is_leaf=is_none)
+
+
+def _plus(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+    return a if b is None else b if a is None else a + b
+
+
+def _stacked(model: Model, num_layer_slots: int, acc: Any) -> Tree:
+    """Return the sums of a stage's layers, [num_layer_slots, ...], padded with zeros."""
+    if isinstance(acc, list):
+        zero = lambda a: jnp.zeros((0, *a.shape), a.dtype)  # noqa: E731
+        none = jax.tree.map(zero, model.trained_layers(model.layer))
+        acc = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), none, *acc)
+    else:
+        acc = drop_device_dim(acc)
+    widths = lambda a: [(0, num_layer_slots - len(a))] + [(0, 0)] * (a.ndim - 1)  # noqa: E731
+    return jax.tree.map(lambda a: jnp.pad(a, widths(a)), acc)
+
+
+class ProgramLibrary:
+    """The function, PartitionSpecs, donated arguments and compiler preset of each program.
+
+    param_specs: those of each rank's parameters. once: functions by kind of the programs after the
+    gradients; once_specs(program, name): the specs of a value that only these have, or None.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        param_specs: dict[RankRole, Tree],
+        sum_axes: tuple[str, ...] = RANK_AXES,
+        *,
+        is_one_device: bool = False,  # whether a rank is
+        once: Mapping[str, Callable[..., tuple]] | None = None,
+        once_specs: Callable[[ProgramId, str], Tree | None] = lambda *_: None,
+    ):
+        self.model, self.param_specs, self.sum_axes = model, param_specs, sum_axes
+        self.is_one_device = is_one_device
+        self.once, self.once_specs, self.auto = once or {}, once_specs, model.auto
+        self.device_axes = tuple(axis for axis in RANK_AXES if axis not in model.auto)
+
+    def specs(self, program: ProgramId, name: str) -> Tree:
+        """Return the spec of a value of a program: a tree, or one spec for all its leaves."""
+        found = self.once_specs(program, name)
+        if found is not None:
+            return found
+        if name == "params":
+            return self.param_specs[program.shape]
+        if name == "grads":
+            specs = trained_part(self.param_specs[program.shape], self.model.stack.trainable)
+            if program.shape.shared != "gives":
+                return specs
+            return specs | {"embed_head": without_shared(self.model, specs["embed_head"])}
+        if name in SHARED:
+            return shared_leaves(self.model, self.param_specs[program.shape]["embed_head"])
+        if name in ("inputs", "targets"):
+            return P(DATA_AXES)
+        if name == "sum":
+            return self._sum_specs
+        # gathered parameters: each device has its shard over tp, or all have the same
+        is_gathered = name in ("embed_head_in", "embed_head_out", "embed_head", "m", "part")
+        return P() if is_gathered else P(self.device_axes)
+
+    def all_specs(self, program: ProgramId, names: Sequence[str]) -> list[Tree]:
+        """Return the specs of all values that a program reads, or of all that it writes."""
+        shape = program.shape
+        roles = iter(shape.stages if isinstance(shape, RankRole) else (shape,))
+        layers = lambda: self._layers_specs(next(roles))  # noqa: E731
+        return [layers() if name == "w" else self.specs(program, name) for name in names]
+
+    def _layers_specs(self, role: Role) -> Tree:
+        """Return the specs of a stage's layers as tasks receive them."""
+        one, number = self.model.layer_specs, role.num_layers
+        if one is None:
+            return P()
+        return self._stacked_specs if number > self.model.unroll else [one] * number
+
+    @property
+    def _stacked_specs(self) -> Tree:
+        """The specs of a stage's stacked layers over fsdp and tp."""
+        staged = next(iter(self.param_specs.values()))["layers"]
+        return jax.tree.map(lambda spec: P(*spec[2:]), staged, is_leaf=is_spec)
+
+    @property
+    def _sum_specs(self) -> Tree:
+        """The specs of a stage's reduced sums of gradients."""
+        return self.model.trained_layers(self._stacked_specs)
+
+    def divided_dims(self, name: str, value: Tree) -> Sequence[int | None] | None:
+        """Return the dim of each leaf of a value that XLA divides over tp; None: unknown.
+
+        value: its shapes. Parameters and their sums have the parameter's dim, after leading dims.
+        Values between stages are whole on every device. The program's operations decide unknown
+        dims.
+        """
+        leaves = jax.tree.leaves(value)
+        # 1. values without parameters' dims
+        if name in ("stash", "pending"):
+            return None
+        if not leaves:
+            return ()
+        # 2. the parameters' specs
+        if name in ("w", "acc", "sum"):
+            specs, shapes = self.model.auto_specs["layers"], self.model.layer
+            if name != "w":
+                specs, shapes = map(self.model.trained_layers, (specs, shapes))
+        elif name in ("embed_head_in", "embed_head_out", "acc_in", "acc_out"):
+            used = self.model.uses[name in ("embed_head_out", "acc_out")]
+            trees = self.model.auto_specs["embed_head"], self.model.embed_head
+            specs, shapes = (self.model.keep(tree, used) for tree in trees)
+            if name.startswith("acc"):
+                specs, shapes = map(self.model.trained_embed_head, (specs, shapes))
+        else:
+            return [None] * len(leaves)
+        # 3. their dims, for each layer in turn if layers are not stacked
+        one = [*zip(tree_specs(specs), jax.tree.leaves(shapes), strict=True)]
+        pairs = zip(one * (len(leaves) // len(one)), leaves, strict=True)
+        return [shifted(dim_of(spec), a.ndim - whole.ndim) for (spec, whole), a in pairs]
+
+    def function(self, program: ProgramId) -> Callable[..., tuple]:
+        """Return a program's function of one device, from the values of its reads to its writes."""
+        model, shape = self.model, program.shape
+        if program.kind == "prepare":
+            return partial(prepare_rank, model, shape, program, self.param_specs[shape])
+        if program.kind == "reduce":
+            return partial(reduce_stage, model, shape, self._sum_specs, self.sum_axes)
+        if program.kind == "finish":
+            specs = self.param_specs[shape]
+            return partial(finish_rank, model, shape, program, specs, self.sum_axes)
+        if program.kind in JOINS:
+            return partial(joined, program.kind)
+        if program.kind in self.once:
+            return partial(self.once[program.kind], program)
+
+        def task(*values: Any) -> tuple:
+            v = dict(zip(program.reads, values, strict=True))
+            if program.kind in PART_KINDS:
+                found = run_part(model, program.kind, v)
+            else:
+                found = run_task(model, program.kind, shape, v)
+            return tuple(found[name] for name in program.writes)
+
+        return task
+
+    def donated(self, program: ProgramId) -> tuple[str, ...]:
+        """Return the values read whose memory the values written reuse."""
+        if program.kind in ("prepare", "reduce"):
+            return ()
+        if program.kind == "finish":
+            return self._passed_on(program)
+        replaced = [name for name in program.reads if name in program.writes]
+        if program.kind == "F":
+            replaced += ["x"] * ("x" in program.reads)
+        elif program.kind in ("B", "I"):
+            replaced += ["gy"] * ("gy" in program.reads and "gx" in program.writes)
+        return tuple(replaced)
+
+    def _passed_on(self, program: ProgramId) -> tuple[str, ...]:
+        """Return the sums that become gradients unchanged; otherwise `finish` would copy them.
+
+        Sums of several chunks are stacked, sums of several devices or of a tied leaf added.
+        """
+        names = ["sum"] if program.reads.count("sum") == 1 else []
+        if self.is_one_device:
+            tied = any(a and b for a, b in zip(*self.model.uses, strict=True))
+            embed_head = [n for n in ("acc_in", "acc_out", "acc_embed_head") if n in program.reads]
+            names += embed_head[:1] if tied else embed_head
+        return tuple(names)
+
+    def preset(self, program: ProgramId) -> CompilerPreset:
+        """Return the compiler's preset for a program, on CPU."""
+        if program.kind == "prepare" or program.kind in self.once:
+            return "once"
+        return "quick" if program.kind in TASKS and not self.model.remat.recomputes else "full"

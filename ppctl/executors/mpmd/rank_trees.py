@@ -1,0 +1,140 @@
+"""From a staged tree on the whole mesh to a tree for each rank on its submesh, and back.
+
+A rank's layers [V, 1, K, ...] are its devices' shards of the staged form, so neither way copies
+them. The same holds for parts of leaves divided over ranks, and for counts on every device. Other
+leaves of embedding and head reach the ranks that use them by way of all ranks, one at a time: with
+several processes only programs of the whole mesh can do that. Ranks of other processes have None
+throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ppctl.executors.auto_axes import without_axes
+from ppctl.executors.device_mesh import RANK_AXES
+from ppctl.executors.mpmd.transfers import (
+    from_holder,
+    from_shards,
+    is_mine,
+    local_shards,
+    local_zeros,
+)
+from ppctl.executors.parameter_layout import Layout
+
+Tree = Any
+
+
+class Division:
+    """The division of staged trees: parameters, gradients, or a state that mirrors parameters.
+
+    embed_head: parameters of embedding and head; holders: the ranks that hold each of its leaves.
+    """
+
+    def __init__(self, layout: Layout, embed_head: Tree, holders: Sequence[tuple[int, ...]]):
+        mesh, kinds = layout.mesh, (AxisType.Auto,) * len(RANK_AXES)
+        self.layout, self.mesh = layout, mesh
+        ranks = range(mesh.shape["pp"])
+        self.submeshes = [Mesh(mesh.devices[:, r], RANK_AXES, axis_types=kinds) for r in ranks]
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(embed_head)[0]]
+        self.holders = dict(zip(paths, holders, strict=True))
+
+    def _place(self, path: tuple, num_dims: int) -> tuple[str, tuple[int, ...]]:
+        """Return (kind of a leaf: layers | part | embed_head | other, the ranks that hold it)."""
+        names = [getattr(key, "key", None) for key in path]
+        if "layers" in names:
+            return "layers", tuple(range(len(self.submeshes)))
+        if "embed_head" in names:
+            shard = self.layout.shard(path, num_dims)
+            kind = "part" if shard is not None and "pp" in shard.axes else "embed_head"
+            return kind, self.holders[path[names.index("embed_head") + 1 :]]
+        return "other", tuple(range(len(self.submeshes)))
+
+    def spec(self, path: tuple, shape: tuple[int, ...]) -> P:
+        """Return the spec of a staged leaf of this shape on a rank's submesh."""
+        kind, _ = self._place(path, len(shape))
+        if kind == "layers":
+            shard = self.layout.shard(path, len(shape) - 3)
+            return P(None, None, None, *self.layout.over(shape[3:], ("fsdp",), shard))
+        if kind == "other":
+            return P()
+        spec = P(*self.layout.over(shape, ("fsdp",), self.layout.shard(path, len(shape))))
+        return without_axes(spec, ("pp",)) if kind == "part" else spec
+
+    def shape(self, path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a rank's part of a staged leaf of this shape."""
+        kind, _ = self._place(path, len(shape))
+        if kind == "layers":
+            return (shape[0], 1, *shape[2:])
+        shard = self.layout.shard(path, len(shape))
+        if kind != "part" or shard is None:
+            return shape
+        parts = len(self.submeshes)
+        return tuple(n // parts if dim == shard.dim else n for dim, n in enumerate(shape))
+
+    def described(self, tree: Tree, rank: int, above: tuple = ()) -> tuple[Tree, Tree]:
+        """Return (shapes, specs) of a rank's part of a staged tree, None for missing leaves.
+
+        above: the tree's path.
+        """
+        flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        shapes, specs = [], []
+        for path, a in flat:
+            path = (*above, *path)
+            is_held = rank in self._place(path, a.ndim)[1]
+            part = jax.ShapeDtypeStruct(self.shape(path, a.shape), a.dtype)
+            shapes.append(part if is_held else None)
+            specs.append(self.spec(path, a.shape) if is_held else None)
+        return jax.tree.unflatten(treedef, shapes), jax.tree.unflatten(treedef, specs)
+
+    def split(self, tree: Tree) -> tuple[Tree, ...]:
+        """Return the tree of each rank, None for leaves it does not hold; layers share memory."""
+        flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        by_leaf = [self._split(path, a) for path, a in flat]
+        return tuple(jax.tree.unflatten(treedef, leaves) for leaves in zip(*by_leaf, strict=True))
+
+    def _split(self, path: tuple, a: jax.Array) -> list[jax.Array | None]:
+        """Return a leaf for each rank."""
+        kind, holders = self._place(path, a.ndim)
+        spec, shape = self.spec(path, a.shape), self.shape(path, a.shape)
+        if kind == "embed_head":
+            a = jax.block_until_ready(jax.device_put(a, NamedSharding(self.mesh, spec)))
+        there = local_shards(a)
+        found = []
+        for rank, submesh in enumerate(self.submeshes):
+            is_held, sharding = rank in holders and is_mine(submesh), NamedSharding(submesh, spec)
+            found.append(from_shards(shape, sharding, there) if is_held else None)
+        return found
+
+    def join(self, trees: Sequence[Tree], shapes: Tree) -> Tree:
+        """Return the staged tree of the ranks' trees; layers share memory.
+
+        shapes: shapes and shardings of its leaves, None for leaves that no rank has.
+        """
+        pairs, is_leaf = zip(trees, self.submeshes, strict=True), lambda a: a is None
+        leaves = [jax.tree.leaves(tree, is_leaf) for tree, submesh in pairs if is_mine(submesh)]
+
+        def one(i: int, path: tuple, a: jax.ShapeDtypeStruct | None) -> jax.Array | None:
+            if a is None:
+                return None
+            # 1. the shards of this process
+            there: dict[Any, jax.Array] = {}
+            for rank in leaves:
+                there |= {} if rank[i] is None else local_shards(rank[i])
+            kind, holders = self._place(path, len(a.shape))
+            if kind != "embed_head":
+                return from_shards(a.shape, a.sharding, there)
+            # 2. spread from a rank that holds the leaf
+            spec = self.spec(path, a.shape)
+            part = NamedSharding(self.mesh, spec).shard_shape(a.shape)
+            there = local_zeros(self.mesh, part, a.dtype) | there
+            leaf = from_holder(self.mesh, "pp", holders[0], there, spec, a.sharding)
+            return jax.block_until_ready(leaf)
+
+        flat, treedef = jax.tree_util.tree_flatten_with_path(shapes, is_leaf)
+        return jax.tree.unflatten(treedef, [one(i, path, a) for i, (path, a) in enumerate(flat)])

@@ -1,0 +1,326 @@
+"""The layout of parameters: chunks of layers on ranks, and the sharding of each array.
+
+natural: leaf [L, ...], layers in model order, as in checkpoints.
+staged: leaf [V, P, K, ...]: chunk v of rank p holds K layers, padded with zeros up to the largest
+stage. So every device keeps parameters, gradients, optimizer state and stash slots of that size.
+Executors compute no padded layer, but clear its slots and add zero gradients.
+
+Where tp divides a dim of a leaf, staged form pads it with zeros to a multiple of tp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ppctl.executors.auto_axes import is_spec, tree_specs
+from ppctl.schedule.partition.partition import Partition
+
+Tree = Any
+
+
+class Shard(NamedTuple):
+    """The dim of a parameter that tp divides; for layers, the dim within one layer."""
+
+    dim: int
+    num_dims: int
+    size: int  # in natural form
+    padded: int
+    axes: tuple[str, ...] = ("tp",)  # ("pp", "tp"): a vocabulary divided over the ranks
+    num_parts: int = 1
+
+
+def parameter_of(path: tuple) -> tuple[str, ...]:
+    """Return the names on a path to a parameter or its state, from "embed_head" or "layers" on."""
+    names = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path]
+    first = (i for i, name in enumerate(names) if name in ("embed_head", "layers"))
+    start = next(first, len(names))
+    return tuple(map(str, names[start:]))
+
+
+def shards_of(
+    params: Tree, sharding: Tree, tp: int, vocab_ranks: int = 1
+) -> dict[tuple[str, ...], Shard]:
+    """Return the parameters that tp divides; tp and the ranks divide a vocabulary together.
+
+    params: shapes {"embed_head", "layers"}, natural; sharding: their PartitionSpecs, of one layer.
+    """
+    found = {}
+    paths, specs = jax.tree_util.tree_flatten_with_path(params)[0], tree_specs(sharding)
+    for (path, leaf), spec in zip(paths, specs, strict=True):
+        over_ranks = vocab_ranks > 1 and not is_layer(path)
+        axes, num_parts = (("pp", "tp"), tp * vocab_ranks) if over_ranks else (("tp",), tp)
+        if "tp" in spec and num_parts > 1:
+            dim, first = tuple(spec).index("tp"), int(is_layer(path))
+            size = leaf.shape[first + dim]
+            padded = -(-size // num_parts) * num_parts
+            found[parameter_of(path)] = Shard(dim, leaf.ndim - first, size, padded, axes, num_parts)
+    return found
+
+
+def is_layer(path: tuple) -> bool:
+    """Return whether a leaf of parameters, or of an optimizer state like them, is of the layers."""
+    return any(getattr(key, "key", None) == "layers" for key in path)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The placement of a stack on a mesh."""
+
+    mesh: Mesh
+    partition: Partition
+    rank_of: tuple[int, ...]
+    shards: Mapping[tuple[str, ...], Shard] = field(default_factory=dict, hash=False)  # over tp
+    auto: tuple[str, ...] = ()  # axes that XLA divides ordinary JAX over: ("tp",), or none
+
+    def manual(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the given axes along which devices differ, as programs of one device see them."""
+        if not self.auto:
+            return axes
+        # XLA fails at collectives over manual axes of size 1 if it divides others (JAX 0.10.2)
+        return tuple(axis for axis in axes if axis not in self.auto and self.mesh.shape[axis] > 1)
+
+    def auto_specs(self, params: Tree) -> Tree:
+        """Return the PartitionSpecs over tp of {"embed_head", "layers"}, of one layer."""
+
+        def spec(path: tuple, leaf: jax.ShapeDtypeStruct) -> P:
+            shard = self.shard(path, leaf.ndim)
+            return P() if shard is None else P(*[None] * shard.dim, "tp")
+
+        return jax.tree_util.tree_map_with_path(spec, params)
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """Layers of each stage, int [V, P]."""
+        counts = [len(layers) for layers in self._by_chunk()]
+        return np.array(counts, np.int32).reshape(-1, self.mesh.shape["pp"])
+
+    @property
+    def is_even(self) -> bool:
+        return bool((self.counts == self.counts.max()).all())
+
+    @cached_property
+    def _is_in_order(self) -> bool:
+        """True where natural order is staged order: stages of one size, dealt round the ranks."""
+        _, place = self._index
+        return self.is_even and bool((place == np.arange(len(place))).all())
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.counts)
+
+    def _by_chunk(self) -> list[range]:
+        """The layers of (chunk 0, rank 0), (chunk 0, rank 1), ...: in model order if looped."""
+        num_ranks = self.mesh.shape["pp"]
+        stages: list[list[range]] = [[] for _ in range(num_ranks)]
+        for layers, rank in zip(self.partition, self.rank_of, strict=True):
+            stages[rank].append(layers)
+        return [stages[r][v] for v in range(len(stages[0])) for r in range(num_ranks)]
+
+    @cached_property
+    def _index(self) -> tuple[np.ndarray, np.ndarray]:
+        """The layer in each staged place [V, P, K] (padding: 0); each layer's place in V*P*K."""
+        stages = self._by_chunk()
+        longest = max(map(len, stages))
+        layer = np.zeros((len(stages), longest), np.int32)
+        place = np.zeros(sum(map(len, stages)), np.int32)
+        for i, layers in enumerate(stages):
+            layer[i, : len(layers)] = layers
+            place[layers.start : layers.stop] = i * longest + np.arange(len(layers))
+        return layer.reshape(*self.counts.shape, longest), place
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """The layer that each staged place holds, int [V, P, K]; 0 where padded."""
+        return self._index[0]
+
+    def among(self, chunk: int) -> tuple[tuple[int, ...], ...]:
+        """Return for each layer slot of a chunk its layers on the ranks; all padding: layer 0."""
+        slots = []
+        for k in range(self.numbers.shape[2]):
+            held = self.numbers[chunk, :, k][k < self.counts[chunk]]
+            slots.append(tuple(np.unique(held).tolist()) or (0,))
+        return tuple(slots)
+
+    @property
+    def places(self) -> list[tuple[int, int, int]]:
+        """For each layer in model order its (chunk, rank, layer slot) in staged form."""
+        layer, place = self._index
+        chunks, ranks, layer_slots = np.unravel_index(place, layer.shape)
+        return list(zip(chunks.tolist(), ranks.tolist(), layer_slots.tolist(), strict=True))
+
+    def shard(self, path: tuple, num_dims: int) -> Shard | None:
+        """Return how tp divides a leaf of num_dims dims (within one layer), or None."""
+        shard = self.shards.get(parameter_of(path))
+        return shard if shard is not None and shard.num_dims == num_dims else None
+
+    def own_embed_head(self, embed_head: Tree) -> tuple[bool, ...] | None:
+        """Return for each leaf of embedding and head if ranks hold parts of it; None: no leaf."""
+        paths = jax.tree_util.tree_flatten_with_path({"embed_head": embed_head})[0]
+        shards = [self.shards.get(parameter_of(path)) for path, _ in paths]
+        found = tuple(shard is not None and "pp" in shard.axes for shard in shards)
+        return found if any(found) else None
+
+    def to_staged(self, tree: Tree) -> Tree:
+        """Return the staged form of a tree in natural order."""
+        layer, _ = self._index
+        valid = np.arange(layer.shape[2]) < self.counts[..., None]
+
+        def convert(path: tuple, leaf: jax.Array) -> jax.Array:
+            first = int(is_layer(path))
+            shard = self.shard(path, leaf.ndim - first)
+            if shard is not None and shard.padded > shard.size:
+                widths = [(0, 0)] * leaf.ndim
+                widths[first + shard.dim] = (0, shard.padded - shard.size)
+                leaf = jnp.pad(leaf, widths)
+            if not is_layer(path):
+                return leaf
+            if self._is_in_order:
+                return leaf.reshape(*layer.shape, *leaf.shape[1:])
+            staged = leaf[layer]
+            return jnp.where(valid.reshape(valid.shape + (1,) * (leaf.ndim - 1)), staged, 0)
+
+        return jax.tree_util.tree_map_with_path(convert, tree)
+
+    def to_natural(self, tree: Tree) -> Tree:
+        """Return the natural form of a staged tree."""
+        _, place = self._index
+
+        def convert(path: tuple, leaf: jax.Array) -> jax.Array:
+            if is_layer(path):
+                layers = leaf.reshape(-1, *leaf.shape[3:])
+                leaf = layers if self._is_in_order else layers[place]
+            first = int(is_layer(path))
+            shard = self.shard(path, leaf.ndim - first)
+            if shard is not None and shard.padded > shard.size:
+                leaf = jax.lax.slice_in_dim(leaf, 0, shard.size, axis=first + shard.dim)
+            return leaf
+
+        return jax.tree_util.tree_map_with_path(convert, tree)
+
+    def staged_specs(self, tree: Tree) -> Tree:
+        """Return a staged tree's PartitionSpecs: all over pp and fsdp, shards also over tp."""
+
+        def spec(path: tuple, leaf: jax.Array) -> P:
+            if is_layer(path):
+                shard = self.shard(path, leaf.ndim - 3)
+                return P(None, "pp", None, *self.over(leaf.shape[3:], ("fsdp",), shard))
+            return P(*self.over(leaf.shape, ("pp", "fsdp"), self.shard(path, leaf.ndim)))
+
+        return jax.tree_util.tree_map_with_path(spec, tree)
+
+    def natural_specs(self, tree: Tree) -> Tree:
+        """Return a natural tree's PartitionSpecs: layers over pp only if it divides L."""
+
+        def spec(path: tuple, leaf: jax.Array) -> P:
+            shard = self.shard(path, leaf.ndim - is_layer(path))
+            if shard is not None and shard.padded > shard.size:
+                shard = None
+            if is_layer(path):
+                over_pp = "pp" if leaf.shape[0] % self.mesh.shape["pp"] == 0 else None
+                return P(over_pp, *self.over(leaf.shape[1:], ("fsdp",), shard))
+            return P(*self.over(leaf.shape, ("pp", "fsdp"), shard))
+
+        return jax.tree_util.tree_map_with_path(spec, tree)
+
+    def over(
+        self, shape: tuple[int, ...], axes: tuple[str, ...], shard: Shard | None = None
+    ) -> tuple:
+        """Return axis names for each dim: the first dim that `axes` divide, or their last axis.
+
+        The first, since XLA reorders the dims of an array to gather or scatter along a later one.
+        shard: the dim that tp or ranks divide. If XLA or ranks divide it, no other axis does:
+        gathering would reorder shards of shards, and ranks never gather the vocabulary.
+        """
+        dim, parts = (-1, 1) if shard is None else (shard.dim, shard.num_parts)
+        over_ranks = shard is not None and "pp" in shard.axes
+        axes = tuple(axis for axis in axes if not over_ranks or axis != "pp")
+        left = [n // parts if d == dim else n for d, n in enumerate(shape)]
+        is_free = [d != dim or not (self.auto or over_ranks) for d in range(len(shape))]
+        names: list[tuple[str, ...]] = [()] * len(shape)
+        if shard is not None:
+            names[dim] = shard.axes
+        for those in (axes, axes[-1:]):
+            size = int(np.prod([self.mesh.shape[name] for name in those]))
+            fits = [d for d, n in enumerate(left) if n % size == 0 and is_free[d]]
+            if fits and size > 1:
+                names[fits[0]] += those
+                break
+        while names and not names[-1]:
+            names.pop()
+        return tuple(each or None for each in names)
+
+    def shardings(self, specs: Tree) -> Tree:
+        """Return the NamedSharding of each PartitionSpec."""
+        return jax.tree.map(partial(NamedSharding, self.mesh), specs, is_leaf=is_spec)
+
+
+def shapes_on_device(params: Tree, shards: Mapping[tuple[str, ...], Shard]) -> Tree:
+    """Return the shapes of one device's shards of natural parameters {"embed_head", "layers"}."""
+
+    def convert(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shard = shards.get(parameter_of(path))
+        if shard is None:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        shape = list(leaf.shape)
+        shape[is_layer(path) + shard.dim] = shard.padded // shard.num_parts
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(convert, params)
+
+
+def gather_shards(tree: Tree, specs: Tree) -> Tree:
+    """Return, inside shard_map, leaves gathered over fsdp, or (pp, fsdp) if both divide a dim."""
+
+    def whole(leaf: jax.Array, spec: P) -> jax.Array:
+        dim, axes = _fsdp(spec)
+        return leaf if dim is None else jax.lax.all_gather(leaf, axes, axis=dim, tiled=True)
+
+    return jax.tree.map(whole, tree, specs)
+
+
+def layer_specs(staged: Tree, *, are_stacked: bool = False) -> Tree:
+    """Return the PartitionSpecs of one layer (or of a chunk's, stacked) from the staged ones."""
+    first = 2 if are_stacked else 3
+    return jax.tree.map(lambda spec: P(*spec[first:]), staged, is_leaf=is_spec)
+
+
+def scatter_sums(tree: Tree, specs: Tree, replicated: tuple[str, ...]) -> Tree:
+    """Return, inside shard_map, each leaf's sum over `replicated`: this device's shard by the spec.
+
+    Shards over tp, and over the ranks that divide a vocabulary, are not added to each other.
+    """
+
+    def reduce(leaf: jax.Array, spec: P) -> jax.Array:
+        dim, axes = _fsdp(spec)
+        own = set(sharded_over(spec)) & {"pp", "tp"} - set(axes)
+        names = tuple(name for name in replicated if name not in own)
+        if dim is None:
+            return jax.lax.psum(leaf, names)
+        leaf = jax.lax.psum_scatter(leaf, axes, scatter_dimension=dim, tiled=True)
+        return jax.lax.psum(leaf, tuple(name for name in names if name not in axes))
+
+    return jax.tree.map(reduce, tree, specs)
+
+
+def sharded_over(spec: P) -> tuple[str, ...]:
+    """Return all axes of a spec."""
+    each = ((names,) if isinstance(names, str) else names for names in spec if names)
+    return tuple(name for names in each for name in names)
+
+
+def _fsdp(spec: P) -> tuple[int | None, tuple[str, ...]]:
+    """Return the dim that a spec shards over fsdp, and its axes without tp; or (None, ())."""
+    for dim, names in enumerate(spec):
+        axes = names if isinstance(names, tuple) else (names,)
+        if "fsdp" in axes:
+            return dim, tuple(name for name in axes if name != "tp")
+    return None, ()

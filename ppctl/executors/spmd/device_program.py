@@ -1,0 +1,417 @@
+"""The parts of a device's spmd program for any ticks: parameters, slots, stages, embed_head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ppctl.executors.parameter_layout import gather_shards, layer_specs
+from ppctl.executors.stage.embedding_head_grads import add_embedding_grad, add_head_grads
+from ppctl.executors.stage.layer_programs import zeros_like
+from ppctl.executors.stage.stage import LayerSlots, Stage
+from ppctl.model.stack import Stack
+from ppctl.model.trainable_parameters import trained_part
+from ppctl.schedule.ir import Kind
+from ppctl.schedule.remat import Remat
+from ppctl.schedule.tick_lowering import Ticks
+
+Tree = Any
+MOST_PADDED = 4  # arrays; XLA fuses concatenations of more of them
+
+# names in the compiled program by which a profile finds the operations of a tick's task
+SCOPES: dict[Kind, str] = {
+    "F": "tick_forward",
+    "B": "tick_backward",
+    "I": "tick_input_grad",
+    "W": "tick_weight_grad",
+}
+PART_SCOPES: dict[Kind, str] = {"E": "tick_embedding", "T": "tick_head", "G": "tick_embedding_grad"}
+# "T": S and T
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the program is written; no option changes what it computes."""
+
+    remat: Remat = Remat.FULL  # or its name
+    gather: str = "step"  # of layers over fsdp: once a step, by chunk each "tick", or by "layer"
+    unroll: int = 16  # most layers of a rank that are unrolled; more are scanned
+    dtype: Any = jnp.float32  # dtype of compute
+    loops: bool = False  # skip with loops of one turn or none, not branches: see `run_if`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "remat", Remat.of(self.remat))
+
+
+class Place(NamedTuple):
+    """The place of a task, from its rank's table: scalars of the program."""
+
+    chunk: jax.Array
+    microbatch: jax.Array
+    first: jax.Array  # whether its stage is the first
+    last: jax.Array  # whether its stage is the last
+
+
+class Kept(NamedTuple):
+    """The slots that hold what the forward of a task's microbatch kept."""
+
+    acts: jax.Array  # activations, with remat=full
+    act_slot: jax.Array
+    stash: Tree  # stashes, with another remat
+    stash_slot: jax.Array
+
+
+class Device:
+    """One device, traced inside shard_map.
+
+    `sums` in the methods are the sums over tasks so far: losses, their number, gradients of
+    embedding and head, and gradients of the layers, a tree for each chunk.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        ticks: Ticks,
+        options: Options,
+        params: Tree,
+        specs: Tree,
+        microbatches: Tree,
+        layer_slots: Sequence[LayerSlots | None],  # one a chunk
+    ):
+        # 1. the arguments
+        self.stack, self.ticks, self.options = stack, ticks, options
+        self.params, self.specs, self.microbatches = params, specs, microbatches
+        self.layer_slots, self.num_chunks = layer_slots, ticks.schedule.num_chunks
+        self.has_parts = ticks.schedule.divides_vocabulary  # `embed_head` is this rank's part
+        # 2. gathered parameters
+        self.embed_head = gather_shards(self._compute(params["embed_head"]), specs["embed_head"])
+        gathered = partial(self._gathered, params["layers"])
+        self.whole = jax.eval_shape(gathered)  # shapes
+        by_layer = options.gather == "layer"
+        self.chunks = self._chunks(self._compute(params["layers"])) if by_layer else gathered()
+        # 3. the stage
+        self.x = jax.eval_shape(stack.embed, self.embed_head, self.microbatch("inputs", 0))
+        w0, of_layer = self.whole[0], lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
+        w0 = w0[0] if isinstance(w0, list) else jax.tree.map(of_layer, w0)
+        gather = partial(gather_shards, specs=layer_specs(specs["layers"])) if by_layer else None
+        layer = stack.layer, options.remat, w0, self.x, gather, stack.trains("layers")
+        self.stage = Stage(*layer, in_order=options.loops)
+
+    # parameters and data
+
+    def _compute(self, tree: Tree) -> Tree:
+        return jax.tree.map(lambda a: a.astype(self.options.dtype), tree)
+
+    def _gathered(self, layers: Tree) -> list[Any]:
+        """Return the layers of each chunk, gathered in the compute dtype."""
+        return self._chunks(gather_shards(self._compute(layers), self.specs["layers"]))
+
+    def _chunks(self, staged: Tree) -> list[Any]:
+        """Return the layers of each chunk of [V, 1, K, ...]: a list, or stacked for a scan."""
+        num_chunks, _, num_layers = jax.tree.leaves(staged)[0].shape[:3]
+        take = lambda *index: jax.tree.map(lambda a: a[index], staged)  # noqa: E731
+        if self.num_chunks * num_layers > self.options.unroll:
+            return [take(v, 0) for v in range(num_chunks)]
+        return [[take(v, 0, k) for k in range(num_layers)] for v in range(num_chunks)]
+
+    def chunk(self, v: int) -> tuple[Any, LayerSlots | None]:
+        """Return (layers, their slots) of chunk v, the first arguments of a stage's tasks."""
+        if self.options.gather == "tick":
+            (layers,) = self._gathered(jax.tree.map(lambda a: a[v : v + 1], self.params["layers"]))
+        else:
+            layers = self.chunks[v]
+        return layers, self.layer_slots[v]
+
+    def run_if(
+        self,
+        active: jax.Array,
+        run: Callable[[Tree], tuple[Tree, Tree]],
+        otherwise: Callable[[], Tree],
+        carry: Tree,
+    ) -> tuple[Tree, Tree]:
+        """Return value, carry = run(carry) where active, else (otherwise(), carry).
+
+        XLA updates a loop's carry in place, but for GPUs copies much of a branch's: sums and slots,
+        in every tick. For CPUs it does not, and runs loops slower.
+        """
+        if not self.options.loops:
+            return jax.lax.cond(active, run, lambda carry: (otherwise(), carry), carry)
+        turn = lambda _, state: run(state[1])  # noqa: E731
+        return jax.lax.fori_loop(0, active.astype(jnp.int32), turn, (otherwise(), carry))
+
+    def on_chunk(self, chunk: jax.Array, run: Callable[[int], Any]) -> Any:
+        """Return run(v) for the chunk that a tick names."""
+        if self.num_chunks == 1:
+            return run(0)
+        return jax.lax.switch(chunk, [partial(run, v) for v in range(self.num_chunks)])
+
+    def add_on_chunk(
+        self,
+        chunk: jax.Array,
+        run: Callable[[int, Tree], tuple[Tree, Tree]],
+        value: Tree,
+        sums: Tree,
+    ) -> tuple[Tree, Tree]:
+        """Return run(v, sums) for the chunk of a tick; value: zeros like its first result."""
+        if not self.options.loops or self.num_chunks == 1:
+            return self.on_chunk(chunk, lambda v: run(v, sums))
+        for v in range(self.num_chunks):
+            value, sums = self.run_if(chunk == v, partial(run, v), lambda value=value: value, sums)
+        return value, sums
+
+    def microbatch(self, name: str, m: Any) -> Tree:
+        """Return the inputs or targets of microbatch m."""
+        return read_slot(self.microbatches[name], m)
+
+    # slots and sums
+
+    def slots_of_x(self, kind: str) -> jax.Array:
+        """Return empty slots for activations or gradients."""
+        return _slots(self.ticks.num_slots[kind], self.x)
+
+    def stash_slots(self) -> Tree:
+        """Return empty slots for stashes; None if a stash is the stage's input."""
+        number = self.ticks.num_slots["stash"]
+        return _slots(number, self.stage.stash_shapes(*self.chunk(0))) if number else None
+
+    def pending_slots(self) -> Tree:
+        """Return empty slots for `pending`, from I to W; None without split backwards."""
+        number = self.ticks.num_slots["pending"]
+        return _slots(number, self.stage.pending_shapes(*self.chunk(0))) if number else None
+
+    def zero_sums(self) -> Tree:
+        targets = self.microbatch("targets", 0)
+        losses = zeros_like(jax.eval_shape(self.stack.head, self.embed_head, self.x, targets))
+        if not self.ticks.has_backward:
+            return (*losses, None, None)
+        master = jax.tree.leaves(self.params)[0].dtype
+        sums = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, master), tree)  # noqa: E731
+        of_layer = partial(trained_part, trainable=self.stack.trains("layers"))
+        layers = [[*map(of_layer, w)] if isinstance(w, list) else of_layer(w) for w in self.whole]
+        embed_head = trained_part(self.embed_head, self.stack.trains("embed_head"))
+        return (*losses, sums(embed_head), sums(layers))
+
+    def results(
+        self, sums: Tree, reduced: Callable[[Tree, Tree], Tree], are_scattered: bool
+    ) -> tuple[jax.Array, jax.Array, Tree]:
+        """Return (sum of losses, their number, sums of gradients laid out as the parameters).
+
+        reduced: returns the sums over all replicas of gradients and their specs. are_scattered: to
+        shards, layer by layer, and stacked only then. Stacked earlier, gradients would be in memory
+        twice, and XLA transposes arrays to scatter another dim than the first.
+        """
+        # 1. sums over all replicas
+        loss, number, embed_head, layers = sums
+        if not self.ticks.has_backward:
+            return loss, number, None
+        if are_scattered:
+            layers = [self._apart(chunk) for chunk in layers]
+        is_list = isinstance(layers[0], list)
+        trained = trained_part(self.specs, self.stack.trainable)
+        one = layer_specs(trained["layers"], are_stacked=not is_list)
+        specs = {
+            "embed_head": trained["embed_head"],
+            "layers": [[one] * len(chunk) if is_list else one for chunk in layers],
+        }
+        grads = reduced({"embed_head": embed_head, "layers": layers}, specs)
+        layers: Tree = grads["layers"]
+        # 2. stacked
+        num_slots = len(layers) * (len(layers[0]) if is_list else 1)
+        stack = padded_sum if self.options.loops and num_slots <= MOST_PADDED else jnp.stack
+        if is_list:
+            layers = [jax.tree.map(lambda *leaves: stack(leaves), *chunk) for chunk in layers]
+        layers = jax.tree.map(lambda *leaves: stack(leaves)[:, None], *layers)
+        return loss, number, {"embed_head": grads["embed_head"], "layers": layers}
+
+    def _apart(self, layers: Tree) -> list[Tree]:
+        """Return the layers of a chunk, a list or stacked, as a list."""
+        if isinstance(layers, list):
+            return layers
+        num_layers = jax.tree.leaves(self.whole[0])[0].shape[0]
+        return [jax.tree.map(lambda a, k=k: a[k], layers) for k in range(num_layers)]
+
+    # embedding and head
+
+    def input(self, place: Place, slots: jax.Array, slot: jax.Array) -> jax.Array:
+        """Return the input of a stage: the first's tokens embedded, else the arrived activation.
+
+        With a divided vocabulary, the embedded tokens are in a slot too.
+        """
+        if self.has_parts:
+            return read_slot(slots, slot)
+        inputs = lambda: self.microbatch("inputs", place.microbatch)  # noqa: E731
+        embed = lambda: self.stack.embed(self.embed_head, inputs())  # noqa: E731
+        if slots.shape[0] == 0:
+            return embed()
+        return jax.lax.cond(place.first, embed, lambda: read_slot(slots, slot))
+
+    def _with_head(self, y: jax.Array, m: jax.Array, sums: Tree) -> tuple[jax.Array, Tree]:
+        """Return (gradient of y, or y without backwards; sums with microbatch m's head)."""
+        head, targets = self.stack.head, self.microbatch("targets", m)
+        if not self.ticks.has_backward:
+            loss, number = head(self.embed_head, y, targets)
+            return y, (sums[0] + loss, sums[1] + number, *sums[2:])
+        args = self.embed_head, y, targets, sums[2], self.stack.trains("embed_head")
+        gy, total, loss, number = add_head_grads(head, *args)
+        return gy, (sums[0] + loss, sums[1] + number, total, *sums[3:])
+
+    def _with_embedding(self, gx: jax.Array, m: jax.Array, total: Tree) -> tuple[None, Tree]:
+        """Return (None, sums with the embedding's gradient of microbatch m)."""
+        inputs, which = self.microbatch("inputs", m), self.stack.trains("embed_head")
+        return None, add_embedding_grad(self.stack.embed, self.embed_head, inputs, gx, total, which)
+
+    def head(
+        self, place: Place, y: jax.Array, otherwise: Callable | None, sums: Tree
+    ) -> tuple[jax.Array, Tree]:
+        """Return (gradient of the loss, sums with it) on the last stage, else (otherwise(), sums).
+
+        otherwise=None: the only stage. Only the first three sums are read.
+        """
+        run = lambda sums: self._with_head(y, place.microbatch, sums)  # noqa: E731
+        own, layers = sums[:3], sums[3:]
+        gy, own = run(own) if otherwise is None else self.run_if(place.last, run, otherwise, own)
+        return gy, (*own, *layers)
+
+    def loss(self, place: Place, y: jax.Array, sums: Tree) -> Tree:
+        """Return the sums, with the loss of y on the last stage; only without backwards."""
+        run = lambda sums: self._with_head(y, place.microbatch, sums)[1]  # noqa: E731
+        return jax.lax.cond(place.last, run, lambda sums: sums, sums)
+
+    def embedded(self, place: Place, gx: jax.Array, sums: Tree) -> Tree:
+        """Return the sums, with the embedding's gradient on the first stage.
+
+        With a divided vocabulary, all ranks add it after the tick's tasks.
+        """
+        if self.has_parts:
+            return sums
+        run = partial(self._with_embedding, gx, place.microbatch)
+        return (*sums[:2], self.run_if(place.first, run, lambda: None, sums[2])[1], sums[3])
+
+    # parts of a vocabulary divided over the ranks: all ranks take the same branch
+
+    def embed_part(self, at: dict[str, jax.Array]) -> jax.Array:
+        """Return the embedding of the tick's microbatch, summed over ranks; zeros without one."""
+
+        def run() -> jax.Array:
+            inputs = self.microbatch("inputs", at["embedded"] - 1)
+            return jax.lax.psum(self.stack.embed(self.embed_head, inputs), "pp")
+
+        return jax.lax.cond(at["embedded"] > 0, run, lambda: zeros_like(self.x))
+
+    def head_part(
+        self, at: dict[str, jax.Array], y: jax.Array, is_last: jax.Array, sums: Tree
+    ) -> tuple[Any, Tree]:
+        """Return (gradient of the last stage's output y, sums with this rank's part of the head).
+
+        is_last: whether y is this rank's. Without a microbatch in the tick, or without backwards,
+        the gradient is y. S and T in one: apart, ranks in lockstep would only wait longer.
+        """
+
+        def run(sums: Tree) -> tuple[jax.Array, Tree]:
+            whole = jax.lax.psum(jnp.where(is_last, y, 0), "pp")
+            gy, sums = self._with_head(whole, at["head"] - 1, sums)
+            return jax.lax.psum(gy, "pp") if self.ticks.has_backward else y, sums
+
+        return self.run_if(at["head"] > 0, run, lambda: y, sums)
+
+    def embedding_grad_part(
+        self, at: dict[str, jax.Array], gx: jax.Array, is_first: jax.Array, sums: Tree
+    ) -> Tree:
+        """Return the sums with this rank's part of the embedding; is_first: gx is of stage 0."""
+
+        def run(total: Tree) -> tuple[None, Tree]:
+            whole = jax.lax.psum(jnp.where(is_first, gx, 0), "pp")
+            return self._with_embedding(whole, at["embedding_grad"] - 1, total)
+
+        _, total = self.run_if(at["embedding_grad"] > 0, run, lambda: None, sums[2])
+        return (*sums[:2], total, sums[3])
+
+    # tasks, in any ticks
+
+    def forward(self, place: Place, slots: jax.Array, slot: jax.Array) -> tuple[jax.Array, Tree]:
+        """Return (output, stash) of the forward whose input is in a slot, or is embedded."""
+        x = self.input(place, slots, slot)
+        return self.on_chunk(place.chunk, lambda v: self.stage.forward(*self.chunk(v), x))
+
+    def stash_and_cotangent(
+        self, place: Place, kept: Kept, grads: jax.Array, grad: jax.Array
+    ) -> tuple[Tree, Callable[[Tree], Callable]]:
+        """Return (stash, function from the sums to the cotangent) for backwards of `Stage`.
+
+        Their aux is the new first three sums, () if these do not change.
+        kept: the slots of the stash. grads, grad: slots of gradients, and the slot to read.
+        """
+        arrived = lambda: read_slot(grads, grad)  # noqa: E731
+        if not self.stage.keeps_input:
+            return read_slot(kept.stash, kept.stash_slot), lambda sums: lambda _: (arrived(), ())
+        if self.has_parts:
+            return read_slot(kept.acts, kept.act_slot), lambda sums: lambda _: (arrived(), ())
+        otherwise = arrived if grads.shape[0] else None  # no gradient arrives at a single stage
+        stash = self.input(place, kept.acts, kept.act_slot)
+        return stash, lambda sums: lambda y: self.head(place, y, otherwise, sums[:3])
+
+    def backward(
+        self, place: Place, stash: Tree, cotangent: Callable[[Tree], Callable], sums: Tree
+    ) -> tuple[jax.Array, Tree]:
+        """Return (gradient of the input, sums with the gradients of a whole backward added)."""
+
+        def run(v: int, sums: Tree) -> tuple[jax.Array, Tree]:
+            args = stash, cotangent(sums), sums[3][v]
+            gx, layers, own = self.stage.backward(*self.chunk(v), *args)
+            return gx, with_layers(with_own(sums, own), v, layers)
+
+        gx, sums = self.add_on_chunk(place.chunk, run, zeros_like(self.x), sums)
+        return gx, self.embedded(place, gx, sums)
+
+    def hop(self, value: jax.Array, step: int) -> jax.Array:
+        """Return the value of the rank `step` ranks before this one, round the ring."""
+        number = self.ticks.schedule.num_ranks
+        return jax.lax.ppermute(value, "pp", [(r, (r + step) % number) for r in range(number)])
+
+
+def with_own(sums: Tree, own: Tree) -> Tree:
+    """Replace the leading sums by `own`, a backward's aux; (): keep them."""
+    return (*own, *sums[len(own) :])
+
+
+def with_layers(sums: Tree, v: int, layers: Tree) -> Tree:
+    """Replace the sums of chunk v's layers."""
+    return (*sums[:3], [layers if i == v else total for i, total in enumerate(sums[3])])
+
+
+def _slots(count: int, tree: Tree) -> Tree:
+    return jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), tree)
+
+
+def padded_sum(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Return jnp.stack(arrays), as a sum of arrays padded with zeros.
+
+    XLA for GPUs makes one kernel with one result of a concatenation of up to `MOST_PADDED` large
+    arrays. The optimizer's update of stacked gradients would then take a pass for each of its
+    moments and one for the parameters.
+    """
+    last = len(arrays) - 1
+    widths = ([(k, last - k), *[(0, 0)] * a.ndim] for k, a in enumerate(arrays))
+    first, *rest = (jnp.pad(a[None], each) for a, each in zip(arrays, widths, strict=True))
+    return sum(rest, start=first)
+
+
+def read_slot(slots: Tree, slot: Any) -> Tree:
+    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, slot, keepdims=False), slots)
+
+
+def write_slot(slots: Tree, slot: jax.Array, value: Tree) -> Tree:
+    write = lambda a, v: jax.lax.dynamic_update_index_in_dim(a, v, slot, 0)  # noqa: E731
+    return jax.tree.map(write, slots, value)
+
+
+def write_arrival(
+    slots: jax.Array, slot: jax.Array, value: jax.Array, arrives: jax.Array
+) -> jax.Array:
+    """Return the slots with `value` written where `arrives`."""
+    return write_slot(slots, slot, jnp.where(arrives, value, read_slot(slots, slot)))

@@ -1,0 +1,171 @@
+"""The spmd executor: a schedule as ONE XLA program, a scan over ticks.
+
+A tick has at most one ring permute each way. All mesh axes are manual: parameters are gathered over
+fsdp explicitly; each device sums gradients over all microbatches, and dp and fsdp reduce them once
+a step. A rank without a task in a tick skips it. Program size does not depend on the number of
+microbatches, and live activations are the slots of `schedule.ticks`.
+
+Tried and rejected: reducing a chunk's gradients between two scans, after its last microbatch. XLA's
+scheduler for GPUs moves no collective over a loop: compiled for H100s both reductions came after
+the second scan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from ppctl.errors import ConfigError
+from ppctl.executors.device_mesh import AXES, DATA_AXES, RANK_AXES
+from ppctl.executors.parameter_layout import Layout, scatter_sums
+from ppctl.executors.spmd.device_program import Device, Options
+from ppctl.executors.spmd.forward_backward_ticks import run_fb_ticks
+from ppctl.executors.spmd.single_op_ticks import run_op_ticks
+from ppctl.executors.stage.stage import LayerSlots
+from ppctl.model.stack import Stack, divisor
+from ppctl.model.trainable_parameters import trained_part
+from ppctl.schedule.tick_lowering import Ticks
+
+Tree = Any
+
+
+def spmd(
+    stack: Stack, layout: Layout, ticks: Ticks, options: Options
+) -> Callable[[Tree, Tree], tuple[jax.Array, Tree]]:
+    """Return the function (params, batch) -> (loss, gradients) that runs ticks on layout's mesh.
+
+    params: parameters in staged form (`Layout.to_staged`). batch: {"inputs", "targets"}, global
+    arrays [batch, ...]. The loss is the mean over the batch; gradients have the parameters' layout,
+    sharding and dtype, and are None for frozen ones. With ticks of forwards only
+    (`schedule.ticks.forward_only`) the function returns (loss, number of losses in the mean).
+
+    ConfigError, before tracing, if ticks and options differ in remat, or ticks and layout in
+    placement.
+    """
+    _check_ticks(layout, ticks, options)
+
+    def loss_and_grads(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        specs = layout.staged_specs(params)
+
+        def local(params: Tree, batch: Tree, *rank: jax.Array) -> tuple[jax.Array, Tree]:
+            def reduced(grads: Tree, specs: Tree) -> Tree:
+                return {
+                    "embed_head": scatter_sums(grads["embed_head"], specs["embed_head"], AXES),
+                    "layers": scatter_sums(grads["layers"], specs["layers"], RANK_AXES),
+                }
+
+            # 1. the ticks of this device
+            program = stack, layout, ticks, options
+            loss, number, grads = _results(Device, program, params, specs, batch, rank, reduced)
+            # 2. the mean over the batch
+            loss, number = jax.lax.psum((loss, number), AXES)
+            mean = loss / divisor(number)
+            if grads is None:
+                return mean, number
+            number = divisor(number)
+            return mean, jax.tree.map(lambda g: g / number.astype(g.dtype), grads)
+
+        return jax.shard_map(
+            local,
+            mesh=layout.mesh,
+            in_specs=(specs, P(DATA_AXES), P("pp"), P(None, "pp"), P(None, "pp")),
+            out_specs=(P(), trained_part(specs, stack.trainable) if ticks.has_backward else P()),
+            check_vma=False,
+        )(params, batch, *_of_ranks(layout, ticks))
+
+    return loss_and_grads
+
+
+def spmd_of_rank(
+    stack: Stack, layout: Layout, ticks: Ticks, options: Options
+) -> Callable[..., tuple[jax.Array, jax.Array, Tree]]:
+    """Return a rank's part of these ticks, run alone: (params, batch, *rank arrays) -> results.
+
+    params: the rank's, in staged form [V, 1, K, ...], whole for any fsdp. batch: the device's
+    examples. rank arrays: of `rank_arrays`. Results: sum of losses, their number, sums of
+    gradients. Nothing is sent: a rank receives its sent values, with noise.
+    """
+
+    def alone(params: Tree, batch: Tree, *rank: jax.Array) -> tuple[jax.Array, jax.Array, Tree]:
+        specs = jax.tree.map(lambda _: P(), params)
+        return _results(_Alone, (stack, layout, ticks, options), params, specs, batch, rank)
+
+    return alone
+
+
+def rank_arrays(layout: Layout, ticks: Ticks, rank: int) -> tuple[jax.Array, ...]:
+    """Return a rank's arrays: its ticks, number of layers by chunk and layer numbers."""
+    table, counts, numbers = _of_ranks(layout, ticks)
+    return table[rank : rank + 1], counts[:, rank : rank + 1], numbers[:, rank : rank + 1]
+
+
+def _of_ranks(layout: Layout, ticks: Ticks) -> tuple[jax.Array, ...]:
+    """Return (table [rank, tick, column], counts [chunk, rank], numbers [chunk, rank, slot])."""
+    table = np.asarray(ticks.table, np.int32).transpose(1, 0, 2)
+    return jnp.asarray(table), jnp.asarray(layout.counts), jnp.asarray(layout.numbers)
+
+
+class _Alone(Device):
+    """A device without neighbours."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.noise = 0.01 * jax.random.normal(jax.random.key(0), self.x.shape, self.x.dtype)
+
+    def hop(self, value: jax.Array, step: int) -> jax.Array:
+        """Return the value with noise: finite, and not zero after an idle tick."""
+        return jnp.clip(value + self.noise, -1, 1)
+
+
+def _results(
+    kind: type[Device],
+    program: tuple[Stack, Layout, Ticks, Options],
+    params: Tree,
+    specs: Tree,
+    batch: Tree,
+    rank: tuple[jax.Array, ...],
+    reduced: Callable[[Tree, Tree], Tree] = lambda grads, _: grads,
+) -> tuple[jax.Array, jax.Array, Tree]:
+    """Return (sum of losses, their number, sums of gradients) of a device after all ticks.
+
+    rank: its `rank_arrays`. reduced: see `Device.results`.
+    """
+    (stack, layout, ticks, options), (table, counts, numbers) = program, rank
+    num_microbatches, chunks = ticks.schedule.num_microbatches, range(layout.num_chunks)
+    microbatches = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), batch)
+    slots = [_layer_slots(stack, layout, v, counts[v, 0], numbers[v, 0]) for v in chunks]
+    device = kind(stack, ticks, options, params, specs, microbatches, slots)
+    run = run_fb_ticks if ticks.program == "fb" else run_op_ticks
+    return device.results(run(device, table[0]), reduced, layout.mesh.shape["fsdp"] > 1)
+
+
+def _check_ticks(layout: Layout, ticks: Ticks, options: Options) -> None:
+    """Raise ConfigError if ticks do not fit the layout or the options."""
+    if ticks.remat is not options.remat:
+        raise ConfigError(
+            f"the ticks were lowered for remat={ticks.remat}, but options.remat={options.remat}. "
+            f'Lower the schedule with ticks(schedule, costs, remat="{options.remat}"), or use '
+            f'Options(remat="{ticks.remat}").'
+        )
+    if ticks.schedule.rank_of != layout.rank_of:
+        lowered, placed = (" ".join(map(str, each.rank_of)) for each in (ticks.schedule, layout))
+        raise ConfigError(
+            f"the ticks were lowered for stages on ranks {lowered}, but the layout puts them on "
+            f"ranks {placed}. Use Layout(mesh, partition, schedule.rank_of) of the schedule that "
+            f"was lowered, {ticks.schedule.name}."
+        )
+
+
+def _layer_slots(
+    stack: Stack, layout: Layout, v: int, count: jax.Array, numbers: jax.Array
+) -> LayerSlots | None:
+    """Return the layer slots of chunk v on this rank: `count` layers with these numbers."""
+    if stack.are_alike:
+        return None if layout.is_even else LayerSlots(count)
+    number, is_one_of = None if layout.is_even else count, layout.num_chunks > 1
+    return LayerSlots(number, numbers, layout.among(v), is_one_of=is_one_of)

@@ -1,0 +1,294 @@
+"""The programs of one layer: its forward, its backward, and its backward in two.
+
+Equal layers share one `LayerPrograms`. Layers that differ have one each; a layer slot whose layer
+only the running program knows has a switch between them, `LayerSwitch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ppctl.executors.stage.jaxpr_tools import (
+    add_last_outputs,
+    depending_only,
+    flatten,
+    is_literal,
+    run_jaxpr,
+)
+from ppctl.executors.stage.split_backward import Split, split
+from ppctl.model.trainable_parameters import trained_part, with_trained
+from ppctl.schedule.remat import Remat
+
+Tree = Any
+Shape = jax.ShapeDtypeStruct
+Layer = Callable[[Tree, jax.Array], jax.Array]
+Backward = Literal["redo", "pull", "weight_grad"]  # from the input, residuals, pending values
+
+_policies = jax.checkpoint_policies
+KEEP_PRODUCTS = _policies.save_from_both_policies(
+    _policies.dots_with_no_batch_dims_saveable, _policies.save_only_these_names("saved")
+)
+
+
+def zeros_like(tree: Tree) -> Tree:
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)
+
+
+def add_trees(total: Tree, update: Tree) -> Tree:
+    return jax.tree.map(lambda t, u: t + u.astype(t.dtype).reshape(t.shape), total, update)
+
+
+class Residuals:
+    """The backward of one layer as plain arrays, so that it can wait in a slot between two ticks.
+
+    `jax.vjp` returns a pytree whose leaves are parameters, constants and residuals. Only residuals
+    wait: the backward takes parameters again and recomputes constants (or the compiler does).
+    """
+
+    def __init__(self, layer: Layer, w: Tree, x: jax.ShapeDtypeStruct, trainable: Tree = True):
+        self.layer, self.trainable = layer, trainable
+        self.program = flatten(jax.make_jaxpr(self._trace)(w, x))  # parameters, x -> y, leaves
+        jaxpr = self.program.jaxpr
+        constants = depending_only(jaxpr, [False] * len(jaxpr.invars))
+        self.is_constant = [is_literal(v) or v in constants for v in jaxpr.outvars[1:]]
+        pairs = zip(self.sources, self.is_constant, strict=True)
+        self.is_saved = [source is None and not is_constant for source, is_constant in pairs]
+        self.shapes = jax.eval_shape(self.save, w, x)[1]
+
+    def _trace(self, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        y, vjp = vjp_of(self.layer, w, x, self.trainable)
+        leaves, self.treedef = jax.tree.flatten(vjp)
+        index_of = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(w))}
+        self.sources = [index_of.get(id(leaf)) for leaf in leaves]  # each leaf's parameter or None
+        return y, leaves
+
+    def save(self, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        """Return the layer's output and its residuals."""
+        y, *leaves = run_jaxpr(self.program, [*jax.tree.leaves(w), x], [True, *self.is_saved])
+        return y, [leaf for leaf, saved in zip(leaves, self.is_saved, strict=True) if saved]
+
+    def pull(self, w: Tree, saved: list[jax.Array], gy: jax.Array) -> tuple[jax.Array, Tree]:
+        """Return the gradients of the layer's input and parameters, from saved residuals."""
+        w_leaves, rest = jax.tree.leaves(w), iter(saved)
+        unread = [None] * (len(w_leaves) + 1)
+        _, *leaves = run_jaxpr(self.program, unread, [False, *self.is_constant])
+        for i, (source, is_saved) in enumerate(zip(self.sources, self.is_saved, strict=True)):
+            if source is not None:
+                leaves[i] = w_leaves[source]
+            elif is_saved:
+                leaves[i] = next(rest)
+        dw, gx = jax.tree.unflatten(self.treedef, leaves)(gy)
+        return gx, dw
+
+
+def vjp_of(
+    layer: Layer, w: Tree, x: jax.Array, trainable: Tree
+) -> tuple[jax.Array, Callable[[jax.Array], tuple]]:
+    """Return (y, function from the gradient of y to those of w's trainable part and of x)."""
+    run = lambda trained, x: layer(with_trained(trained, w), x)  # noqa: E731
+    return jax.vjp(run, trained_part(w, trainable), x)
+
+
+class LayerPrograms:
+    """The programs of a layer as functions of arrays only. `w` and `x` give shapes and dtypes.
+
+    trainable: as in `Stack`, of one layer; gradients of frozen parameters are None.
+    """
+
+    def __init__(self, function: Layer, remat: Remat, w: Tree, x: Shape, trainable: Tree = True):
+        self.run, self.remat, self._shapes, self.trainable = function, remat, (w, x), trainable
+        self._flat: dict[Backward, Any] = {}  # (program, shapes of its results)
+
+    @cached_property
+    def residuals(self) -> Residuals:
+        keep = self.run
+        if self.remat.keeps_residuals:
+            # forward and backward are different programs or ticks: compilers cannot merge them
+            keep = jax.checkpoint(self.run, policy=KEEP_PRODUCTS, prevent_cse=False)
+        return Residuals(keep, *self._shapes, self.trainable)
+
+    @cached_property
+    def split(self) -> Split:
+        """The two halves of the backward. ConfigError where it cannot be split."""
+        w, x = self._shapes
+        return split(self.residuals.pull, w, self.residuals.shapes, x)
+
+    @property
+    def saved(self) -> list[Shape]:
+        """Shapes of the residuals that `save` keeps."""
+        return self.residuals.shapes
+
+    @property
+    def pending(self) -> list[Shape]:
+        """Shapes of the values that `input_grad` hands to `weight_grad`."""
+        return self.split.pending
+
+    def save(self, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        """Return (the output, the arrays that the backward needs)."""
+        return self.residuals.save(w, x)
+
+    def pull(self, w: Tree, saved: list[jax.Array], gy: jax.Array) -> tuple[jax.Array, Tree]:
+        """Return the gradients of the input and of w, from the saved arrays."""
+        return self.residuals.pull(w, saved, gy)
+
+    def redo(self, w: Tree, x: jax.Array, gy: jax.Array) -> tuple[jax.Array, Tree]:
+        """Return the gradients of the input and of w, from only the input."""
+        dw, gx = vjp_of(self.run, w, x, self.trainable)[1](gy)
+        return gx, dw
+
+    def input_grad(
+        self, w: Tree, saved: list[jax.Array], gy: jax.Array
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Return (gradient of the input, the arrays that `weight_grad` needs)."""
+        return self.split.input_grad(w, saved, gy)
+
+    def weight_grad(self, w: Tree, pending: list[jax.Array]) -> Tree:
+        """Return the gradient of w."""
+        return self.split.weight_grad(w, pending)
+
+    def add_grads(self, how: Backward, args: tuple, sums: Tree) -> tuple[Any, Tree]:
+        """Return (gx, sums with dw added) where gx, dw = grads_of(self, how)(*args)."""
+        if how not in self._flat:
+            closed, shapes = jax.make_jaxpr(grads_of(self, how), return_shape=True)(*args)
+            self._flat[how] = flatten(closed), shapes
+        closed, (gx, _) = self._flat[how]
+        return add_last_outputs(closed, args, gx, sums)
+
+
+class SwitchPackings:
+    """The packings of any layer's waiting arrays: residuals, and values from I to W."""
+
+    def __init__(self, layers: Sequence[LayerPrograms]):
+        self.layers = layers
+
+    @cached_property
+    def saved(self) -> FlatPacking:
+        return FlatPacking([layer.saved for layer in self.layers])
+
+    @cached_property
+    def pending(self) -> FlatPacking:
+        return FlatPacking([layer.pending for layer in self.layers])
+
+
+class LayerSwitch:
+    """`LayerPrograms` of layer `number`, traced and one of `among`; its waiting arrays are packed.
+
+    The program has a branch for each function. A device keeps slots of the largest layer's size for
+    `saved` and `pending`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerPrograms],
+        number: Any,
+        among: Sequence[int],
+        packings: SwitchPackings,
+    ):
+        self.layers = list(dict.fromkeys(layers[l] for l in among))
+        self.place_of = {l: self.layers.index(layers[l]) for l in among}
+        self.number, self.packings = number, packings
+
+    @property
+    def saved(self) -> list[Shape]:
+        return self.packings.saved.shapes
+
+    @property
+    def pending(self) -> list[Shape]:
+        return self.packings.pending.shapes
+
+    def run(self, w: Tree, x: jax.Array) -> jax.Array:
+        return self._switch(lambda layer, w, x: layer.run(w, x), w, x)
+
+    def redo(self, w: Tree, x: jax.Array, gy: jax.Array) -> tuple[jax.Array, Tree]:
+        return self._switch(lambda layer, w, x, gy: layer.redo(w, x, gy), w, x, gy)
+
+    def save(self, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        def save(layer: LayerPrograms, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+            y, saved = layer.save(w, x)
+            return y, self.packings.saved.pack(saved)
+
+        return self._switch(save, w, x)
+
+    def pull(self, w: Tree, saved: list[jax.Array], gy: jax.Array) -> tuple[jax.Array, Tree]:
+        run = lambda layer, w, saved, gy: layer.pull(w, self._saved(layer, saved), gy)  # noqa: E731
+        return self._switch(run, w, saved, gy)
+
+    def input_grad(
+        self, w: Tree, saved: list[jax.Array], gy: jax.Array
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        def input_grad(
+            layer: LayerPrograms, w: Tree, saved: list, gy: jax.Array
+        ) -> tuple[jax.Array, list[jax.Array]]:
+            gx, pending = layer.input_grad(w, self._saved(layer, saved), gy)
+            return gx, self.packings.pending.pack(pending)
+
+        return self._switch(input_grad, w, saved, gy)
+
+    def weight_grad(self, w: Tree, pending: list[jax.Array]) -> Tree:
+        unpack = self.packings.pending.unpack
+        run = lambda layer, w, pending: layer.weight_grad(w, unpack(pending, layer.pending))  # noqa: E731
+        return self._switch(run, w, pending)
+
+    def _saved(self, layer: LayerPrograms, packed: list[jax.Array]) -> list[jax.Array]:
+        return self.packings.saved.unpack(packed, layer.saved)
+
+    def _switch(self, run: Callable[..., Any], *args: Any) -> Any:
+        """Return run(layer, *args) of the layer that `number` is."""
+        place = np.zeros(max(self.place_of) + 1, np.int32)
+        place[list(self.place_of)] = list(self.place_of.values())
+        branches = [partial(run, layer) for layer in self.layers]
+        return jax.lax.switch(jnp.asarray(place)[self.number], branches, *args)
+
+
+def grads_of(layer: LayerPrograms | LayerSwitch, how: Backward) -> Callable[..., tuple[Any, Tree]]:
+    """Return a backward of a layer as a function to (gradient of the input or None, of w)."""
+    if how == "weight_grad":
+        return lambda w, pending: (None, layer.weight_grad(w, pending))
+    return layer.redo if how == "redo" else layer.pull
+
+
+class FlatPacking:
+    """Packs lists of arrays alike: a flat array a dtype, as long as the longest."""
+
+    def __init__(self, lists: Sequence[Sequence[Shape]]):
+        sizes: dict[str, int] = {}
+        for shapes in lists:
+            for dtype in {str(a.dtype) for a in shapes}:
+                size = sum(a.size for a in shapes if str(a.dtype) == dtype)
+                sizes[dtype] = max(sizes.get(dtype, 0), size)
+        self.shapes = [Shape((sizes[dtype],), jnp.dtype(dtype)) for dtype in sorted(sizes)]
+
+    def pack(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the arrays one after the other, then zeros."""
+        return [pack_flat([a for a in arrays if a.dtype == to.dtype], to) for to in self.shapes]
+
+    def unpack(self, packed: Sequence[jax.Array], shapes: Sequence[Shape]) -> list[jax.Array]:
+        """Return arrays of these shapes, from a result of `pack`."""
+        of = lambda a: [shape for shape in shapes if shape.dtype == a.dtype]  # noqa: E731
+        parts = {a.dtype: iter(unpack_flat(of(a), a)) for a in packed}
+        return [next(parts[a.dtype]) for a in shapes]
+
+
+def pack_flat(arrays: Sequence[jax.Array], to: Shape) -> jax.Array:
+    """Return arrays concatenated along the last axis of `to`, then zeros; other axes are shared."""
+    *shared, size = to.shape
+    parts = [a.reshape(*shared, -1).astype(to.dtype) for a in arrays]
+    rest = size - sum(part.shape[-1] for part in parts)
+    parts += [jnp.zeros((*shared, rest), to.dtype)] if rest else []
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+
+def unpack_flat(shapes: Sequence[Shape], packed: jax.Array) -> list[jax.Array]:
+    """Return the arrays that `pack_flat` concatenated, in the dtype of `packed`."""
+    num_shared = packed.size // packed.shape[-1] if packed.size else 1
+    sizes = [shape.size // num_shared for shape in shapes]
+    rest, parts = packed.shape[-1] - sum(sizes), [packed]
+    if rest or len(sizes) > 1:
+        parts = jax.lax.split(packed, (*sizes, rest), axis=packed.ndim - 1)
+    return [part.reshape(shape.shape) for part, shape in zip(parts, shapes, strict=False)]

@@ -1,0 +1,124 @@
+"""Text that a trained transformer continues: prompts in, tokens out, a batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ppctl import config as settings
+from ppctl.data.tokenizer import Tokenizer
+from ppctl.errors import ConfigError
+from ppctl.language.language_model import LanguageModel
+from ppctl.model.cached_decoding import Decoder, Mix, Rotate
+from ppctl.model.stack import Stack
+from ppctl.model.token_sampling import Sampling
+from ppctl.model.transformer import transformer
+
+REPLACEMENT = "\ufffd"  # character for bytes that are no letter, or not yet
+MOST_PIECE = 128  # prompt tokens read at a time
+POSITIONS = 64  # divisor of the number of positions, so that few programs are compiled
+
+
+def decoder_of(model: LanguageModel, devices: Sequence[Any], num_positions: int) -> Decoder:
+    """Return a model's decoder of num_positions positions, its layers dealt to the devices."""
+    sizes = model.config.model
+    assert isinstance(sizes, settings.Transformer), "checked by open_language_model"
+
+    def make(mix: Mix, rotate: Rotate) -> Stack:
+        return transformer(**model.sizes, dtype=model.dtype, mix=mix, rotate=rotate)
+
+    if len(devices) > sizes.num_layers:
+        raise ConfigError(
+            f"--devices {len(devices)} are more than the model's {sizes.num_layers} layers, and "
+            f"a device has one at least. Use {sizes.num_layers} or fewer."
+        )
+    heads = sizes.kv_heads, sizes.head_width
+    return Decoder(make, model.params, devices, num_positions, heads, model.dtype)
+
+
+def positions_for(prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
+    """Return the number of positions of prompts and their continuations.
+
+    >>> positions_for([[1, 2, 3]], 10), positions_for([[1] * 130], 10)
+    (64, 320)
+    """
+    read = _read_length(max(map(len, prompts)))
+    return -(-(read + max_tokens) // POSITIONS) * POSITIONS
+
+
+def continuations(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    sampling: Sampling,
+    seed: int,
+) -> Iterator[np.ndarray]:
+    """Yield the next token of each (non-empty) prompt, int32 [B], max_tokens times.
+
+    decoder: of at least `positions_for` these positions. Lazy: each next() computes one token.
+    """
+    # 1. the prompts, filled up in front, piece by piece
+    read = _read_length(max(map(len, prompts)))
+    piece = min(read, MOST_PIECE)
+    tokens = np.zeros((len(prompts), read), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[read - len(prompt) :] = prompt
+    starts = jnp.asarray([read - len(prompt) for prompt in prompts], jnp.int32)
+    cache, logits = decoder.empty(len(prompts)), None
+    for first in range(0, read, piece):
+        piece_tokens = jnp.asarray(tokens[:, first : first + piece])
+        logits, cache = decoder.read(piece_tokens, cache, first, starts)
+    # 2. one token at a time
+    choose = jax.jit(partial(sampling.choose, seed=seed))
+    for place in range(max_tokens):
+        chosen = choose(logits, place=jnp.int32(place))
+        yield np.asarray(chosen)
+        if place + 1 < max_tokens:
+            logits, cache = decoder.read(chosen[:, None], cache, read + place, starts)
+
+
+def _read_length(longest: int) -> int:
+    """Return the padded length of prompts: a power of two, or a multiple of MOST_PIECE."""
+    if longest > MOST_PIECE:
+        return -(-longest // MOST_PIECE) * MOST_PIECE
+    return 1 << max(0, longest - 1).bit_length()
+
+
+def text_of(
+    tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int], ends: Container[int]
+) -> str:
+    """Return the text of new tokens after a prompt, without a final token of `ends`.
+
+    Decoded with the prompt: some tokenizers decode a token differently at the start of a text.
+    """
+    new = [*new[:-1]] if new and new[-1] in ends else [*new]
+    before, whole = tokenizer.decode([*prompt]), tokenizer.decode([*prompt, *new])
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)
+
+
+class StreamedText:
+    """Text of new tokens, written as they come; half a letter waits for the next token."""
+
+    def __init__(self, text_of_new: Callable[[Sequence[int]], str], write: Callable[[str], object]):
+        self._text_of_new, self._write, self._written = text_of_new, write, ""
+
+    def add(self, new: Sequence[int]) -> None:
+        """Write the text that the newest token adds."""
+        text = self._text_of_new(new)
+        if not text.endswith(REPLACEMENT):
+            self._put(text)
+
+    def end(self, new: Sequence[int]) -> None:
+        """Write the rest."""
+        self._put(self._text_of_new(new))
+
+    def _put(self, text: str) -> None:
+        if text.startswith(self._written):
+            self._write(text[len(self._written) :])
+            self._written = text

@@ -1,0 +1,185 @@
+"""A GGUF file as `transformers` would have it: config.json, tensors by name, tokenizer.json.
+
+`gguf` dequantizes tensors exactly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ppctl.errors import ConfigError
+from ppctl.language.model_files import Tensors
+
+EMBED_HEAD = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER = {  # after blk.L. and model.layers.L.
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+SIZES = {  # key of config.json: key of the file, after its architecture
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "max_position_embeddings": "context_length",
+}
+TOKENS = {f"{name}_token_id": f"{name}_token_id" for name in ("bos", "eos")}
+TOKENS["pad_token_id"] = "padding_token_id"
+ARCHITECTURES = "llama", "qwen2", "qwen3"  # not Gemma: the file rounds 1 + scale of its norms
+PERMUTED = "llama"  # architecture whose rows of q and k llama.cpp stores as rotated neighbours
+OF_ANGLES = "rope_freqs.weight"  # factors of rotary wavelengths, as Llama 3.1's
+CONTROL = 3  # type of tokens that no text becomes
+
+
+def open_gguf(path: Path) -> tuple[dict[str, Any], Tensors, dict[str, str], tuple[str, ...]]:
+    """Return (config.json, tensors, texts of tokenizer files by name, notes) of a GGUF file.
+
+    ConfigError if it cannot be read, or ppctl lacks the model.
+    """
+    # 1. the file and its architecture
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} needs the package gguf. Install it: pip install 'ppctl[gguf]'."
+        ) from error
+    try:
+        reader = GGUFReader(path)
+    except (ValueError, OSError, IndexError) as error:
+        raise ConfigError(
+            f"{path} cannot be read as GGUF: {' '.join(str(error).split())}."
+        ) from error
+    fields = reader.fields.items()
+    found = {name: f.contents() for name, f in fields if not name.startswith("tokenizer.ggml.")}
+    kind = found.get("general.architecture")
+    if kind not in ARCHITECTURES:
+        raise ConfigError(
+            f"{path} is of general.architecture={kind}. Of GGUF files ppctl reads "
+            f"{', '.join(ARCHITECTURES)}."
+        )
+    names = {tensor.name for tensor in reader.tensors}
+    if found.get(f"{kind}.rope.scaling.type", "none") != "none" or OF_ANGLES in names:
+        raise ConfigError(
+            f"{path} scales rotary positions, which ppctl reads from config.json alone."
+        )
+    # 2. config.json
+    sizes = {key: f"{kind}.{name}" for key, name in SIZES.items()}
+    config: dict[str, Any] = {"model_type": kind, "dtype": "float32"}
+    config |= {key: found[name] for key, name in sizes.items() if name in found}
+    config["rms_norm_eps"] = float(f"{config['rms_norm_eps']:.7g}")  # written as float32
+    config["tie_word_embeddings"] = "output.weight" not in names
+    embedding = next(t for t in reader.tensors if t.name == "token_embd.weight")
+    config["vocab_size"] = int(embedding.shape[1])
+    for key, name in TOKENS.items():
+        if (token := reader.get_field(f"tokenizer.ggml.{name}")) is not None:
+            config[key] = int(token.contents())
+    # 3. the tokenizer, and the tokens that end texts
+    texts, notes = _tokenizer(reader, config)
+    turn_end = reader.get_field("tokenizer.ggml.eot_token_id")
+    if turn_end is not None and "eos_token_id" in config:
+        ends = [*dict.fromkeys([config["eos_token_id"], int(turn_end.contents())])]
+        tokens = {key: config[key] for key in TOKENS if key in config} | {"eos_token_id": ends}
+        texts["generation_config.json"] = json.dumps(tokens, indent=2) + "\n"
+    return config, _tensors(path, reader, config), texts, notes
+
+
+def _tensors(path: Path, reader: Any, config: Mapping[str, Any]) -> Tensors:
+    from gguf.quants import dequantize
+
+    by_name = {_name(path, tensor.name): tensor for tensor in reader.tensors}
+
+    def read(name: str) -> np.ndarray:
+        tensor = by_name[name]
+        try:
+            values = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
+        except NotImplementedError as error:
+            raise ConfigError(
+                f"{tensor.name} in {path} is {tensor.tensor_type.name}, which gguf does not "
+                "read. Use a file of another quantization, such as Q8_0."
+            ) from error
+        values = values.reshape([int(size) for size in tensor.shape[::-1]])
+        of_module = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+        heads = of_module.get(name.split(".")[-2])
+        if config["model_type"] != PERMUTED or heads is None:
+            return values
+        return halves(values, config.get(heads) or config["num_attention_heads"])
+
+    shapes = {name: tuple(map(int, t.shape[::-1])) for name, t in by_name.items()}
+    return Tensors(shapes, read)
+
+
+def halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    """Return rows of heads with pairs (i, i + H/2), from rows with pairs (2i, 2i + 1).
+
+    >>> halves(np.arange(6), 1)
+    array([0, 2, 4, 1, 3, 5])
+    """
+    return rows.reshape(num_heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _name(path: Path, name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if stem in EMBED_HEAD:
+        return f"{EMBED_HEAD[stem]}.{kind}"
+    first, _, rest = stem.partition(".")
+    number, _, part = rest.partition(".")
+    if first != "blk" or part not in LAYER:
+        raise ConfigError(f"{name} in {path} is no tensor of a model that ppctl has.")
+    return f"model.layers.{number}.{LAYER[part]}.{kind}"
+
+
+def _tokenizer(reader: Any, config: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the files of a byte-level BPE tokenizer, and notes; no files for other kinds."""
+
+    def get(name: str) -> Any:
+        field = reader.get_field(f"tokenizer.ggml.{name}")
+        return None if field is None else field.contents()
+
+    # 1. its kind
+    kind, split = get("model"), get("pre")
+    from_split = {"smollm": True, "gpt-2": False, "default": False}
+    if kind != "gpt2" or split not in from_split:
+        return {}, (f"the tokenizer ({kind}, {split}) cannot be written as tokenizer.json",)
+    try:
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    except ImportError as error:
+        raise ConfigError(
+            "Its tokenizer needs the package tokenizers. Install it: pip install 'ppctl[gguf]'."
+        ) from error
+    # 2. tokenizer.json
+    tokens, kinds = get("tokens"), get("token_type") or []
+    pairs = [tuple(merge.split(" ", 1)) for merge in get("merges") or ()]
+    made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
+    by_bytes = partial(pre_tokenizers.ByteLevel, add_prefix_space=False)
+    parts = [pre_tokenizers.Digits(individual_digits=True)] if from_split[split] else []
+    made.pre_tokenizer = pre_tokenizers.Sequence([*parts, by_bytes()])
+    made.decoder = decoders.ByteLevel()
+    special = [token for token, each in zip(tokens, kinds, strict=False) if each == CONTROL]
+    added = partial(AddedToken, special=True, normalized=False)
+    made.add_special_tokens([added(token) for token in special])
+    # 3. tokenizer_config.json
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    about |= {key.removesuffix("_id"): tokens[config[key]] for key in TOKENS if key in config}
+    template = reader.get_field("tokenizer.chat_template")
+    if template is not None:
+        about["chat_template"] = template.contents()
+    settings = json.dumps(about, indent=2) + "\n"
+    return {"tokenizer.json": made.to_str(), "tokenizer_config.json": settings}, ()

@@ -1,0 +1,199 @@
+"""An imported language model as a run: a checkpoint of step 0, a recipe and its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import yaml
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from ppctl.config import Config, Run, Transformer
+from ppctl.config.stored_config import settings_from
+from ppctl.data import DataSet
+from ppctl.data.dataset_description import description
+from ppctl.errors import ConfigError
+from ppctl.language.model_files import Tensors, check_new, open_safetensors, writing_to
+from ppctl.language.tensor_names import Named, named_parameters
+from ppctl.language.transformers_config import model_settings
+from ppctl.model.stack import init
+from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.pipeline import built_in_models as models
+from ppctl.training.run.kept_tokenizer import GENERATION, MODEL_CONFIG, SOURCE, TOKENIZER_FILES
+from ppctl.training.run.run_environment import checkpoint_metadata
+
+Tree = Any
+KEPT = (MODEL_CONFIG, GENERATION, *TOKENIZER_FILES)  # files that an export copies
+LONGEST = 2048  # tokens of a sequence in the recipe at most
+RECIPE = "recipes/imported.yaml"
+
+
+@dataclass(frozen=True)
+class Imported:
+    """An imported model: its settings and size, and the files kept for an export."""
+
+    model: Transformer
+    num_parameters: int
+    files: tuple[str, ...]  # kept for an export
+    notes: tuple[str, ...] = ()
+
+
+def import_model(source: Path, out: Path) -> Imported:
+    """Write the model of a directory of `transformers`, or of a GGUF file, as a run directory.
+
+    The host holds one tensor at a time: each is read from a memory map and put on its devices.
+
+    Raises:
+        ConfigError: The model is missing or ppctl lacks it, or `out` exists.
+    """
+    check_new(out)
+    # 1. config.json, tensors and tokenizer of either form
+    if source.suffix == ".gguf" and source.is_file():
+        from ppctl.language.gguf_file import open_gguf
+
+        config, tensors, texts, notes = open_gguf(source)
+    else:
+        config, tensors, texts, notes = _config(source), open_safetensors(source), {}, ()
+    # 2. the model, with its parameters on the devices
+    settings = model_settings(config)
+    length = min(int(config.get("max_position_embeddings") or LONGEST), LONGEST)
+    model = replace(settings_from(Transformer, settings, "model"), seq_len=length)
+    stack = models.transformer(**settings)
+    shapes = jax.eval_shape(lambda: init(stack, 0))
+    wanted = named_parameters(shapes)
+    tensors.check(wanted)
+    params = _placed(shapes, wanted, tensors)
+    # 3. the run directory
+    settings_of_run = Config(model=model, run=Run(name=out.name, dir=str(out)))
+    with writing_to(out):
+        with Checkpoints(out / "checkpoints", keep=1) as checkpoints:
+            if not checkpoints.save(0, {"params": params}, _metadata(settings_of_run, source)):
+                raise ConfigError(f"A number of {source} is not finite. It cannot be imported.")
+        (out / "config.yaml").write_text(yaml.safe_dump(asdict(settings_of_run), sort_keys=False))
+        files = _keep(source, out / SOURCE, config, texts)
+        _write_recipe(out, settings | {"seq_len": length})
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    return Imported(model, count, files, tuple(notes))
+
+
+def _config(source: Path) -> Mapping[str, Any]:
+    if not source.is_dir():
+        what = "is no directory" if source.exists() else "is not there"
+        raise ConfigError(
+            f"{source} {what}. Name a model directory of transformers, or a .gguf file."
+        )
+    file = source / MODEL_CONFIG
+    if not file.is_file():
+        raise ConfigError(f"{source} has no config.json. Name a model directory of transformers.")
+    try:
+        config = json.loads(file.read_text())
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{file} cannot be read: {' '.join(str(error).split())}.") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} is no object of JSON.")
+    return config
+
+
+# tensor by tensor to the devices
+
+
+def _placed(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
+    """Return the parameters on the devices, each leaf divided over them along a divisible dim."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+    leaves = {tuple(key.key for key in keys): leaf for keys, leaf in flat}
+    places = {path: _place(leaf.shape, path[0] == "layers") for path, leaf in leaves.items()}
+    params = {
+        path: jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=places[path])()
+        for path, leaf in leaves.items()
+    }
+    for each in wanted:
+        path, place = each.path, places[each.path]
+        tensor = jax.device_put(tensors.read(each.name), _transposed(place, each))
+        fill = _filled(place, each.is_transposed, each.layer is None)
+        params[path] = fill(params[path], tensor, each.layer or 0)
+        params[path].block_until_ready()  # one tensor at a time is on the host
+    return jax.tree.unflatten(treedef, list(params.values()))
+
+
+def _place(shape: tuple[int, ...], is_of_layers: bool) -> Sharding:
+    devices = jax.devices()
+    dims = [dim for dim in range(int(is_of_layers), len(shape)) if shape[dim] % len(devices) == 0]
+    if len(devices) == 1:
+        return SingleDeviceSharding(devices[0])
+    spec = PartitionSpec(*(None,) * dims[0], "all") if dims else PartitionSpec()
+    auto = (jax.sharding.AxisType.Auto,)
+    return NamedSharding(
+        jax.make_mesh((len(devices),), ("all",), devices=devices, axis_types=auto), spec
+    )
+
+
+def _transposed(place: Sharding, each: Named) -> Sharding:
+    """Return the sharding of a tensor by which each device gets its part of the leaf."""
+    if not isinstance(place, NamedSharding):
+        return place
+    spec = [*place.spec, *(None,) * (len(each.shape) + (each.layer is not None) - len(place.spec))]
+    spec = spec[1:] if each.layer is not None else spec
+    return NamedSharding(place.mesh, PartitionSpec(*(spec[::-1] if each.is_transposed else spec)))
+
+
+@cache
+def _filled(place: Sharding, is_transposed: bool, is_whole: bool) -> Any:
+    """Return (leaf, tensor, layer) -> the leaf with the tensor in it, in its place."""
+
+    def fill(leaf: jax.Array, tensor: jax.Array, layer: jax.Array) -> jax.Array:
+        new = (tensor.T if is_transposed else tensor).astype(leaf.dtype)
+        return new if is_whole else jax.lax.dynamic_update_index_in_dim(leaf, new, layer, 0)
+
+    return jax.jit(fill, donate_argnums=() if is_whole else (0,), out_shardings=place)
+
+
+# the run directory
+
+
+def _metadata(config: Config, source: Path) -> dict[str, Any]:
+    """Return the metadata of the checkpoint, in the form that training writes."""
+    model = config.model
+    assert isinstance(model, Transformer), "imported as one"
+    about, sizes = ("imported", str(source), ""), (1, 0, 1, 0)
+    data = DataSet(*about, *sizes, lambda _: {}, vocab_size=model.vocab_size)
+    tokens = jax.ShapeDtypeStruct((1, model.seq_len), np.int32)
+    shapes = {"inputs": tokens, "targets": tokens}
+    return checkpoint_metadata(config, 0, {}, description(data, shapes))
+
+
+def _keep(
+    source: Path, folder: Path, config: Mapping[str, Any], texts: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Write the files that an export copies, and return their names; texts: of a GGUF file."""
+    folder.mkdir(parents=True)
+    if source.is_file():
+        made = {MODEL_CONFIG: json.dumps(config, indent=2) + "\n", **texts}
+        for name, text in made.items():
+            (folder / name).write_text(text)
+        return tuple(made)
+    kept = [name for name in KEPT if (source / name).is_file()]
+    for name in kept:
+        shutil.copyfile(source / name, folder / name)
+    return tuple(kept)
+
+
+def _write_recipe(out: Path, settings: dict[str, Any]) -> None:
+    """Write the recipe that trains on from the imported parameters."""
+    run = {"name": f"{out.name}-trained", "start_from": str(out.absolute())}
+    document = {"defaults": [{"override /model": "transformer"}], "model": settings, "run": run}
+    head = [
+        "# @package _global_",
+        "# Written by `ppctl import`.",
+        f"# Command: ppctl train --config-dir {out} recipes=imported data=tokens data.path=...",
+    ]
+    path = out / RECIPE
+    path.parent.mkdir()
+    path.write_text("\n".join([*head, yaml.safe_dump(document, sort_keys=False)]))

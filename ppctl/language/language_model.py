@@ -1,0 +1,155 @@
+"""A trained or imported language model: a run's transformer, with the tokenizer of its text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ppctl import config as settings
+from ppctl.config import Config
+from ppctl.config.stored_config import model_and_data
+from ppctl.data.chat_templates import render_question
+from ppctl.data.tokenizer import BYTES, FILE, NUM_BYTES, Tokenizer, byte_tokenizer, load_tokenizer
+from ppctl.errors import CheckpointError, ConfigError
+from ppctl.model.stack import Stack
+from ppctl.model.transformer import transformer
+from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.checkpoint.stored_adapters import merged_params
+from ppctl.training.pipeline.built_in_models import transformer_sizes
+from ppctl.training.pipeline.job import DEFAULT_DTYPE
+from ppctl.training.run.kept_tokenizer import configured_ends, kept_tokenizer
+from ppctl.training.run.saved_run import load_run
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A transformer over tokens, and its tokenizer. Everything is read on first use."""
+
+    directory: Path  # of the run
+    step: int
+    config: Config  # model, data and run of the run; all else has its defaults
+    dtype: jnp.dtype  # of compute
+
+    @cached_property
+    def params(self) -> Tree:
+        """The parameters, in natural order, whole in the host's memory; adapters are merged in."""
+        with self._checkpoints() as checkpoints:
+            return merged_params(checkpoints, self.step, jax.local_devices(backend="cpu")[0])
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The number of token ids: rows of the embedding."""
+        return self.params["embed_head"]["embedding"].shape[0]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer in the run's directory, or of its data; without either, bytes.
+
+        ConfigError if the vocabulary is smaller than bytes.
+        """
+        end_token = getattr(self.config.data, "end_token", None)
+        kept = kept_tokenizer(self.directory)
+        name = getattr(self.config.data, "tokenizer", BYTES) if kept is None else str(kept)
+        if name != BYTES:
+            return load_tokenizer(name, end_token)
+        if self.vocab_size < NUM_BYTES:
+            raise ConfigError(
+                f"{self.directory} has no {FILE}, and its {self.vocab_size} token ids are fewer "
+                f"than the {NUM_BYTES} bytes. Put the {FILE} of its tokenizer there."
+            )
+        return byte_tokenizer()
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a text: of the tokenizer, and of the model's generation config."""
+        return frozenset((self.tokenizer.end, *configured_ends(self.directory)))
+
+    def token_of(self, text: str) -> int:
+        """Return the token of a text, special or not. ConfigError unless it is one token."""
+        ids = self.tokenizer.encode_chat(text, ())[0].tolist()
+        if len(ids) != 1:
+            tokens = f"{len(ids)} tokens of the tokenizer of {self.directory}"
+            raise ConfigError(f"{text!r} is {tokens}. Name one token.")
+        return ids[0]
+
+    def stack(self, *, packed: bool = False) -> Stack:
+        """Return the model over whole sequences; packed: each holds several documents."""
+        return transformer(**self.sizes, dtype=self.dtype, packed=packed)
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sequence in training."""
+        assert isinstance(self.config.model, settings.Transformer), "checked by open_language_model"
+        return self.config.model.seq_len
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The model's sizes and variants, as `model.transformer` takes them."""
+        assert isinstance(self.config.model, settings.Transformer), "checked by open_language_model"
+        return transformer_sizes(self.config.model, self.vocab_size)
+
+    def encoded(self, text: str) -> list[int]:
+        """Return the tokens of a prompt after the tokenizer's start; without any, its end."""
+        ids = [*self.tokenizer.start, *self.tokenizer.encode([text])[0].tolist()]
+        ids = ids or [self.tokenizer.end]
+        if max(ids) >= self.vocab_size:
+            raise ConfigError(
+                f"the tokenizer of {self.directory} gives the token {max(ids)}, and the model "
+                f"has {self.vocab_size}: it is another model's. Put the right one there."
+            )
+        return ids
+
+    def encoded_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the tokens of a chat to answer. ConfigError without a chat template."""
+        template = self.tokenizer.template
+        if template is None:
+            raise ConfigError(
+                f"the tokenizer of {self.directory} has no chat template (chat_template.jinja, "
+                "or in tokenizer_config.json). Leave --chat out, and write the prompt as the "
+                "model was trained."
+            )
+        text = render_question(template, messages)
+        return self.tokenizer.encode_chat(text, ())[0].tolist()
+
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.directory / "checkpoints", keep=None)
+
+
+def open_language_model(path: Path, dtype: str | None = None) -> LanguageModel:
+    """Return the model of a run, or of one of its checkpoints, by its directory.
+
+    ConfigError: no run, or no transformer. CheckpointError: no such checkpoint.
+    """
+    # 1. the run and its model
+    is_checkpoint = path.parent.name == "checkpoints" and path.name.isdecimal()
+    directory = path.parent.parent if is_checkpoint else path
+    if not (directory / "config.yaml").is_file() and (directory / "config.json").is_file():
+        raise ConfigError(
+            f"{directory} holds a model of Hugging Face's format. Import it: ppctl import "
+            f"{directory} --out RUN_DIR."
+        )
+    run = load_run(directory)
+    config = model_and_data(run.settings)
+    if not isinstance(config.model, settings.Transformer):
+        raise ConfigError(
+            f"{directory} has model={config.model.name}, and only the built-in transformer "
+            "writes text."
+        )
+    # 2. the checkpoint
+    steps = run.steps
+    if not steps or (is_checkpoint and int(path.name) not in steps):
+        found = f"of steps {', '.join(map(str, steps))}" if steps else "none"
+        raise CheckpointError(f"{path} has no finished checkpoint; there are {found}.")
+    name = dtype or config.run.dtype or DEFAULT_DTYPE
+    if name == "float64":
+        jax.config.update("jax_enable_x64", True)
+    step = int(path.name) if is_checkpoint else steps[-1]
+    return LanguageModel(directory, step, config, jnp.dtype(name))

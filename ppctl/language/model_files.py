@@ -1,0 +1,117 @@
+"""The tensors of a model directory, read one by one from memory maps: safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ppctl.errors import ConfigError
+from ppctl.language.tensor_names import Named
+
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+BUFFERS = ".rotary_emb.inv_freq"  # ending of tables in older files
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def check_new(out: Path) -> None:
+    """Raise ConfigError if `out` exists and is not an empty directory."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(
+            f"{out} is there already, and nothing is overwritten. Name another --out."
+        )
+
+
+@contextmanager
+def writing_to(out: Path) -> Iterator[None]:
+    """Raise ConfigError if the body cannot write to `out`."""
+    try:
+        yield
+    except OSError as error:
+        why = f"{out} cannot be written: {error.strerror}"
+        raise ConfigError(f"{why}. Name another directory with --out.") from error
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Tensors by the names of `transformers`: their shapes, and a function that reads one."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    read: Callable[[str], np.ndarray]
+
+    def check(self, wanted: Sequence[Named]) -> None:
+        """Raise ConfigError where a tensor of a model is missing, surplus, or has another shape."""
+        names = {each.name: each.shape for each in wanted}
+        missing = [name for name in names if name not in self.shapes]
+        if missing:
+            more = f" (the first of {len(missing)})" if len(missing) > 1 else ""
+            name = missing[0]
+            raise ConfigError(f"{name} {list(names[name])} of the model is missing{more}.")
+        for name, shape in names.items():
+            if self.shapes[name] != shape:
+                raise ConfigError(
+                    f"{name} is {list(self.shapes[name])}, and config.json makes it {list(shape)}."
+                )
+        for name in self.shapes:
+            if name not in names and not self._is_known(name, names):
+                raise ConfigError(
+                    f"{name} {list(self.shapes[name])} is no tensor of the model that "
+                    "config.json describes."
+                )
+
+    def _is_known(self, name: str, names: Iterable[str]) -> bool:
+        """Return whether a tensor is redundant: a table of angles, or a tied embedding's copy."""
+        if name != HEAD or EMBEDDING not in names or self.shapes[HEAD] != self.shapes[EMBEDDING]:
+            return name.endswith(BUFFERS)
+        return np.array_equal(self.read(HEAD), self.read(EMBEDDING))
+
+
+def open_safetensors(directory: Path) -> Tensors:
+    """Return the tensors of a model directory. ConfigError if incomplete or of other types."""
+    from safetensors import SafetensorError, safe_open  # imported when needed
+
+    places, shapes = dict[str, Path](), dict[str, tuple[int, ...]]()
+    for file in _files(directory):
+        try:
+            with safe_open(file, "numpy") as opened:
+                for name in opened.keys():  # noqa: SIM118 it is no mapping
+                    part = opened.get_slice(name)
+                    if part.get_dtype() not in DTYPES:
+                        raise ConfigError(
+                            f"{name} in {file} is {part.get_dtype()}, and parameters are kept in "
+                            f"float32: only {', '.join(DTYPES)} fit exactly."
+                        )
+                    places[name], shapes[name] = file, tuple(part.get_shape())
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file} cannot be read: {' '.join(str(error).split())}.") from error
+
+    def read(name: str) -> np.ndarray:
+        with safe_open(places[name], "numpy") as opened:
+            return opened.get_tensor(name)
+
+    return Tensors(shapes, read)
+
+
+def _files(directory: Path) -> list[Path]:
+    index = directory / INDEX
+    if not index.exists():
+        found = sorted(directory.glob("*.safetensors"))
+        if not found:
+            raise ConfigError(
+                f"{directory} has no *.safetensors. Name a model directory, or a .gguf file."
+            )
+        return found
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{index} is no index of safetensors.") from error
+    missing = [name for name in names if not (directory / name).exists()]
+    if missing:
+        count = f"{len(missing)} of {len(names)}"
+        raise ConfigError(f"{directory / missing[0]} is missing, which {INDEX} names ({count}).")
+    return [directory / name for name in names]

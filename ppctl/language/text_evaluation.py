@@ -1,0 +1,186 @@
+"""How likely a language model finds text: the loss of a data set, and of answers to choose from."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ppctl.data import DataSet
+from ppctl.data.token_windows import NO_TOKEN
+from ppctl.data.tokenizer import Tokenizer
+from ppctl.errors import DataError
+from ppctl.executors.reference import outputs_of, reference
+from ppctl.language.language_model import LanguageModel
+
+EXAMPLES = 8  # sequences at a time
+
+
+@dataclass(frozen=True)
+class TextLoss:
+    """The loss over all targets of some sequences."""
+
+    nats: float  # sum over all targets
+    num_tokens: int  # targets
+    num_bytes: int | None  # UTF-8 bytes of the targets' text; None without a tokenizer
+
+    @property
+    def loss(self) -> float:
+        """Nats a token."""
+        return self.nats / self.num_tokens
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        return self.nats / math.log(2) / self.num_bytes if self.num_bytes else None
+
+
+def loss_of_data(
+    model: LanguageModel,
+    data: DataSet,
+    examples: range,
+    tokenizer: Tokenizer | None,
+    progress: Callable[[int], object],
+) -> TextLoss:
+    """Return the loss of examples of a data set; progress gets the number of examples done.
+
+    DataError if the model lacks tokens of the data set, or the examples have no target.
+    """
+    # 1. the program
+    if data.vocab_size is None or data.vocab_size > model.vocab_size:
+        have = "no token ids" if data.vocab_size is None else f"{data.vocab_size} token ids"
+        raise DataError(
+            f"data={data.name} has {have}, and {model.directory} a model of {model.vocab_size}."
+        )
+    stack, how = model.stack(packed=data.is_packed), {"remat": "none", "with_grads": False}
+    mean = jax.jit(reference(stack, num_microbatches=1, dtype=model.dtype, **how))
+    params = jax.device_put(model.params, jax.devices()[0])
+    # 2. the losses of all batches; the last is filled up, so that one program serves
+    nats, num_tokens, num_bytes = 0.0, 0, 0
+    for first in range(examples.start, examples.stop, EXAMPLES):
+        last = min(first + EXAMPLES, examples.stop)
+        batch = data.read(np.arange(first, last))
+        number = int((batch["targets"] != NO_TOKEN).sum())
+        if tokenizer is not None:
+            num_bytes += sum(_num_bytes(tokenizer, row) for row in batch["targets"])
+        rows = np.minimum(np.arange(EXAMPLES), last - first - 1)
+        filled = {name: a[rows] for name, a in batch.items()}
+        filled["targets"][last - first :] = NO_TOKEN
+        if number:
+            nats += float(mean(params, filled)[0]) * number
+        num_tokens += number
+        progress(last - examples.start)
+    if not num_tokens:
+        raise DataError(f"data={data.name} has no token to predict in these examples.")
+    return TextLoss(nats, num_tokens, None if tokenizer is None else num_bytes)
+
+
+def _num_bytes(tokenizer: Tokenizer, targets: np.ndarray) -> int:
+    """Return the number of bytes of the text of tokens; ends of documents have none."""
+    tokens = [t for t in targets.tolist() if t not in (NO_TOKEN, tokenizer.end)]
+    return len(tokenizer.decode(tokens).encode())
+
+
+class Question(NamedTuple):
+    """A prompt and its possible continuations."""
+
+    prompt: str
+    choices: tuple[str, ...]
+    answer: int
+
+
+@dataclass(frozen=True)
+class ChoiceResult:
+    """Shares of right answers, by the likeliest choice and by the likeliest per byte."""
+
+    num_questions: int
+    accuracy: float
+    accuracy_per_byte: float
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Return the questions of a file of JSON lines; DataError with the number of a wrong line.
+
+    A line: {"prompt": text, "choices": [text, ...], "answer": number from 0}.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", "it is no text")
+        raise DataError(f"--choices {path} cannot be read: {why}.") from error
+    questions = [_question(path, n, line) for n, line in enumerate(lines, 1) if line.strip()]
+    if not questions:
+        raise DataError(f"--choices {path} is empty. Write a question a line.")
+    return questions
+
+
+def _question(path: Path, number: int, line: str) -> Question:
+    try:
+        given: Any = json.loads(line)
+        prompt, choices, answer = given["prompt"], given["choices"], given["answer"]
+        is_list = isinstance(choices, list) and all(isinstance(c, str) and c for c in choices)
+        is_right = isinstance(prompt, str) and is_list and type(answer) is int
+        if is_right and len(choices) > 1 and 0 <= answer < len(choices):
+            return Question(prompt, tuple(choices), answer)
+    except (ValueError, KeyError, TypeError):
+        pass
+    example = '{"prompt": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0}'
+    raise DataError(f"{path}:{number} is no question. Write {example}.")
+
+
+def answer_questions(
+    model: LanguageModel, questions: Sequence[Question], progress: Callable[[int], object]
+) -> ChoiceResult:
+    """Return the share of right answers, by the likelihood of each choice after its prompt."""
+    likelihood, right = log_likelihood(model), np.zeros(2, int)
+    for number, (prompt, choices, answer) in enumerate(questions, 1):
+        scores = np.array([likelihood(prompt, choice) for choice in choices])
+        per_byte = scores / [len(choice.encode()) for choice in choices]
+        right += [scores.argmax() == answer, per_byte.argmax() == answer]
+        progress(number)
+    return ChoiceResult(len(questions), *(right / len(questions)).tolist())
+
+
+def log_likelihood(model: LanguageModel) -> Callable[[str, str], float]:
+    """Return a function (prompt, continuation) -> log probability of the continuation, in nats.
+
+    A token across their border belongs to the continuation. Compiled for powers of two of tokens.
+    """
+    # 1. the program
+    params = jax.device_put(model.params, jax.devices()[0])
+    outputs = outputs_of(model.stack(), dtype=model.dtype)
+
+    @jax.jit
+    def total(inputs: jax.Array, targets: jax.Array) -> jax.Array:
+        logits = outputs(params, inputs)
+        log_p = jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
+        counts = targets != NO_TOKEN
+        places = jnp.where(counts, targets, 0)[..., None]
+        return jnp.where(counts, jnp.take_along_axis(log_p, places, -1)[..., 0], 0).sum()
+
+    # 2. its arguments: the tokens after those that prompt and whole text share
+    def likelihood(prompt: str, continuation: str) -> float:
+        before, ids = model.encoded(prompt), model.encoded(prompt + continuation)
+        differing = (i for i, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b)
+        shared = next(differing, len(before))
+        if shared == len(ids):
+            return 0.0
+        if shared == 0:  # the continuation follows the token that ends documents
+            ids, shared = [model.tokenizer.end, *ids], 1
+        length = max(16, 1 << (len(ids) - 2).bit_length())
+        inputs, targets = np.zeros((1, length), np.int32), np.full((1, length), NO_TOKEN, np.int32)
+        inputs[0, : len(ids) - 1] = ids[:-1]
+        targets[0, shared - 1 : len(ids) - 1] = ids[shared:]
+        return float(total(inputs, targets))
+
+    return likelihood

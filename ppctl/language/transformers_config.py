@@ -1,0 +1,266 @@
+"""Language models that `transformers` and ppctl have: a config.json as settings, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from ppctl.config import Transformer
+from ppctl.config.groups.model_settings import SCALINGS, Rope
+from ppctl.errors import ConfigError
+
+ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu": "geglu_exact"}
+ALSO_CALLED = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
+SIZES = {  # setting: key of config.json
+    "num_layers": "num_hidden_layers",
+    "d_model": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "mlp_width": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "tied": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps",
+}
+CAPS = {
+    "query_pre_attn_scalar": "query_pre_attn_scalar",
+    "attention_softcap": "attn_logit_softcapping",
+    "logit_softcap": "final_logit_softcapping",
+}
+WITHOUT = "attention_bias", "mlp_bias", "use_bidirectional_attention"  # not in ppctl's transformer
+TYPES = {True: "sliding_attention", False: "full_attention"}
+
+
+@dataclass(frozen=True)
+class Member:
+    """A model_type of `transformers`: its family in ppctl, and the defaults of its config.json.
+
+    windows: the layers that sliding_window applies to: all; upper (from max_window_layers on);
+    pattern (all but every n-th); None: no layer.
+    """
+
+    architecture: str
+    family: str  # model.family
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    activation: str = "hidden_act"  # key of config.json
+    windows: str | None = None
+    pattern: int = 1  # default n of windows=pattern
+    caps: tuple[str, ...] = ()  # of CAPS
+    has_local_theta: bool = False
+
+
+ALL = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+PLAIN = ALL | {"tie_word_embeddings": False, "hidden_act": "silu"}
+SLIDING = {"sliding_window": 4096}
+QWEN = PLAIN | SLIDING | {"max_window_layers": 28}
+GEMMAS = ALL | SLIDING | {"tie_word_embeddings": True, "query_pre_attn_scalar": 256}
+GEMMAS |= {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh"}
+MEMBERS = {
+    "llama": Member("LlamaForCausalLM", "llama", PLAIN),  # Llama 2 and 3, SmolLM 2
+    "mistral": Member("MistralForCausalLM", "llama", PLAIN | SLIDING, windows="all"),
+    "qwen2": Member("Qwen2ForCausalLM", "qwen2", QWEN, windows="upper"),  # Qwen 2 and 2.5
+    "qwen3": Member("Qwen3ForCausalLM", "qwen3", QWEN | {"head_dim": 128}, windows="upper"),
+    "gemma2": Member(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        GEMMAS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        activation="hidden_activation",
+        windows="pattern",
+        pattern=2,
+        caps=tuple(CAPS),
+    ),
+    "gemma3_text": Member(
+        "Gemma3ForCausalLM",
+        "gemma3",
+        GEMMAS | {"rope_theta": 1e6},
+        activation="hidden_activation",
+        windows="pattern",
+        pattern=6,
+        caps=("query_pre_attn_scalar", "logit_softcap"),
+        has_local_theta=True,
+    ),
+}
+LENGTH = "original_max_position_embeddings"
+LOCAL_THETA = 10000.0  # default of gemma3_text
+
+
+def model_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of `config.Transformer` that differ from the defaults, of a config.json.
+
+    ConfigError for an architecture, or a part of one, that ppctl does not have.
+    """
+    # 1. the member of `transformers`, and parts that ppctl lacks
+    name = config.get("model_type")
+    if name not in MEMBERS:
+        raise ConfigError(
+            f"model_type={name} is none that ppctl knows. It has {', '.join(MEMBERS)}: Llama 2 "
+            "and 3, SmolLM 2, Mistral, Qwen 2, 2.5 and 3, Gemma 2 and 3 (text, dense)."
+        )
+    member = MEMBERS[name]
+    given = {**member.defaults, **config}
+    for key in WITHOUT:
+        if given.get(key):
+            what = f"{key}={given[key]} in config.json"
+            raise ConfigError(f"{what}: ppctl's transformer has none. It cannot be imported.")
+    for key in SIZES.values():
+        if given.get(key) is None and key != "num_key_value_heads":
+            raise ConfigError(f"config.json states no {key}, without which the model has no size.")
+    # 2. its settings
+    found: dict[str, Any] = {setting: given.get(key) for setting, key in SIZES.items()}
+    found |= {"family": member.family, "head_dim": given.get("head_dim")}
+    found["activation"] = _activation(given[member.activation], member.activation)
+    found |= {setting: given.get(CAPS[setting]) for setting in member.caps}
+    found |= (windows := _windows(member, given))
+    found["rope"] = _rope(member, given, has_windows=bool(windows))
+    model = Transformer(**{key: value for key, value in found.items() if value is not None})
+    model.check()
+    return _normal(model)
+
+
+def _normal(model: Transformer) -> dict[str, Any]:
+    """Return the settings that differ from the defaults, and sizes; each fact in one form."""
+    implied = {"head_dim": model.d_model / model.num_heads, "num_kv_heads": model.num_heads}
+    implied |= {"query_pre_attn_scalar": model.head_width}
+    unset: dict[str, Any] = {key: None for key in implied if getattr(model, key) == implied[key]}
+    rope = _normal_rope(model.rope)
+    values = asdict(replace(model, mlp_width=model.hidden_width, rope=rope, **unset))
+    usual = asdict(Transformer())
+    return {key: values[key] for key in values if values[key] != usual[key] or key in SIZES}
+
+
+def _normal_rope(rope: Rope) -> Rope:
+    """Return rotary positions whose scaling states all parameters of its type."""
+    if rope.scaling is None or rope.record is None:
+        return rope
+    values = {key: value for key, value in rope.record._asdict().items() if value is not None}
+    return replace(rope, scaling={"rope_type": rope.scaling["rope_type"], **values})
+
+
+def _activation(name: str, key: str) -> str:
+    activation = ACTIVATIONS.get(ALSO_CALLED.get(name, name))
+    if activation is None:
+        have = ", ".join(ACTIVATIONS)
+        raise ConfigError(f"{key}={name} in config.json is no activation that ppctl has: {have}.")
+    return activation
+
+
+def _windows(member: Member, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of windows."""
+    number, window = given["num_hidden_layers"], given.get("sliding_window")
+    is_off = member.windows == "upper" and not given.get("use_sliding_window")
+    if member.windows is None or window is None or is_off:
+        return {}
+    if member.windows == "all":
+        have = [True] * number
+    elif given.get("layer_types") is not None:
+        have = [kind == TYPES[True] for kind in given["layer_types"]]
+    elif member.windows == "upper":
+        have = [l >= given["max_window_layers"] for l in range(number)]
+    else:
+        pattern = given.get("sliding_window_pattern", member.pattern)
+        have = [(l + 1) % pattern > 0 for l in range(number)]
+    if not any(have):
+        return {}
+    period = next(p for p in range(1, number + 1) if have == [have[l % p] for l in range(number)])
+    return {"window": window, "window_pattern": "".join("FW"[has] for has in have[:period])}
+
+
+def _rope(member: Member, given: Mapping[str, Any], *, has_windows: bool) -> Rope:
+    """Return the rotary positions, from either form that transformers writes."""
+    # 1. thetas
+    stated, local_theta = given.get("rope_parameters") or {}, None
+    if member.has_local_theta:
+        local = stated.get("sliding_attention") or {}
+        if local.get("rope_type", "default") != "default":
+            raise ConfigError(
+                "config.json scales rotary positions of layers with a window: ppctl does not."
+            )
+        if has_windows:
+            local_theta = local.get("rope_theta", given.get("rope_local_base_freq", LOCAL_THETA))
+        stated = stated.get("full_attention") or {}
+    found = {**(given.get("rope_scaling") or {}), **stated}
+    theta: float = found.get("rope_theta", given["rope_theta"])
+    # 2. the scaling
+    kind = found.get("rope_type", found.get("type", "default"))
+    if kind == "default":
+        return Rope(theta, local_theta)
+    if kind not in SCALINGS:
+        have = ", ".join(SCALINGS)
+        raise ConfigError(f"rope_type={kind} in config.json is no scaling that ppctl has: {have}.")
+    if kind == "yarn":
+        if found.get("truncate") is False:
+            raise ConfigError(
+                "rope_scaling with truncate=false in config.json: ppctl's yarn has whole pairs. "
+                "It cannot be imported."
+            )
+        found["attention_factor"] = _attention_factor(found)
+    if found.get(LENGTH) is None:
+        found[LENGTH] = given.get("max_position_embeddings")
+    scaling = {key: found[key] for key in SCALINGS[kind]._fields if found.get(key) is not None}
+    return Rope(theta, local_theta, {"rope_type": kind, **scaling})
+
+
+def _attention_factor(scaling: Mapping[str, Any]) -> float | None:
+    """Return the attention factor of yarn, stated in one number or as a ratio of two."""
+    scales: Any = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if scaling.get("attention_factor") is not None or not all(scales):
+        return scaling.get("attention_factor")
+    factors = [1 + 0.1 * scale * math.log(scaling["factor"]) for scale in scales]
+    return factors[0] / factors[1]
+
+
+def model_config(model: Transformer, vocab_size: int) -> dict[str, Any]:
+    """Return the config.json of a model, without dtype and token ids.
+
+    ConfigError where no family of `transformers` is this model.
+    """
+    usual_name, seq_len, attention = Transformer.name, Transformer.seq_len, Transformer.attention
+    model = replace(model, name=usual_name, seq_len=seq_len, attention=attention)
+    model.vocab_size = vocab_size
+    wanted, usual, nearest = _normal(model), asdict(Transformer()), list[str]()
+    for name, member in MEMBERS.items():
+        config = _config_of(name, member, model)
+        try:
+            found = model_settings(config)
+        except ConfigError:
+            continue
+        unlike = [f"model.{key}={wanted[key]}" for key in wanted if wanted[key] != found.get(key)]
+        unlike += [f"model.{key}={usual[key]}" for key in found if key not in wanted]
+        if not unlike:
+            return config
+        nearest = min(nearest or unlike, unlike, key=len)
+    raise ConfigError(
+        f"None of {', '.join(MEMBERS)} of transformers is this model: the nearest has no "
+        f"{' '.join(nearest) or f'model.activation={model.activation}'}. It cannot be exported."
+    )
+
+
+def _config_of(name: str, member: Member, model: Transformer) -> dict[str, Any]:
+    """Return the config.json of the member of a family that is most like a model."""
+    names = {value: key for key, value in ACTIVATIONS.items()}
+    config: dict[str, Any] = {"architectures": [member.architecture], "model_type": name}
+    config |= {key: getattr(model, setting) for setting, key in SIZES.items()}
+    config |= {"num_key_value_heads": model.kv_heads, "intermediate_size": model.hidden_width}
+    config[member.activation] = names.get(model.activation, model.activation)
+    if "head_dim" in member.defaults or model.head_width * model.num_heads != model.d_model:
+        config["head_dim"] = model.head_width
+    config |= {CAPS[setting]: getattr(model, setting) for setting in member.caps}
+    if "query_pre_attn_scalar" in member.caps and model.query_pre_attn_scalar is None:
+        config["query_pre_attn_scalar"] = model.head_width
+    have = [window is not None for window in model.windows]
+    if member.windows is not None:
+        config["sliding_window"] = model.window
+    if member.windows == "upper":
+        first = have.index(True) if any(have) else len(have)
+        config |= {"use_sliding_window": any(have), "max_window_layers": first}
+    if member.windows in ("upper", "pattern"):
+        config["layer_types"] = [TYPES[has] for has in have]
+    if member.has_local_theta:
+        theta = model.rope.local_theta
+        config["rope_local_base_freq"] = LOCAL_THETA if theta is None else theta
+    config["rope_theta"] = model.rope.theta
+    scaling = _normal_rope(model.rope).scaling
+    if scaling is not None:
+        config["rope_scaling"] = scaling
+    return config

@@ -1,0 +1,148 @@
+"""Several processes of one run, by JAX's multi-controller runtime: join, exchange text, leave.
+
+Every process runs the same program; a global array has a part on each. Process 0 leads: it hosts
+the service by which the others find each other.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from ppctl.errors import ConfigError
+
+JOIN_S = 300  # seconds until all processes have started: nodes of a cluster may boot containers
+LEAVE_S = 30  # seconds that a process which is done waits for the others
+COUNTED_BY = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # read by JAX's cluster detection, too
+
+
+def join(
+    coordinator: str | None, num_processes: int | None, process_id: int | None, *, heartbeat_s: int
+) -> None:
+    """Join all processes, before JAX looks for devices. ConfigError where some do not come.
+
+    None: JAX detects the value from the cluster. CPU collectives between processes are Gloo's.
+    """
+    # 1. join in a thread, with a longer time-out: on its own JAX would end the process silently
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    is_explicit = None not in (coordinator, num_processes, process_id)
+    listens = process_id == 0
+    bind = None if coordinator is None else _checked(coordinator, listens=listens)
+    failure: list[BaseException] = []
+
+    def initialize() -> None:
+        try:
+            jax.distributed.initialize(
+                coordinator,
+                num_processes,
+                process_id,
+                cluster_detection_method="deactivate" if is_explicit else None,
+                initialization_timeout=JOIN_S + LEAVE_S,
+                heartbeat_timeout_seconds=heartbeat_s,
+                shutdown_timeout_seconds=LEAVE_S,
+                coordinator_bind_address=bind,
+            )
+        except (ValueError, RuntimeError, OSError) as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=initialize, daemon=True)
+    thread.start()
+    thread.join(JOIN_S)
+    # 2. the reason of a failure
+    who = "the processes" if process_id is None else f"process {process_id}"
+    where = "what the cluster says" if coordinator is None else f"run.coordinator={coordinator}"
+    if failure:
+        reason = " ".join(str(failure[0]).split()).rstrip(".")
+        raise ConfigError(
+            f"run.distributed: {who} cannot join by {where}: {reason}. Use run.distributed="
+            "explicit with run.coordinator=HOST:PORT, run.num_processes=N and run.process_id=I."
+        )
+    if thread.is_alive():
+        count = "all" if num_processes is None else f"all {num_processes}"
+        raise ConfigError(
+            f"run.distributed: {who} waited {JOIN_S} s by {where}, and not {count} processes "
+            "came. Start every process, with the same address, which all can reach."
+        )
+
+
+def _checked(coordinator: str, *, listens: bool) -> str | None:
+    """Return the address to listen at: a loopback address, or None for all interfaces.
+
+    ConfigError when the host is unknown or, for the process that listens, the port is taken.
+    """
+    host, _, port = coordinator.rpartition(":")
+    try:
+        infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"run.coordinator={coordinator}: the host is unknown ({error.strerror}). "
+            "Use the address of process 0."
+        ) from error
+    family, _, _, _, address = infos[0]
+    is_loopback = str(address[0]) in ("::1", "127.0.0.1")
+    if listens:
+        try:
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address if is_loopback else ("", int(port)))
+        except OSError as error:
+            raise ConfigError(
+                f"run.coordinator={coordinator}: process 0 cannot listen at port {port} "
+                f"({error.strerror}). Use another port."
+            ) from error
+    return coordinator if is_loopback else None
+
+
+def known_count(num_processes: int | None, *, is_cpu: bool) -> int | None:
+    """Return the number of processes, from the setting or the cluster, before JAX has started.
+
+    Where neither tells it: ConfigError if it is_cpu for sure, else None.
+    """
+    if num_processes is not None:
+        return num_processes
+    for name in COUNTED_BY:
+        if os.environ.get(name, "").isdecimal():
+            return int(os.environ[name])
+    if not is_cpu:
+        return None
+    raise ConfigError(
+        f"run.distributed=auto: neither {' nor '.join(COUNTED_BY)} gives the number of processes, "
+        "which divide simulated CPU devices. Use run.num_processes=N, or run.platform=cuda or tpu."
+    )
+
+
+def is_joined() -> bool:
+    """Return whether this process is one of several, or joined as one."""
+    return jax.distributed.is_initialized()
+
+
+def is_lead() -> bool:
+    """Return whether this process prints and records: the only one, or process 0."""
+    return jax.process_index() == 0
+
+
+def stop_requested(finished: int) -> bool:
+    """Return whether a process got SIGTERM and all are at one step. All call it after a step."""
+    return multihost_utils.reached_preemption_sync_point(finished)
+
+
+def gather(text: str) -> list[str]:
+    """Return the text of each process, by its number. All processes must call it: a barrier too."""
+    if not is_joined():
+        return [text]
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.array([len(encoded)], np.int32))[:, 0]
+    padded = np.zeros(max(1, lengths.max()), np.uint8)
+    padded[: len(encoded)] = encoded
+    rows = multihost_utils.process_allgather(padded)
+    return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def leave() -> None:
+    """Leave, once every process has called this, or LEAVE_S later."""
+    jax.distributed.shutdown()

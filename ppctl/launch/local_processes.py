@@ -1,0 +1,176 @@
+"""`ppctl train launch.processes=4`: local processes of one run, restarted after a crash.
+
+They are `ppctl train` with the same overrides, a number and an address to meet at. Loads no JAX.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ppctl.config import Config
+from ppctl.config.groups.launch_settings import not_launched
+from ppctl.errors import ConfigError, LostError, NonFiniteError, error_document
+from ppctl.launch.supervisor import LEFT, Child, Ending, run_group, stop_requests
+from ppctl.reports.run_files import checkpoint_steps, last_record
+
+HOST = "127.0.0.1"
+STARTED_WITH = "PPCTL_STARTED_WITH"  # variable: the launcher's words, as JSON
+ERROR_FILE = "PPCTL_ERROR_FILE"  # variable: the file for a process's error with `--json`
+EXPLAINED = (ConfigError.exit_code, NonFiniteError.exit_code)  # by the process, in one line
+FINAL = (*LEFT, *EXPLAINED)  # a restart would end with these again
+KILLED = 128  # plus the number of the signal
+
+
+def launch(
+    config: Config, words: Sequence[str], started_with: Sequence[str], *, as_json: bool
+) -> int:
+    """Run the processes; return the exit code of the run, 130 or 143 after a request to stop.
+
+    It is LostError's where a process was killed. words: the command line as typed, without the
+    program's name. started_with: the words that a run stores, which resume it.
+    """
+    # 1. what all starts share
+    run_dir = Path(config.run.dir)
+    groups = device_groups(config, os.environ)
+    is_fresh = newest_checkpoint(run_dir) is None
+    env = {STARTED_WITH: json.dumps([*started_with])}
+    errors, why = tempfile.TemporaryDirectory(), ""
+
+    # 2. a start
+    def start(restart: int) -> Ending:
+        nonlocal why
+        began_s = time.time()
+        for earlier in Path(errors.name).iterdir():
+            earlier.unlink()
+        group = []
+        for index, child in enumerate(children(config, words, groups, restart > 0 and is_fresh)):
+            file = os.path.join(errors.name, str(index))
+            group.append(child._replace(env={**child.env, **env, ERROR_FILE: file}))
+        ending = run_group(group, events, symptoms=(LostError.exit_code,), raw_lead=as_json)
+        if ending.cause is not None and ending.code not in EXPLAINED:
+            step = last_step(run_dir, since_s=began_s)
+            why = ending.cause + ("" if step is None else f" (last step logged: {step})")
+            _say(why)
+        return ending
+
+    # 3. all starts
+    with errors, stop_requests() as events:
+        newest = lambda: newest_checkpoint(run_dir)  # noqa: E731
+        code = with_restarts(start, config.launch.max_restarts, newest, _say)
+        code = LostError.exit_code if code > KILLED and code not in LEFT else code
+        if as_json and code and (document := error_of(Path(errors.name), code, why)) is not None:
+            print(json.dumps(document), flush=True)
+    return code
+
+
+def error_of(directory: Path, code: int, why: str) -> dict[str, Any] | None:
+    """Return the error that ended the run, of those that its processes left in a directory.
+
+    None without any. code: of the launcher. why: which process ended the run and how; it stands in
+    where a process was killed.
+    """
+    files = sorted(directory.iterdir(), key=lambda file: file.stat().st_mtime)
+    documents = [json.loads(file.read_bytes()) for file in files]
+    documents.sort(key=lambda each: each["error"]["kind"] == LostError.kind)  # symptoms last
+    if documents:
+        return documents[0]
+    return error_document(LostError.kind, f"{why}.") if code == LostError.exit_code else None
+
+
+def with_restarts(
+    start: Callable[[int], Ending],
+    max_restarts: int,
+    newest: Callable[[], int | None],
+    say: Callable[[str], None],
+) -> int:
+    """Start, and up to max_restarts times again after a crash; return the last exit code.
+
+    newest: returns the step of the newest checkpoint, from which the next start goes on.
+    """
+    before = newest()
+    ending = start(0)
+    for restart in range(1, max_restarts + 1):
+        if ending.is_stopped or ending.code in FINAL:
+            return ending.code
+        step = newest()
+        where = "from the start" if step is None else f"from the checkpoint of step {step}"
+        progress = "; the last start saved nothing" if step == before else ""
+        say(f"restart {restart} of {max_restarts}, {where}{progress}")
+        before = step
+        ending = start(restart)
+    if max_restarts and not ending.is_stopped and ending.code not in FINAL:
+        say(f"no restart is left (launch.max_restarts={max_restarts})")
+    return ending.code
+
+
+def children(
+    config: Config, words: Sequence[str], groups: Sequence[str | None], is_own: bool
+) -> list[Child]:
+    """Return the processes of one start.
+
+    is_own: the checkpoints in run.dir are of this launch. run.resume=never, which keeps a run from
+    going on with those of another, then no longer applies.
+    """
+    command = [sys.executable, "-m", "ppctl.cli", *words, *not_launched()]
+    if is_own and config.run.resume == "never":
+        command.append("run.resume=auto")
+    number = config.launch.processes
+    if number == 1:
+        return [Child(command)]
+    command += ["run.distributed=explicit", f"run.coordinator={HOST}:{_free_port()}"]
+    command += [f"run.num_processes={number}"]
+    envs = [{} if group is None else {"CUDA_VISIBLE_DEVICES": group} for group in groups]
+    return [Child([*command, f"run.process_id={index}"], env) for index, env in enumerate(envs)]
+
+
+def device_groups(config: Config, environ: Mapping[str, str]) -> list[str | None]:
+    """Return CUDA_VISIBLE_DEVICES of each process: equal runs of devices; None: unchanged.
+
+    Only the number of devices of the mesh is known. Without GPUs the variable has no effect.
+    """
+    number, num_devices = config.launch.processes, config.mesh.num_devices
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    names = [*map(str, range(num_devices))]
+    if visible is not None:
+        names = [name.strip() for name in visible.split(",")]
+    is_hidden = visible is not None and names[0] in ("", "-1")  # all GPUs
+    if config.run.platform == "cpu" or number == 1 or is_hidden:
+        return [None] * number
+    if len(names) < num_devices:
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={visible} names {len(names)} devices, but "
+            f"mesh={config.mesh.text} has {num_devices} to share among launch.processes={number}. "
+            f"Name {num_devices}, or use run.platform=cpu or a smaller mesh."
+        )
+    each = num_devices // number
+    return [",".join(names[i * each : (i + 1) * each]) for i in range(number)]
+
+
+def newest_checkpoint(run_dir: Path) -> int | None:
+    """Return the step from which a run in run_dir goes on: `Checkpoints.latest` without JAX."""
+    return max(checkpoint_steps(run_dir / "checkpoints"), default=None)
+
+
+def last_step(run_dir: Path, *, since_s: float) -> int | None:
+    """Return the last step in metrics.jsonl if that was written to since then."""
+    record = last_record(run_dir, since_s=since_s)
+    return None if record is None else record["step"]
+
+
+def _free_port() -> int:
+    """Return a free port. Another process may take it first: the start then fails and says so."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+def _say(text: str) -> None:
+    print(f"ppctl: {text}.", file=sys.stderr, flush=True)

@@ -1,0 +1,310 @@
+"""Processes that live and end together, with their output forwarded line by line.
+
+Knows nothing of training: a group is a list of commands. No process outlives this one.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import IO, NamedTuple, TextIO
+
+ALIVE_FD = "PPCTL_ALIVE_FD"  # variable: a pipe that closes when the starting process is gone
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LEFT = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of an end in order
+CRASH_GRACE_S = 5.0  # for the others, which may be about to print why, or wait for ever
+EXIT_GRACE_S = 60.0  # for the others, which may be writing their part of a checkpoint
+DRAIN_S = 2.0  # for output still in the pipes of ended processes
+
+
+class Child(NamedTuple):
+    command: Sequence[str]
+    env: Mapping[str, str] = {}  # what differs from this process's
+
+
+class Exit(NamedTuple):
+    child: int
+    code: int  # -n: killed by signal n
+
+
+class Stop(NamedTuple):
+    number: int  # of a signal to this process; SIGPIPE: nobody reads what it forwards
+
+
+Events = queue.SimpleQueue[Exit | Stop]
+
+
+class Ending(NamedTuple):
+    code: int  # as of one process in a shell: 128 + n after signal n
+    is_stopped: bool  # a signal to this process ended the group
+    cause: str | None  # who ended the group and how, where that was not in order
+
+
+@contextmanager
+def stop_requests() -> Iterator[Events]:
+    """Yield the events of groups. Meanwhile SIGINT and SIGTERM to this process are only events."""
+    events: Events = queue.SimpleQueue()
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        events.put(Stop(number))
+
+    with handling(STOP_SIGNALS, handle):
+        yield events
+
+
+@contextmanager
+def handling(
+    numbers: Collection[int], handle: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    """Let `handle` answer these signals while this is open."""
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_group(
+    children: Sequence[Child],
+    events: Events,
+    *,
+    crash_grace_s: float = CRASH_GRACE_S,
+    exit_grace_s: float = EXIT_GRACE_S,
+    symptoms: Collection[int] = (),
+    raw_lead: bool = False,
+) -> Ending:
+    """Run a group; return its ending, after all of it has ended.
+
+    A stop request is passed on as SIGTERM, once; a second one kills. The first child that ends
+    starts a clock for the others, which are killed when it runs out. A single child keeps this
+    process's stdout and stderr. symptoms: exit codes of a child that only noticed another's end.
+    raw_lead: child 0's stdout is forwarded unchanged, and the others' stdout goes to stderr.
+    """
+    # 1. the state of the group
+    output = GroupOutput(events, raw_lead)
+    processes: list[subprocess.Popen[bytes]] = []
+    pumps: list[threading.Thread] = []
+    ended: dict[int, int] = {}  # child: exit code, in the order in which they ended
+    killed: set[int] = set()
+    stop: int | None = None
+    deadline_s = threading.TIMEOUT_MAX
+    alive, held = os.pipe()  # nobody writes: `alive` reads its end when this process is gone
+    try:
+        # 2. start
+        for index, child in enumerate(children):
+            pipe = subprocess.PIPE if len(children) > 1 else None
+            processes.append(process := start(child, alive, stdout=pipe, stderr=pipe))
+            pumps += output.pumps(index, process)
+            in_thread(_report, index, process, events)
+        # 3. watch
+        while len(ended) < len(processes):
+            event = _next(events, deadline_s)
+            running = [index for index in range(len(processes)) if index not in ended]
+            if isinstance(event, Exit):
+                ended[event.child] = event.code
+                grace_s = exit_grace_s if event.code in LEFT else crash_grace_s
+                deadline_s = min(deadline_s, time.monotonic() + grace_s)
+            elif event is not None and stop is None and event.number != signal.SIGPIPE:
+                stop = event.number
+                for index in running:
+                    processes[index].terminate()
+            else:  # the clock ran out, or nothing is left to wait for
+                stop = event.number if event is not None and stop is None else stop
+                killed.update(running)
+                for index in running:
+                    processes[index].kill()
+                deadline_s = threading.TIMEOUT_MAX
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        os.close(alive)
+        os.close(held)
+        drain(pumps)
+    output.say_who_repeated()
+    return _ending(ended, killed, stop, {-signal.SIGABRT, *symptoms})
+
+
+def start(
+    child: Child, alive: int, *, stdout: IO[bytes] | int | None, stderr: IO[bytes] | int | None
+) -> subprocess.Popen[bytes]:
+    """Start a process in a separate session: Ctrl-C on a terminal reaches only this process.
+
+    alive: the read end of a pipe without writes; the process ends when the other end closes.
+    """
+    return subprocess.Popen(
+        child.command,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **child.env, ALIVE_FD: str(alive)},
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=(alive,),
+        start_new_session=True,
+    )
+
+
+def in_thread(function: Callable[..., None], *args: object) -> threading.Thread:
+    """Start a daemon thread and return it."""
+    thread = threading.Thread(target=function, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
+def _report(index: int, process: subprocess.Popen[bytes], events: Events) -> None:
+    events.put(Exit(index, process.wait()))
+
+
+def _next(events: Events, deadline_s: float) -> Exit | Stop | None:
+    """Return the next event, or None at the deadline."""
+    remaining_s = min(deadline_s - time.monotonic(), threading.TIMEOUT_MAX)
+    try:
+        return events.get(timeout=max(0.0, remaining_s))
+    except queue.Empty:
+        return None
+
+
+def _ending(
+    ended: dict[int, int], killed: set[int], stop: int | None, symptoms: Collection[int]
+) -> Ending:
+    """Return the ending of the group by the exit codes of all children, in order of their ends.
+
+    >>> _ending({0: 75, 2: -9, 1: -9}, killed={1}, stop=None, symptoms={75}).cause
+    'process 2 of 3 was killed by SIGKILL; process 1 had to be killed'
+    """
+    failed = {child: code for child, code in ended.items() if child not in killed and code != 0}
+    causes = [child for child, code in failed.items() if code not in symptoms] or [*failed]
+    child = causes[0] if causes else None
+    left = f"{_named(sorted(killed))} had to be killed" if killed else None
+    code = 0 if child is None else shell_code(failed[child])
+    if stop is not None and (code in LEFT[1:] or (child is None and killed)):
+        return Ending(128 + stop, True, left)
+    if child is not None:
+        cause = f"process {child} of {len(ended)} {how(failed[child])}"
+        return Ending(code, stop is not None, cause + (f"; {left}" if left else ""))
+    if left:
+        return Ending(1, False, f"{_named(sorted(ended.keys() - killed))} finished, but {left}")
+    return Ending(0, stop is not None, None)
+
+
+def shell_code(code: int) -> int:
+    """Return Popen's exit code as a shell gives it."""
+    return code if code >= 0 else 128 - code
+
+
+def how(code: int) -> str:
+    """Return how a process with Popen's exit code ended, in words.
+
+    >>> how(-9), how(1)
+    ('was killed by SIGKILL', 'ended with exit code 1')
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    names = {member.value: member.name for member in signal.Signals}
+    return f"was killed by {names.get(-code, f'signal {-code}')}"
+
+
+def _named(children: Sequence[int]) -> str:
+    """
+    >>> _named([2]), _named([0, 1, 3])
+    ('process 2', 'processes 0, 1 and 3')
+    """
+    *before, last = map(str, children)
+    return f"processes {', '.join(before)} and {last}" if before else f"process {last}"
+
+
+# --- output -------------------------------------------------------------------------------------
+
+
+@dataclass
+class GroupOutput:
+    """Forwards what children print in whole lines, each with its child's number before it."""
+
+    events: Events
+    raw_lead: bool
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    errors: dict[bytes, list[int]] = field(default_factory=dict)  # children by their error line
+
+    def pumps(self, child: int, process: subprocess.Popen[bytes]) -> list[threading.Thread]:
+        """Start threads that forward the child's output and end with it."""
+        streams = (process.stdout, sys.stdout), (process.stderr, sys.stderr)
+        return [in_thread(self._pump, child, pipe, to) for pipe, to in streams if pipe is not None]
+
+    def _pump(self, child: int, pipe: IO[bytes], target: TextIO) -> None:
+        is_raw = self.raw_lead and child == 0 and target is sys.stdout
+        out = sys.stderr if self.raw_lead and child != 0 else target
+        with pipe:
+            for line in pipe:
+                if target is sys.stderr and self._is_repeated(child, line):
+                    continue
+                if not self._write(out, line if is_raw else prefixed(line, b"[%d] " % child)):
+                    return
+
+    def _write(self, out: TextIO, data: bytes) -> bool:
+        try:
+            with self.lock:
+                out.flush()
+                out.buffer.write(data)
+                out.buffer.flush()
+        except OSError:  # the reader has gone
+            self.events.put(Stop(signal.SIGPIPE))
+            return False
+        return True
+
+    def _is_repeated(self, child: int, line: bytes) -> bool:
+        """Return whether another child has printed this line of ppctl's, an error of all."""
+        if not line.startswith(b"ppctl: "):
+            return False
+        with self.lock:
+            printed_by = self.errors.setdefault(line, [])
+            is_new = child in printed_by or not printed_by
+            printed_by.append(child)
+        return not is_new
+
+    def say_who_repeated(self) -> None:
+        for first, *others in self.errors.values():
+            same = sorted(set(others) - {first})
+            if same:
+                text = f"ppctl: {_named(same)} said the same as process {first}."
+                print(text, file=sys.stderr, flush=True)
+
+
+def drain(pumps: Iterable[threading.Thread]) -> None:
+    """Wait up to DRAIN_S for the threads that forward the output of ended processes."""
+    until_s = time.monotonic() + DRAIN_S
+    for pump in pumps:
+        pump.join(max(0.0, until_s - time.monotonic()))
+
+
+def prefixed(line: bytes, prefix: bytes) -> bytes:
+    """Return a line with the prefix at its beginning and after each carriage return.
+
+    >>> prefixed(b"10%\\r20%\\r\\n", b"[1] ")
+    b'[1] 10%\\r[1] 20%\\n'
+    """
+    text = line.removesuffix(b"\n").removesuffix(b"\r")
+    return prefix + text.replace(b"\r", b"\r" + prefix) + b"\n"
+
+
+# --- in the child -------------------------------------------------------------------------------
+
+
+def end_with_starter() -> None:
+    """End this process when the one whose `run_group` started it is gone, killed or not."""
+    alive = os.environ.pop(ALIVE_FD, None)
+    if alive is not None:
+        in_thread(_end_when_closed, int(alive))
+
+
+def _end_when_closed(alive: int) -> None:
+    os.read(alive, 1)
+    os._exit(128 + signal.SIGKILL)

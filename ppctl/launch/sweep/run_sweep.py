@@ -1,0 +1,112 @@
+"""`ppctl COMMAND --multirun`: checks a sweep, runs its jobs, and writes its summary."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ppctl.errors import ConfigError
+from ppctl.launch.sweep.best_job import best_of
+from ppctl.launch.sweep.job_runner import run_jobs
+from ppctl.launch.sweep.live_table import LiveTable, show_end
+from ppctl.launch.sweep.run_records import ENDS, NUMBERS, read_records, record_of
+from ppctl.launch.sweep.sweep_jobs import (
+    FILES,
+    MARK,
+    Outcome,
+    Sweep,
+    check_sweep,
+    side_by_side_note,
+)
+from ppctl.launch.sweep.sweep_page import Records, sweep_page
+from ppctl.reports.run_page.write_report import FILE as REPORT
+from ppctl.reports.terminal_output import json_safe, replace_file
+
+
+def run_sweep(sweep: Sweep, report: Callable[[Path], object] = lambda run_dir: None) -> int:
+    """Run a sweep; return 0 if all jobs are finished, 1 if one failed, 130 or 143 if interrupted.
+
+    `report` writes the report of the run in a directory, which the summary links to. Raises
+    ConfigError, before anything is started or written, for an impossible sweep.
+    """
+    # 1. checks
+    check_sweep(sweep)
+    # 2. the jobs
+    try:
+        sweep.directory.mkdir(parents=True, exist_ok=True)
+        (sweep.directory / MARK).write_text(sweep.document)
+        if sweep.study is not None:
+            sweep.study.open()
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={sweep.directory} cannot be written: {error.strerror}. "
+            "Use another run.dir, or make it writable."
+        ) from error
+    with LiveTable(sweep) as table:
+        outcomes, stop = run_jobs(sweep, table)
+    # 3. the summary
+    records = [record_of(job, outcome) for job, outcome in zip(sweep.jobs, outcomes, strict=True)]
+    decided_by = [best.by for best in best_of(sweep, records)] if sweep.trains else []
+    show_end(table.console, sweep, outcomes, records, decided_by)
+    if sweep.trains:
+        for job, outcome in zip(sweep.jobs, outcomes, strict=True):
+            if outcome.seconds is not None or not (job.run_dir / REPORT).exists():
+                report(job.run_dir)
+        for line in write_summary(sweep, outcomes, records):
+            table.say(line)
+    if stop is not None:
+        return 128 + stop
+    return int(any(outcome.status in ("failed", "interrupted") for outcome in outcomes))
+
+
+def write_summary(sweep: Sweep, outcomes: Sequence[Outcome], records: Records) -> list[str]:
+    """Write the summary; return lines about the sweep, also where a file cannot be written."""
+    kept = earlier(sweep)
+    page = sweep_page(sweep, outcomes, records, len(kept))
+    texts = as_csv([*records, *kept]), as_json([*records, *kept]), page
+    lines = [line for best in best_of(sweep, records) for line in best.lines]
+    if note := side_by_side_note(sweep):
+        lines.append(f"note: {note}")
+    try:
+        for name, text in zip(FILES, texts, strict=True):
+            replace_file(sweep.directory / name, text)
+    except OSError as error:
+        return [*lines, f"the summary in {sweep.directory} cannot be written: {error.strerror}"]
+    return [*lines, f"summary: {', '.join(str(sweep.directory / name) for name in FILES)}"]
+
+
+def earlier(sweep: Sweep) -> list[dict[str, Any]]:
+    """Return records, without number, of jobs in this directory by earlier sweeps than this one."""
+    ours = {os.path.realpath(job.run_dir) for job in sweep.jobs}
+    return [
+        record | {"job": None}
+        for record in read_records(sweep.directory)
+        if os.path.realpath(record["run_dir"]) not in ours and Path(record["run_dir"]).is_dir()
+    ]
+
+
+def as_json(records: Records) -> str:
+    """Return the records as a JSON list, with null for numbers that are not finite."""
+    plain = json_safe([*map(dict, records)])
+    return json.dumps(plain, indent=1, allow_nan=False, default=str) + "\n"
+
+
+def as_csv(records: Records) -> str:
+    """Return a line for each record below the names of `columns`, unknown values empty."""
+    out = io.StringIO()
+    rows = csv.DictWriter(out, columns(records), lineterminator="\n")
+    rows.writeheader()
+    rows.writerows(records)
+    return out.getvalue()
+
+
+def columns(records: Records) -> list[str]:
+    """Return the keys of all records in order: number, swept settings, end, numbers."""
+    plain = {"job", *ENDS, *NUMBERS}
+    swept = dict.fromkeys(key for record in records for key in record if key not in plain)
+    return ["job", *swept, "status", *NUMBERS, *(name for name in ENDS if name != "status")]

@@ -1,0 +1,205 @@
+"""A sweep as values: its jobs, and how each of them ended."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol
+
+from ppctl.config import Config
+from ppctl.config.groups.sweep_settings import Launcher, Search, SideBySide, SubmititSlurm
+from ppctl.errors import ConfigError
+from ppctl.launch.sweep.finished_runs import has_ended, other_settings
+from ppctl.reports.foreign_files import check_inside
+
+FILES = ("sweep.csv", "sweep.json", "sweep.html")
+LOG = "output.log"  # in a run.dir: the output of a job that shared the machine
+SUBMITTED_LOG = "submitted.log"  # the output of a submitted job
+SHARED = "Jobs ran side by side, which slows each of them: a run alone is faster"
+MARK = "multirun.yaml"  # written to a sweep's directory before its first job starts
+STUDY, SUBMITIT = "optuna.journal", ".submitit"  # in a sweep's directory
+SUBMITTED = "submitted.json"  # in a run.dir: the submission of its job
+
+
+@dataclass(frozen=True)
+class Job:
+    """One combination of the swept values."""
+
+    index: int
+    swept: tuple[str, ...]  # its overrides of the varied settings, as typed
+    values: Mapping[str, Any]  # the same by key
+    words: tuple[str, ...]  # of its command line, without the program's name and run.dir
+    run_dir: Path
+    config: Config | None  # None: refused
+    refusal: str | None = None  # why its settings are impossible together
+    refusal_kind: str = ConfigError.kind  # of error, as `--json` names it
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.swept)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A request of `ppctl COMMAND --multirun`."""
+
+    command: str
+    directory: Path
+    jobs: list[Job]  # a search adds to them
+    launcher: Launcher = field(default_factory=SideBySide)
+    as_json: bool = False
+    document: str = ""  # the settings of all jobs, as yaml
+    study: ChoosesJobs | None = None  # chooses further jobs
+
+    @property
+    def num_parallel(self) -> int:
+        return self.launcher.jobs or 1
+
+    @property
+    def is_submitted(self) -> bool:
+        """Whether its jobs outlive this process."""
+        return not isinstance(self.launcher, SideBySide)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its jobs share this machine, where they slow each other."""
+        return not isinstance(self.launcher, SubmititSlurm)
+
+    @property
+    def trains(self) -> bool:
+        """Whether its jobs are runs, each with a run.dir for its files."""
+        return self.command == "train"
+
+
+class Moved(NamedTuple):
+    """An event of a job that was submitted."""
+
+    child: int
+    state: str  # queued | running
+    more: str  # for the line that says so
+
+
+JobEvents = SimpleQueue[Any]  # of Exit, Stop and Moved
+
+
+class ChoosesJobs(Protocol):
+    """Chooses jobs by results: `ppctl.launch.sweep.optuna_study.OptunaStudy`, an extra."""
+
+    search: Search
+
+    def samples(self) -> list[Job]: ...
+    def check(self) -> None: ...
+    def open(self) -> None: ...
+    def ask(self) -> Job | None: ...
+    def tell(self, job: Job, outcome: Outcome) -> None: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended, or why it did not begin."""
+
+    status: str  # one of `ppctl.launch.sweep.live_table.STATES`
+    code: int | None = None  # exit code as in a shell
+    seconds: float | None = None  # that its process lived
+    error: str | None = None  # one line, of a job that failed
+    began_s: float | None = None  # as time.time()
+
+
+def side_by_side_note(sweep: Sweep) -> str:
+    """Return a note if any job shared the machine, in this or an earlier start, else ""."""
+    is_shared = sweep.is_submitted and sweep.is_local and sweep.num_parallel > 1
+    return SHARED if is_shared or any((job.run_dir / LOG).exists() for job in sweep.jobs) else ""
+
+
+def check_sweep(sweep: Sweep) -> None:
+    """Raise ConfigError for an impossible sweep."""
+    # 1. jobs, launcher and search
+    if not sweep.jobs and sweep.study is None:
+        raise ConfigError(
+            "This sweep is empty: a list or range has no values. Give each KEY at least one."
+        )
+    if (sweep.num_parallel > 1 or sweep.is_submitted) and not sweep.trains:
+        how = f"hydra.launcher.jobs={sweep.num_parallel}"
+        how = "hydra/launcher=submitit" if sweep.is_submitted else how
+        raise ConfigError(
+            f"{how}: only jobs of `ppctl train` run side by side, which have a run.dir for their "
+            f"output. Leave it out, and jobs of `ppctl {sweep.command}` follow one another."
+        )
+    if sweep.study is not None and not sweep.trains:
+        what = f"searches by what runs record, and `ppctl {sweep.command}` makes none"
+        raise ConfigError(f"hydra/sweeper=optuna {what}.")
+    # 2. each job
+    _check_refusals(sweep)
+    if sweep.trains:
+        _check_directories(sweep)
+    # 3. study and Slurm
+    if sweep.study is not None:
+        sweep.study.check()
+    if isinstance(sweep.launcher, SubmititSlurm) and shutil.which("sbatch") is None:
+        raise ConfigError(
+            "hydra/launcher=submitit_slurm needs Slurm's sbatch, which is not on this machine's "
+            "PATH. Start the sweep where jobs are submitted, or use hydra/launcher=submitit_local."
+        )
+
+
+def _check_refusals(sweep: Sweep) -> None:
+    """Raise ConfigError where every job is refused."""
+    refused = [job.refusal for job in sweep.jobs if job.refusal is not None]
+    if sweep.jobs and len(refused) == len(sweep.jobs):
+        reasons = len({*refused})
+        of_many = "" if reasons == 1 else f", for {reasons} reasons; the first"
+        all_of = f"All {len(refused)} jobs are refused{of_many}: " if len(refused) > 1 else ""
+        raise ConfigError(f"{all_of}{refused[0]}")
+
+
+def _check_directories(sweep: Sweep) -> None:
+    """Raise ConfigError where jobs share a place, or a job or the summary would replace a file."""
+    check_inside(sweep.directory, (MARK, *FILES, STUDY, SUBMITIT), "run.dir")
+    owners: dict[str, Job] = {}
+    for job in sweep.jobs:
+        check_inside(job.run_dir, (LOG, SUBMITTED_LOG, SUBMITTED), "run.dir")
+        first = owners.setdefault(os.path.realpath(job.run_dir), job)
+        if first is not job:
+            raise ConfigError(
+                f"Jobs {first.index} ({first.name}) and {job.index} ({job.name}) have the same "
+                f"run.dir, {job.run_dir}. Leave out a value that is there twice, or leave "
+                "run.dir to the sweep."
+            )
+        if job.config is not None and has_ended(job.run_dir, job.config):
+            other = other_settings(job.run_dir, job.config)
+            if other is not None:
+                raise ConfigError(
+                    f"Job {job.index} ({job.name}): {job.run_dir} holds a finished run of other "
+                    f"settings ({other}). Use another run.name or run.dir, or move it away."
+                )
+    there = [name for name in FILES if (sweep.directory / name).exists()]
+    if there and not (sweep.directory / MARK).exists():
+        place = sweep.directory / there[0]
+        remedy = "Use another run.name or run.dir, or move it."
+        raise ConfigError(f"{place} is not of a sweep and stays. {remedy}")
+
+
+def command_line(words: Sequence[str], run_dir: Path | None = None) -> str:
+    """Return the command line of a job's words, in another run.dir if one is given.
+
+    >>> command_line(["train", "run.name=a b"], Path("runs/x"))
+    "ppctl train 'run.name=a b' run.dir=runs/x"
+    """
+    directory = [] if run_dir is None else [run_dir_override(run_dir)]
+    return shlex.join(["ppctl", *words, *directory])
+
+
+def run_dir_override(run_dir: Path) -> str:
+    """Return the override for a directory of any name, in quotes where Hydra's grammar needs them.
+
+    >>> run_dir_override(Path("runs/a=1,b=2"))
+    "run.dir='runs/a=1,b=2'"
+    """
+    text = str(run_dir)
+    is_plain = all(letter.isalnum() or letter in "/_.+-" for letter in text)
+    return f"run.dir={text}" if is_plain else "run.dir='{}'".format(text.replace("'", "\\'"))

@@ -1,0 +1,254 @@
+"""Causal grouped-query attention by several kernels with equal results.
+
+kernel  | method                                               | where
+xla     | all scores of a sequence in memory                   | any backend, short sequences
+chunked | a softmax over blocks of keys, one after the other:  | any backend, long sequences
+        | memory grows with the tokens, not with their square  |
+cudnn   | cuDNN's flash attention; not of packed sequences     | NVIDIA GPUs from 8.0, in 16 bits
+pallas  | JAX's splash attention                               | TPUs
+
+Shape suffixes: B batch, T tokens, S tokens attended to, N query heads, G kv heads, H width of a
+head. Values of a kernel's forward that its backward reads (its output, and the logarithms of the
+softmax's sums) are named "saved", so that remat=none keeps them and no kernel runs twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from ppctl.errors import ConfigError
+from ppctl.model.attention import chunked_attention, cudnn_attention, plain_attention
+from ppctl.model.attention.context_attention import PairKernel, context_functions
+from ppctl.model.attention_scores import PLAIN, Scoring
+from ppctl.model.parallel import WHOLE, StageAxes
+
+LONG = 1024  # tokens from which auto takes `chunked`: 0.57 of the CPU seconds of `xla`
+LANES = 128  # lanes of a TPU
+PALLAS_BLOCKS = (512, 384, 256, LANES)  # tokens of a block; the first that divides (MaxText: 512)
+
+# q [B, T, N, H], k and v [B, S, G, H], and the document of each packed token [B, T] -> [B, T, N, H]
+Kernel = Callable[..., jax.Array]
+
+
+def choose(
+    wanted: str,
+    device: Any,
+    dtype: jnp.dtype,
+    head_dim: int,
+    num_tokens: int,
+    cp: int = 1,
+    scoring: Scoring = PLAIN,
+    *,
+    packed: bool = False,
+) -> str:
+    """Return the kernel for `wanted` (auto, or a kernel) on an attached or described device.
+
+    device: with platform, and on GPUs compute_capability, as jax.Device; dtype: of compute;
+    num_tokens: of a sequence, or of a piece with cp; packed: sequences have several documents.
+    ConfigError if device, dtype, sizes or packing rule out a kernel requested by name.
+    """
+    refusal = partial(_refusal, *(device, dtype, head_dim, num_tokens, scoring), packed=packed)
+    # 1. a kernel by name
+    if wanted != "auto":
+        reason = refusal(wanted)
+        if wanted not in PAIR_KERNELS and cp > 1:
+            reason = f"mesh.cp={cp} merges parts of a softmax, which {wanted} does not give"
+        if reason is not None:
+            raise ConfigError(
+                f"model.attention={wanted}: {reason}. Use model.attention=auto, which chooses one."
+            )
+        return wanted
+    # 2. the device's, else by length
+    for kernel in ("cudnn", "pallas") if cp == 1 else ("cudnn",):
+        if refusal(kernel) is None:
+            return kernel
+    return "chunked" if num_tokens >= LONG else "xla"
+
+
+def _refusal(
+    device: Any,
+    dtype: jnp.dtype,
+    head_dim: int,
+    num_tokens: int,
+    scoring: Scoring,
+    kernel: str,
+    *,
+    packed: bool,
+) -> str | None:
+    """Return why a kernel cannot run, or None."""
+    if kernel == "cudnn":
+        return _cudnn_refusal(device, dtype, head_dim, scoring, packed=packed)
+    if kernel == "pallas":
+        if device.platform != "tpu":
+            return f"the Pallas kernel is for TPUs, and the platform is {device.platform}"
+        if jnp.dtype(dtype).itemsize > 4:
+            return f"the Pallas kernel computes in at most 32 bits, and run.dtype={dtype}"
+        if head_dim % LANES or num_tokens % LANES:
+            return (
+                f"the Pallas kernel needs heads and sequences of multiples of {LANES}, and they "
+                f"are {head_dim} wide and {num_tokens} tokens long"
+            )
+    return None
+
+
+def _cudnn_refusal(
+    device: Any, dtype: jnp.dtype, head_dim: int, scoring: Scoring, *, packed: bool
+) -> str | None:
+    """Return why cuDNN's flash attention cannot run, or None."""
+    capability = _capability(device)
+    if capability is None:
+        return f"cuDNN runs on NVIDIA GPUs, and the platform is {device.platform}"
+    if capability < (8, 0):
+        return (
+            f"cuDNN's flash attention needs compute capability 8.0, and {device.device_kind} "
+            f"has {device.compute_capability}"
+        )
+    if jnp.dtype(dtype).name not in cudnn_attention.ELEMENT_TYPES:
+        return f"cuDNN's flash attention computes in bfloat16 or float16, and run.dtype={dtype}"
+    widest = 256 if capability >= (9, 0) else 128
+    if head_dim % 8 or head_dim > widest:
+        return (
+            f"cuDNN needs heads of a multiple of 8 and at most {widest} wide, and they are "
+            f"{head_dim} wide"
+        )
+    if scoring.softcap is not None or scoring.window is not None:
+        return (
+            "ppctl's call of cuDNN has no windows and no caps of scores, and the model has "
+            f"{_extras(scoring)}"
+        )
+    if packed:
+        return "cuDNN's attention does not keep packed documents (data.packing) apart"
+    return None
+
+
+def _capability(device: Any) -> tuple[int, int] | None:
+    """Return the compute capability of an NVIDIA GPU, None for other devices."""
+    text = str(getattr(device, "compute_capability", ""))
+    version = re.fullmatch(r"(\d+)\.(\d+)", text)  # AMD's has letters
+    if device.platform not in ("gpu", "cuda") or version is None:
+        return None
+    return int(version[1]), int(version[2])
+
+
+def _extras(scoring: Scoring) -> str:
+    """Return the settings that only some kernels have."""
+    named = {"model.window": scoring.window, "model.attention_softcap": scoring.softcap}
+    return " ".join(f"{name}={value:g}" for name, value in named.items() if value is not None)
+
+
+def attention(
+    wanted: str, device: Any = None, axes: StageAxes = WHOLE, scoring: Scoring = PLAIN
+) -> Kernel:
+    """Return causal softmax attention by the kernel of `choose`, softmax in at least float32.
+
+    device: the target device; None: the first attached one. axes: with cp, T are the tokens of one
+    device.
+    """
+
+    def mix(
+        q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, *documents_BT: jax.Array
+    ) -> jax.Array:
+        place = jax.devices()[0] if device is None else device
+        _, T, _, H = q_BTNH.shape
+        select = partial(choose, wanted, place, q_BTNH.dtype, H)
+        if axes.cp == 1:
+            chosen = select(T, 1, scoring, packed=bool(documents_BT))
+            return kernel_named(chosen, scoring)(q_BTNH, k_BSGH, v_BSGH, *documents_BT)
+        pair = pair_kernel(select(T // 2, axes.cp, scoring), scoring)
+        return kernel_of(*context_functions(pair, axes))(q_BTNH, k_BSGH, v_BSGH)
+
+    return mix
+
+
+def pallas(
+    q_BTNH: jax.Array,
+    k_BSGH: jax.Array,
+    v_BSGH: jax.Array,
+    documents_BT: jax.Array | None = None,
+    *,
+    scoring: Scoring = PLAIN,
+    interpret: bool = False,
+) -> jax.Array:
+    """Return attention by JAX's splash kernels for TPUs; interpret: on any device."""
+    # imported here: Pallas takes 0.3 s
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    T, N, H = q_BTNH.shape[1:]
+    of_head = masks.CausalMask((T, T))
+    if scoring.window is not None:
+        of_head = masks.LocalMask((T, T), (scoring.window - 1, 0), 0)
+    block = next(size for size in PALLAS_BLOCKS if T % size == 0)
+    names = (field.name for field in fields(splash.BlockSizes))
+    sizes: dict[str, Any] = {name: block for name in names if name.startswith("block")}
+    kernel = splash.make_splash_mha(
+        masks.MultiHeadMask([of_head] * N),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=splash.BlockSizes(**sizes),
+        residual_checkpoint_name="saved",
+        attn_logits_soft_cap=scoring.softcap,
+        interpret=interpret,
+    )
+    q_BNTH, k_BGSH, v_BGSH = (a.transpose(0, 2, 1, 3) for a in (q_BTNH, k_BSGH, v_BSGH))
+    both = None if documents_BT is None else splash.SegmentIds(documents_BT, documents_BT)
+    out_BNTH: Any = jax.vmap(kernel)(q_BNTH * scoring.scale_of(H), k_BGSH, v_BGSH, both)
+    return out_BNTH.transpose(0, 2, 1, 3)
+
+
+def kernel_of(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
+    """Return attention by forward(q, k, v) -> output, log_sums and backward(*all, g) -> gradients.
+
+    log_sums: logarithms of the softmax's sums. With packed sequences both also take documents_BT.
+    """
+
+    @jax.custom_vjp
+    def kernel(
+        q: jax.Array, k: jax.Array, v: jax.Array, documents: tuple[jax.Array, ...]
+    ) -> jax.Array:
+        return forward(q, k, v, **_named(documents))[0]
+
+    def save(
+        q: jax.Array, k: jax.Array, v: jax.Array, documents: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        out, log_sums = (checkpoint_name(a, "saved") for a in forward(q, k, v, **_named(documents)))
+        return out, (q, k, v, out, log_sums, documents)
+
+    def pull(saved: tuple[Any, ...], g: jax.Array) -> tuple[Any, ...]:
+        *arrays, documents = saved
+        return (*backward(*arrays, g, **_named(documents)), None)
+
+    kernel.defvjp(save, pull)
+    return lambda q, k, v, *documents: kernel(q, k, v, documents)
+
+
+def _named(documents: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
+    return dict(zip(("documents_BT",), documents, strict=False))
+
+
+PAIR_KERNELS = ("xla", "chunked", "cudnn")  # kernels that merge parts of a softmax
+
+
+def pair_kernel(name: str, scoring: Scoring = PLAIN) -> PairKernel:
+    """Return one of PAIR_KERNELS."""
+    module = {"xla": plain_attention, "chunked": chunked_attention, "cudnn": cudnn_attention}[name]
+    return PairKernel(*(partial(f, scoring=scoring) for f in (module.forward, module.backward)))
+
+
+@cache
+def kernel_named(name: str, scoring: Scoring = PLAIN) -> Kernel:
+    """Return attention by the kernel of this name."""
+    if name in ("xla", "pallas"):
+        return partial(plain_attention.plain if name == "xla" else pallas, scoring=scoring)
+    return kernel_of(*pair_kernel(name, scoring))
+
+
+KERNELS: dict[str, Kernel] = {name: kernel_named(name) for name in (*PAIR_KERNELS, "pallas")}

@@ -1,0 +1,179 @@
+"""Attention as a softmax over blocks of keys in turn: memory grows linearly with the tokens.
+
+Source: Milakov and Gimelshein 2018; the backward: Dao et al. 2022. Shape suffixes: B batch, T
+tokens, S tokens attended to, N query heads, G kv heads, R = N/G queries of a kv head, H width of a
+head; K number of blocks, C tokens of a block.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ppctl.model.attention_scores import NEVER, PLAIN, Scoring
+
+BLOCK = 256  # tokens of a block
+
+
+def forward(
+    q_BTNH: jax.Array,
+    k_BSGH: jax.Array,
+    v_BSGH: jax.Array,
+    causal: bool = True,
+    scoring: Scoring = PLAIN,
+    documents_BT: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return (output, logarithms of the sums of exponentials [B, N, T])."""
+    # 1. blocks
+    num_keys, documents = k_BSGH.shape[1], _document_blocks(documents_BT)
+    q, k, v = _query_blocks(q_BTNH, k_BSGH), _key_blocks(k_BSGH), _key_blocks(v_BSGH)
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    product = partial(jnp.einsum, preferred_element_type=wide)
+
+    # 2. a pair of blocks of queries and keys
+    def one_pair(carry: tuple, pair: tuple) -> tuple[tuple, None]:
+        mix, total, largest = carry
+        i, j = pair
+        scores, _ = _scores(q, k, pair, wide, causal, num_keys, scoring, documents)
+        before, own = largest[i], scores.max(-1)
+        now = jnp.maximum(before, own)
+        weights, shrink = jnp.exp(scores - now[..., None]), jnp.exp(before - now)
+        added = product("BGRCS,BSGH->BGRCH", weights.astype(v.dtype), v[j])
+        mix = mix.at[i].set(mix[i] * shrink[..., None] + added)
+        total = total.at[i].set(total[i] * shrink + weights.sum(-1))
+        return (mix, total, largest.at[i].set(now)), None
+
+    # 3. all pairs in turn
+    sums = q.shape[:-1]
+    start = jnp.zeros(q.shape, wide), jnp.zeros(sums, wide), jnp.full(sums, NEVER, wide)
+    pairs = _pairs(len(q), len(k), causal, k.shape[2], scoring.window)
+    (mix, total, largest), _ = jax.lax.scan(one_pair, start, pairs)
+    log_sums = (largest + jnp.log(total))[..., None]
+    log_sums_BTN1 = _from_query_blocks(log_sums, (*q_BTNH.shape[:3], 1))
+    out_BTNH = _from_query_blocks((mix / total[..., None]).astype(q.dtype), q_BTNH.shape)
+    return out_BTNH, log_sums_BTN1[..., 0].swapaxes(1, 2)
+
+
+def backward(
+    q_BTNH: jax.Array,
+    k_BSGH: jax.Array,
+    v_BSGH: jax.Array,
+    out_BTNH: jax.Array,
+    log_sums_BNT: jax.Array,
+    g_BTNH: jax.Array,
+    causal: bool = True,
+    scoring: Scoring = PLAIN,
+    documents_BT: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the gradients of q, k and v, from results of `forward` and the output's gradient."""
+    # 1. blocks
+    num_keys, documents = k_BSGH.shape[1], _document_blocks(documents_BT)
+    log_sums = _query_blocks(log_sums_BNT.swapaxes(1, 2)[..., None], k_BSGH)[..., 0]
+    q, k, v = _query_blocks(q_BTNH, k_BSGH), _key_blocks(k_BSGH), _key_blocks(v_BSGH)
+    g, out = _query_blocks(g_BTNH, k_BSGH), _query_blocks(out_BTNH, k_BSGH)
+    scale, wide = scoring.scale_of(q.shape[-1]), log_sums.dtype
+    drift = jnp.sum(g.astype(wide) * out.astype(wide), -1)  # gradient times output of each query
+    product = partial(jnp.einsum, preferred_element_type=wide)
+
+    # 2. a pair of blocks of queries and keys
+    def one_pair(carry: tuple, pair: tuple) -> tuple[tuple, None]:
+        dq, dk, dv = carry
+        i, j = pair
+        scores, capped = _scores(q, k, pair, wide, causal, num_keys, scoring, documents)
+        weights = jnp.exp(scores - log_sums[i][..., None])
+        dv = dv.at[j].add(product("BGRCS,BGRCH->BSGH", weights.astype(g.dtype), g[i]))
+        change = weights * (product("BGRCH,BSGH->BGRCS", g[i], v[j]) - drift[i][..., None])
+        change = (scoring.pulled(change, capped) * scale).astype(q.dtype)
+        dk = dk.at[j].add(product("BGRCS,BGRCH->BSGH", change, q[i]))
+        return (dq.at[i].add(product("BGRCS,BSGH->BGRCH", change, k[j])), dk, dv), None
+
+    # 3. all pairs in turn
+    start = tuple(jnp.zeros(a.shape, wide) for a in (q, k, v))
+    pairs = _pairs(len(q), len(k), causal, k.shape[2], scoring.window)
+    (dq, dk, dv), _ = jax.lax.scan(one_pair, start, pairs)
+    of_keys = lambda a: _from_key_blocks(a.astype(k.dtype), k_BSGH.shape)  # noqa: E731
+    return _from_query_blocks(dq.astype(q.dtype), q_BTNH.shape), of_keys(dk), of_keys(dv)
+
+
+def _scores(
+    q: jax.Array,
+    k: jax.Array,
+    pair: tuple[jax.Array, jax.Array],
+    dtype: jnp.dtype,
+    causal: bool,
+    num_keys: int,
+    scoring: Scoring,
+    documents: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the scores [B, G, R, C, C] of a pair of blocks, and the same unmasked."""
+    i, j = pair
+    scores = jnp.einsum("BGRCH,BSGH->BGRCS", q[i], k[j], preferred_element_type=dtype)
+    capped = scoring.capped(scores * scoring.scale_of(q.shape[-1]))
+    if not causal:
+        assert documents is None, "documents of a part of a sequence"
+        block = k.shape[2]
+        is_padding = j * block + jnp.arange(block) >= num_keys
+        return jnp.where(is_padding, NEVER, capped) if num_keys % block else capped, capped
+    here = np.arange(q.shape[-2])
+    comes_later = here[:, None] < here  # tokens of one block
+    is_never = (i == j) & comes_later
+    if scoring.window is not None:
+        is_never |= (i - j) * len(here) + here[:, None] - here >= scoring.window
+    if documents is not None:
+        is_other_BCS = documents[i][:, :, None] != documents[j][:, None]
+        is_never |= is_other_BCS[:, None, None]
+    return jnp.where(is_never, NEVER, capped), capped
+
+
+def _pairs(
+    num_queries: int, num_keys: int, causal: bool, block: int, window: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (i, j) of blocks of queries and keys, by i (causal: j <= i), inside the window."""
+    if causal:
+        i, j = np.tril_indices(num_queries)
+    else:
+        i, j = np.indices((num_queries, num_keys)).reshape(2, -1)
+    if window is not None:
+        assert causal, "a window of a part of a sequence"
+        # from the last key of a block j < i to the first query of i
+        is_near = (i - j - 1) * block + 1 < window
+        i, j = i[is_near], j[is_near]
+    return i.astype(np.int32), j.astype(np.int32)
+
+
+def _padded(a: jax.Array) -> jax.Array:
+    """Return [B, K, C, ...] of [B, T, ...], padded with zeros that no earlier token attends to."""
+    B, T = a.shape[:2]
+    block = min(BLOCK, T)
+    number = -(-T // block)
+    a = jnp.pad(a, [(0, 0), (0, number * block - T), *[(0, 0)] * (a.ndim - 2)])
+    return a.reshape(B, number, block, *a.shape[2:])
+
+
+def _document_blocks(documents_BT: jax.Array | None) -> jax.Array | None:
+    """Return [K, B, C]."""
+    return None if documents_BT is None else _padded(documents_BT).swapaxes(0, 1)
+
+
+def _query_blocks(q_BTNH: jax.Array, k_BSGH: jax.Array) -> jax.Array:
+    """Return [K, B, G, R, C, H]."""
+    q_BKCNH, G = _padded(q_BTNH), k_BSGH.shape[2]
+    B, K, C, N, H = q_BKCNH.shape
+    return q_BKCNH.reshape(B, K, C, G, N // G, H).transpose(1, 0, 3, 4, 2, 5)
+
+
+def _from_query_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    B, T, N, H = shape
+    return blocks.transpose(1, 0, 4, 2, 3, 5).reshape(B, -1, N, H)[:, :T]
+
+
+def _key_blocks(k_BSGH: jax.Array) -> jax.Array:
+    """Return [K, B, C, G, H]."""
+    return _padded(k_BSGH).swapaxes(0, 1)
+
+
+def _from_key_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return blocks.swapaxes(0, 1).reshape(shape[0], -1, *shape[2:])[:, : shape[1]]

@@ -1,0 +1,168 @@
+"""A transformer that reads tokens piece by piece and caches keys and values.
+
+Shape suffixes: B batch, T tokens of a piece, S cached positions, N query heads, G kv heads, R =
+N/G, H width of a head, D d_model, V vocabulary. Sequences of different lengths end together: row
+b's first token is at position starts[b], and earlier positions are never attended to. Rotary
+positions matter only by differences, so a sequence may start anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ppctl.model.attention.attention_kernels import Kernel
+from ppctl.model.attention.rotary_positions import Rope, rotate_at
+from ppctl.model.attention_scores import NEVER, Scoring
+from ppctl.model.parallel import WHOLE, StageAxes
+from ppctl.model.stack import Stack, Tree
+
+Mix = Callable[[StageAxes, Scoring], Kernel]
+Rotate = Callable[..., jax.Array]
+Cache = list[Any]  # by stage and layer: (keys, values) [B, S, G, H]
+
+
+class Piece(NamedTuple):
+    """The place of a piece of tokens."""
+
+    first: jax.Array  # position of its first token
+    starts_B: jax.Array  # position of each row's first token
+
+
+class _Attention:
+    """Attention of a piece to cached tokens and itself; `layer` and `piece` are being traced."""
+
+    layer: tuple[jax.Array, jax.Array]
+    piece: Piece
+
+    def __init__(self, num_positions: int):
+        self.num_positions = num_positions
+
+    def mix(self, axes: StageAxes, scoring: Scoring) -> Kernel:
+        del axes
+        return partial(self._attend, scoring)
+
+    def rotate(self, x_BTNH: jax.Array, rope: Rope, axes: StageAxes = WHOLE) -> jax.Array:
+        del axes
+        return rotate_at(x_BTNH, rope, self.piece.first, self.num_positions)
+
+    def _attend(
+        self, scoring: Scoring, q_BTNH: jax.Array, k_BTGH: jax.Array, v_BTGH: jax.Array
+    ) -> jax.Array:
+        first, starts_B = self.piece
+        write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=1)
+        k_BSGH, v_BSGH = self.layer = write(self.layer[0], k_BTGH), write(self.layer[1], v_BTGH)
+        B, T, N, H = q_BTNH.shape
+        S, G = k_BSGH.shape[1:3]
+        wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+        q_BTGRH = q_BTNH.reshape(B, T, G, N // G, H)
+        scores_BGRTS = jnp.einsum("BTGRH,BSGH->BGRTS", q_BTGRH, k_BSGH, preferred_element_type=wide)
+        scores_BGRTS = scoring.capped(scores_BGRTS * scoring.scale_of(H))
+        # tokens from a key to a query
+        behind_TS = (first + jnp.arange(T))[:, None] - jnp.arange(S)
+        is_attended_TS = behind_TS >= 0
+        if scoring.window is not None:
+            is_attended_TS &= behind_TS < scoring.window
+        is_attended_BTS = is_attended_TS & (jnp.arange(S) >= starts_B[:, None, None])
+        scores_BGRTS = jnp.where(is_attended_BTS[:, None, None], scores_BGRTS, NEVER)
+        weights_BGRTS = jax.nn.softmax(scores_BGRTS).astype(v_BSGH.dtype)
+        return jnp.einsum("BGRTS,BSGH->BTGRH", weights_BGRTS, v_BSGH).reshape(B, T, N, H)
+
+
+class Decoder:
+    """A transformer whose layers lie by stage on devices.
+
+    make: returns the transformer with given attention and rotary positions. params: {"embed_head",
+    "layers": [L, ...]}, in natural order, anywhere; each stage's are copied to its device in
+    `dtype`. devices: one a stage, in order. num_positions: S, of prompt and continuation together.
+    kv_shape: (G, H).
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Mix, Rotate], Stack],
+        params: Tree,
+        devices: Sequence[Any],
+        num_positions: int,
+        kv_shape: tuple[int, int],
+        dtype: jnp.dtype,
+    ):
+        # 1. the model
+        self.devices, self.num_positions = devices, num_positions
+        self.kv_shape, self.dtype = kv_shape, dtype
+        self._attention = _Attention(num_positions)
+        self._stack = make(self._attention.mix, self._attention.rotate)
+        # 2. parameters on devices
+        num_layers, num_stages = self._stack.num_layers, len(devices)
+        bounds = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
+        self._layers_of = [range(*pair) for pair in pairwise(bounds)]
+        put = lambda a, device: jax.device_put(jnp.asarray(a, dtype), device)  # noqa: E731
+        place = lambda tree, device: jax.tree.map(lambda a: put(a, device), tree)  # noqa: E731
+        layer = lambda l: jax.tree.map(lambda a: a[l], params["layers"])  # noqa: E731
+        pairs = zip(self._layers_of, devices, strict=True)
+        self._layers = [[place(layer(l), device) for l in layers] for layers, device in pairs]
+        ends = {0, num_stages - 1}
+        self._embed_head = [
+            place(params["embed_head"], d) if s in ends else None for s, d in enumerate(devices)
+        ]
+        # 3. programs of stages
+        program = partial(jax.jit, donate_argnums=1, static_argnames="wants_all")
+        self._stages = [program(partial(self._stage, s)) for s in range(num_stages)]
+
+    def empty(self, batch: int) -> Cache:
+        """Return an empty cache."""
+        shape = batch, self.num_positions, *self.kv_shape
+        make = lambda device: tuple(jnp.zeros(shape, self.dtype, device=device) for _ in range(2))  # noqa: E731
+        pairs = zip(self._layers_of, self.devices, strict=True)
+        return [[make(device) for _ in layers] for layers, device in pairs]
+
+    def read(
+        self,
+        tokens_BT: jax.Array,
+        cache: Cache,
+        first: int,
+        starts_B: jax.Array,
+        *,
+        wants_all: bool = False,
+    ) -> tuple[jax.Array, Cache]:
+        """Return (logits after the last token [B, V], or each (wants_all) [B, T, V]; new cache).
+
+        Do not use the given cache again. first + T <= num_positions.
+        """
+        x, kept = tokens_BT, []
+        for s, device in enumerate(self.devices):
+            piece = Piece(jnp.int32(first), jax.device_put(starts_B, device))
+            params, x = (self._embed_head[s], self._layers[s]), jax.device_put(x, device)
+            x, of_stage = self._stages[s](params, cache[s], x, piece, wants_all=wants_all)
+            kept.append(of_stage)
+        return x, kept
+
+    def _stage(
+        self,
+        s: int,
+        params: tuple[Tree, Sequence[Tree]],
+        kept: Sequence,
+        x: jax.Array,
+        piece: Piece,
+        *,
+        wants_all: bool,
+    ) -> tuple[jax.Array, list]:
+        embed_head, layers = params
+        self._attention.piece = piece
+        if s == 0:
+            x = self._stack.embed(embed_head, x)
+        now = []
+        for l, layer, of_layer in zip(self._layers_of[s], layers, kept, strict=True):
+            self._attention.layer = of_layer
+            x = self._stack.layer_of(l)(layer, x)
+            now.append(self._attention.layer)
+        if s < len(self.devices) - 1:
+            return x, now
+        assert self._stack.outputs is not None, "transformers have outputs"
+        logits = self._stack.outputs(embed_head, x if wants_all else x[:, -1:])
+        return (logits if wants_all else logits[:, 0]), now

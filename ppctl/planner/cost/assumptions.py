@@ -1,0 +1,139 @@
+"""The assumptions of a prediction in words. Change them along with how something is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ppctl.config import Measure, Transformer
+from ppctl.planner.cost.counted_costs import Machine
+from ppctl.planner.cost.roofline import Link
+from ppctl.planner.cost.step_time import device_kind, layout_of, machine_of
+from ppctl.reports.bubble_names import shared_cores_text
+from ppctl.training.pipeline.built_in_models import attention_kernels
+from ppctl.training.pipeline.job import TrainingJob
+
+KERNELS = {
+    "xla": "all scores of a sequence in memory",
+    "chunked": "a softmax over blocks of keys",
+    "cudnn": "cuDNN's flash attention",
+    "pallas": "the Pallas kernel for TPUs",
+}
+
+
+def assumptions(job: TrainingJob, *, is_timed: bool) -> tuple[str, ...]:
+    """Return the assumptions of a job's prediction in words. is_timed: its step time is known."""
+    lines = [*_of_the_layout(job)]
+    if is_timed and isinstance(job.config.costs, Measure):
+        lines += [*_measured(job), *_overlap(job, None)]
+    elif is_timed:
+        machine = machine_of(job.config, device_kind(job.pipe), str(job.pipe.dtype))
+        lines += [*_counted(job, machine), *_overlap(job, machine)]
+    if is_timed:
+        lines.append("no time for reading data, evaluations and checkpoints")
+    if not job.config.plan.compiles:
+        lines.append("no fragmented memory, no buffers of collectives")
+    return tuple(lines)
+
+
+def _of_the_layout(job: TrainingJob) -> Iterator[str]:
+    axes, mesh = job.pipe.execution.axes, job.config.mesh
+    if axes.num_devices == 1:
+        yield "whole layers on each device (no tensor or sequence parallelism)"
+    if job.pipe.layout.auto:
+        how = "by XLA, whose collectives along tp are not counted"
+        yield f"all work divided evenly over tp={mesh.tp} {how}"
+    elif mesh.tp > 1:
+        rows = "with" if axes.sequence_parallel else "without"
+        yield f"layers divided over tp={mesh.tp}, {rows} sequence parallelism"
+    if mesh.cp > 1:
+        context = f"executor.context={axes.context}"
+        yield f"sequences divided over cp={mesh.cp}, keys and values by {context}"
+    yield f"equal microbatches ({job.pipe.model.microbatch['inputs'].shape[0]} examples a device)"
+    are_alike = job.pipe.stack.are_alike
+    yield "equal layers and devices" if are_alike else "layers by their FLOPs, equal devices"
+    if isinstance(job.config.model, Transformer):
+        yield " and ".join(f"attention={kernel} ({KERNELS[kernel]})" for kernel in _kernels(job))
+
+
+def _kernels(job: TrainingJob) -> tuple[str, ...]:
+    """Return the kernels of attention, of the attached devices where these are timed."""
+    is_measured = isinstance(job.config.costs, Measure)
+    device = job.pipe.mesh.devices.flat[0] if is_measured else job.counted_device
+    return attention_kernels(job.config, job.pipe.dtype, device, job.data)
+
+
+def _measured(job: TrainingJob) -> Iterator[str]:
+    yield "a layer, the embedding and the head as they were timed here, each apart"
+    if job.pipe.execution.axes.num_devices > 1:
+        yield "what devices along tp or cp send is in these times, as they sent it here"
+    if job.pipe.execution.dispatches_tasks and job.config.mesh.pp > 1:
+        yield "values on the next rank at once"
+
+
+def _counted(job: TrainingJob, machine: Machine) -> Iterator[str]:
+    speed, kernels = machine.speed, ""
+    has_kernel = isinstance(job.config.model, Transformer) and {"cudnn", "pallas"} & {
+        *_kernels(job)
+    }
+    if has_kernel and speed.attention_forward is not None:
+        forward, backward = speed.attention_forward, speed.attention_backward or speed.flops_per_s
+        kernels = f", {forward / 1e12:.4g} in attention forward, {backward / 1e12:.4g} backward"
+    large = "matrix products" if speed.cores is None else "large matrix products"
+    yield f"{speed.flops_per_s / 1e12:.4g} TFLOP/s in {large}{kernels}"
+    yield f"{speed.bytes_per_s / 1e9:.4g} GB/s of memory"
+    yield "one operation of a device at a time"
+    if (shared := shared_cores_text(job.pipe.mesh.size, machine.cores)) is not None:
+        yield shared
+    yield from _links(job, machine)
+    task = "tick" if job.pipe.execution.in_ticks else "task"
+    yield f"{_microseconds(machine.task_s)} to start a {task}"
+
+
+def _links(job: TrainingJob, machine: Machine) -> Iterator[str]:
+    """Yield the speed of each kind of link that axes of the mesh use."""
+    links, axes_of = layout_of(job.pipe).links(machine), dict[Link, list[str]]()
+    over, doctor = machine.over(job.pipe.mesh.shape), job.config.costs.doctor
+    for axis, size in job.pipe.mesh.shape.items():
+        if size > 1:
+            axes_of.setdefault(links[axis], []).append(axis)
+    for link, axes in axes_of.items():
+        is_inner, has_network = link == machine.link, machine.network is not None
+        where = " between hosts" if over[axes[0]] > 1 and has_network else ""
+        if is_inner and has_network and machine.host_devices is not None:
+            where = f" within hosts of {machine.host_devices}"
+        source = f" (costs.doctor={doctor})" if doctor is not None and is_inner else ""
+        speed, latency = f"{link.bytes_per_s / 1e9:.4g} GB/s", _microseconds(link.latency_s)
+        yield f"{' and '.join(axes)}{where} at {speed} each way and {latency} a message{source}"
+    if axes_of:
+        yield "links without contention, rings for collectives"
+
+
+def _overlap(job: TrainingJob, machine: Machine | None) -> Iterator[str]:
+    """Yield the work that runs at the same time. machine: None of measured times."""
+    # 1. tasks and transfers between ranks
+    pipe, mesh = job.pipe, job.config.mesh
+    gathers_ahead = machine is not None and machine.gathers_ahead
+    if mesh.pp > 1 and pipe.execution.in_ticks:
+        yield "ticks as long as the slowest rank's and a transfer"
+    elif mesh.pp > 1:
+        yield "ranks that compute while values travel"
+
+    # 2. parameters and gradients
+    sums = "sums of gradients and the optimizer after"
+    if pipe.execution.gather == "tick" and mesh.fsdp > 1:
+        yield f"gathers of layers before each task, {sums} all, no overlap"
+    elif pipe.execution.gather == "layer" and mesh.fsdp > 1:
+        ahead, alone = "while the layer before is computed", "with nothing computed meanwhile"
+        yield f"each layer gathered in each task that reads it, {ahead if gathers_ahead else alone}"
+        yield f"{sums} all tasks, no overlap"
+    elif mesh.num_devices > 1:
+        if mesh.tp * mesh.cp > 1 and not pipe.layout.auto and machine is not None:
+            but = ", but for weight gradients" if gathers_ahead else ""
+            yield f"nothing computed while devices along tp or cp send{but}"
+        yield f"gathers of parameters before all tasks, {sums}, no overlap"
+    else:
+        yield "the optimizer after all tasks"
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} us"

@@ -1,0 +1,290 @@
+"""The operations of a traced program: FLOPs and memory traffic.
+
+Matrix products count their FLOPs, and their operands and results as traffic. Compilers fuse
+element-wise operations into their readers, so of others only writes to memory count, and reads of
+reductions. Results are written that a matrix product reads or the program returns, and those of
+scatters: each counts twice, for something of its size was read. Reductions of the same values at
+the same time read them once. Arrays in another shape or order are the same array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from ppctl.executors.stage.jaxpr_flops import PALLAS, PRODUCTS, equation_flops
+from ppctl.executors.stage.jaxpr_tools import (
+    ADDITIONS,
+    carry_place,
+    demand,
+    extents,
+    flatten,
+    is_literal,
+    is_scan,
+)
+from ppctl.model.attention import cudnn_attention
+from ppctl.planner.cost.roofline import Collective, Extent, Kernel, Op, ProductShape
+
+Tree = Any
+SPLASH = "splash_"  # prefix of JAX's Pallas kernels of attention, such as splash_mha_fwd
+SHAPES = ("reshape", "squeeze", "expand_dims", "transpose")
+VIEWS = (*SHAPES, "name", "reduce_precision", "copy", "optimization_barrier")
+REDUCED = ("sum", "max", "min", "prod", "and", "or")
+REDUCTIONS = (*(f"reduce_{name}" for name in REDUCED), "argmax", "argmin")
+SCATTER = "scatter"  # prefix of operations that write whole arrays, then some places again
+COLLECTIVES: dict[str, Collective] = {
+    **dict.fromkeys(("all_gather", "reduce_scatter"), "gather"),
+    **dict.fromkeys(("psum", "psum2", "psum_invariant", "pmax"), "sum"),
+    "ppermute": "hop",
+}
+EXPENSIVE = ("tanh", "exp", "log", "erf", "logistic", "sin", "cos", "pow", "log1p", "expm1")
+
+
+def ops_of(function: Callable, *args: Tree, only_needed: bool = False) -> list[Op]:
+    """Return the operations of function(*args) in order, of fixed sizes; args may be shapes.
+
+    only_needed: without those that its results do not need.
+    """
+    jaxpr = flatten(jax.make_jaxpr(function)(*args)).jaxpr
+    needed, _ = demand(jaxpr, [True] * len(jaxpr.outvars))
+    eqns = [eqn for i, eqn in enumerate(jaxpr.eqns) if i in needed or not only_needed]
+    return Program(eqns, jaxpr.outvars).ops()
+
+
+def peak_bytes(function: Callable, *args: Tree) -> int:
+    """Return peak live bytes of products' results and written values, arguments excluded."""
+    jaxpr = flatten(jax.make_jaxpr(function)(*args)).jaxpr
+    return Program(jaxpr.eqns, jaxpr.outvars).peak_bytes()
+
+
+def bytes_to_make(function: Callable, *args: Tree) -> int:
+    """Return the bytes of residuals from which the results of function(*args) can be recomputed.
+
+    Compilers make element-wise results again where they are read, but for expensive ones
+    (EXPENSIVE). Matrices of the first argument, the weights, do not count.
+    """
+    jaxpr = flatten(jax.make_jaxpr(function)(*args)).jaxpr
+    program = Program(jaxpr.eqns, (), kept=EXPENSIVE)
+    residuals: dict[int, Any] = {}
+    for v in jaxpr.outvars:
+        residuals |= {} if is_literal(v) else program.sources(v)
+    weights = {id(v) for v in jaxpr.invars[: len(jax.tree.leaves(args[0]))]}
+    return sum(_size(v) for key, v in residuals.items() if key not in weights)
+
+
+class Program:
+    """A program, and which of its values are in memory."""
+
+    def __init__(
+        self, eqns: Sequence[core.JaxprEqn], results: Sequence[Any], kept: Sequence[str] = ()
+    ):
+        self.eqns, self.kept = eqns, kept  # results of operations of these names are in memory too
+        self.maker = {id(v): eqn for eqn in self.eqns for v in eqn.outvars}
+        self.returned = {id(self.root(v)) for v in results if not is_literal(v)}
+        written, self.readers = list[Any](), dict[int, list[core.JaxprEqn]]()
+        for eqn in self.eqns:
+            written += eqn.invars if _is_product(eqn) else ()
+            written += eqn.outvars if eqn.primitive.name.startswith(SCATTER) else ()
+            for v in eqn.invars:
+                self.readers.setdefault(id(v), []).append(eqn)
+        self.written = self.returned | {id(self.root(v)) for v in written if not is_literal(v)}
+
+    def root(self, v: Any) -> Any:
+        """Return the value of which v is a view."""
+        eqn = None if is_literal(v) else self.maker.get(id(v))
+        while eqn is not None and eqn.primitive.name in VIEWS:
+            v = eqn.invars[eqn.outvars.index(v)]
+            eqn = None if is_literal(v) else self.maker.get(id(v))
+        return v
+
+    def ops(self) -> list[Op]:
+        found, passes = list[Op](), set[tuple]()
+        for eqn in self.eqns:
+            name = eqn.primitive.name
+            if name in COLLECTIVES:
+                found += _sent(eqn)
+            elif _is_product(eqn):
+                found.append(self.product(eqn))
+            elif is_scan(eqn):  # its iterations run one after the other
+                body = eqn.params["jaxpr"].jaxpr
+                inner = Program(body.eqns, body.outvars).ops()
+                found += [_times(eqn.params["length"], op) for op in inner]
+            elif name in REDUCTIONS:
+                found.append(Op(0.0, self.read_bytes(eqn, passes) + self.made_bytes(eqn)))
+            else:
+                found.append(Op(0.0, self.made_bytes(eqn)))
+        return found
+
+    def product(self, eqn: core.JaxprEqn) -> Op:
+        traffic = sum(map(_size, (*eqn.invars, *eqn.outvars)))
+        flops, shape, sum_bytes = equation_flops(eqn), _product_shape(eqn), self.added_bytes(eqn)
+        # speeds of kernels are stated for causal attention, where all pairs count and half run
+        flops *= 2.0 if cudnn_attention.is_unmasked(eqn.params) else 1.0
+        return Op(flops, traffic, kernel=_kernel(eqn), shape=shape, sum_bytes=sum_bytes)
+
+    def made_bytes(self, eqn: core.JaxprEqn) -> float:
+        """Return the traffic of the results of an equation that are written."""
+        if eqn.primitive.name in VIEWS or self.is_added_by_product(eqn):
+            return 0.0
+        return 2.0 * sum(_size(v) for v in eqn.outvars if id(v) in self.written)
+
+    def read_bytes(self, eqn: core.JaxprEqn, passes: set[tuple]) -> float:
+        """Return the bytes a reduction reads; 0 if one of the earlier `passes` has read them."""
+        operand: Any = eqn.invars[0]
+        least_axes = min(2, operand.aval.ndim)  # vectors, such as a norm's scale, are small
+        large = {key: v for key, v in self.sources(operand).items() if v.aval.ndim >= least_axes}
+        key = (self.depth(operand), *sorted(large))
+        if key in passes:
+            return 0.0
+        passes.add(key)
+        return float(sum(map(_size, large.values())))
+
+    def is_in_memory(self, v: Any) -> bool:
+        eqn = self.maker.get(id(v))
+        if eqn is None or id(v) in self.written or _is_product(eqn) or is_scan(eqn):
+            return True
+        return eqn.primitive.name in (*REDUCTIONS, *COLLECTIVES, *self.kept)
+
+    def peak_bytes(self) -> int:
+        made = {
+            id(self.root(v)): (i, v)
+            for i, eqn in enumerate(self.eqns)
+            for v in eqn.outvars
+            if self.is_in_memory(v) and not self.is_sum(eqn, v)
+        }
+        last = {key: len(self.eqns) if key in self.returned else i for key, (i, _) in made.items()}
+        for i, eqn in enumerate(self.eqns):
+            read = {key for v in eqn.invars for key in self.sources(v)}
+            last |= {key: max(last[key], i) for key in read & last.keys()}
+        lives = [(i, last[key], _size(v)) for key, (i, v) in made.items()]
+
+        def live(t: int) -> int:
+            eqn = self.eqns[t]
+            if not is_scan(eqn):
+                return sum(size for first, end, size in lives if first <= t <= end)
+            body = eqn.params["jaxpr"].jaxpr
+            is_loop = eqn.params["length"] > 1  # else its results are those of the body
+            around = sum(size for first, end, size in lives if first < t + is_loop and t <= end)
+            return around + Program(body.eqns, body.outvars).peak_bytes()
+
+        return max(map(live, range(len(self.eqns))), default=0)
+
+    def sources(self, v: Any) -> dict[int, Any]:
+        """Return the values in memory from which v is made, by id."""
+        found, seen, open_ = dict[int, Any](), set[int](), [v]
+        while open_:
+            v = self.root(open_.pop())
+            if is_literal(v) or id(v) in seen:
+                continue
+            seen.add(id(v))
+            if self.is_in_memory(v):
+                found[id(v)] = v
+            else:
+                open_ += self.maker[id(v)].invars
+        return found
+
+    def depth(self, v: Any) -> int:
+        """Return how many reductions follow one after the other on the way to v."""
+        makers = [self.maker.get(id(source)) for source in self.sources(v).values()]
+        reductions = [eqn for eqn in makers if eqn is not None and eqn.primitive.name in REDUCTIONS]
+        return max((1 + self.depth(eqn.invars[0]) for eqn in reductions), default=0)
+
+    def added_bytes(self, product: core.JaxprEqn) -> float:
+        """Return the traffic of a sum (of gradients) if a product's result is only added to it."""
+        v = product.outvars[0]
+        while len(readers := self.readers.get(id(v), [])) == 1:
+            (eqn,) = readers
+            if self.is_added_by_product(eqn):
+                return 2.0 * _size(eqn.outvars[0])
+            if eqn.primitive.name not in (*VIEWS, "convert_element_type"):
+                break
+            v = eqn.outvars[0]
+        return 0.0
+
+    def is_added_by_product(self, eqn: core.JaxprEqn) -> bool:
+        """Return whether an equation returns a given value plus a product read nowhere else."""
+        if eqn.primitive.name not in ADDITIONS or id(eqn.outvars[0]) not in self.returned:
+            return False
+        ways = eqn.invars, eqn.invars[::-1]
+        return any(self.is_given(total) and self.is_product_alone(addend) for total, addend in ways)
+
+    def is_sum(self, eqn: core.JaxprEqn, v: Any) -> bool:
+        """Return whether v is returned and is a given value plus something, in that one's place."""
+        if id(v) not in self.returned:
+            return False
+        if not is_scan(eqn):
+            return eqn.primitive.name in ADDITIONS and any(map(self.is_given, eqn.invars))
+        is_carry = eqn.outvars.index(v) < extents(eqn)[1]
+        return is_carry and self.is_given(eqn.invars[carry_place(eqn, v)])
+
+    def is_given(self, v: Any) -> bool:
+        return not is_literal(v) and id(self.root(v)) not in self.maker
+
+    def is_product_alone(self, v: Any) -> bool:
+        """Return whether v is a product's result, at most cast or transposed, read nowhere else."""
+        while not is_literal(v) and len(self.readers[id(v)]) == 1 and id(v) not in self.returned:
+            eqn = self.maker.get(id(v))
+            if eqn is None or eqn.primitive.name in PRODUCTS:
+                return eqn is not None
+            if eqn.primitive.name not in (*VIEWS, "convert_element_type"):
+                return False
+            v = eqn.invars[0]
+        return False
+
+
+def _times(length: int, op: Op) -> Op:
+    sizes = {name: length * getattr(op, name) for name in ("flops", "bytes", "sum_bytes")}
+    return replace(op, **sizes, times=Extent(fixed=length * op.times.fixed))
+
+
+def _sent(eqn: core.JaxprEqn) -> list[Op]:
+    """Return a collective as one Op an array; its bytes are those of the undivided array."""
+    names = eqn.params.get("axis_name", eqn.params.get("axes"))
+    axis = names[0] if isinstance(names, tuple) else names
+    kind, is_gather = COLLECTIVES[eqn.primitive.name], eqn.primitive.name == "all_gather"
+    arrays = eqn.outvars if is_gather else eqn.invars
+    return [Op(0.0, _size(v), axis=str(axis), collective=kind) for v in arrays]
+
+
+def _is_product(eqn: core.JaxprEqn) -> bool:
+    """Return whether an equation is a product or a kernel of attention: in memory, unfused."""
+    is_cudnn = eqn.params.get("target_name") in cudnn_attention.CALLS
+    return is_cudnn or eqn.primitive.name in (*PRODUCTS, PALLAS)
+
+
+def _kernel(eqn: core.JaxprEqn) -> Kernel:
+    call = eqn.params.get("target_name")
+    if call in cudnn_attention.CALLS:
+        return "attention_forward" if call == cudnn_attention.FORWARD else "attention_backward"
+    name = str(eqn.params["name"]) if eqn.primitive.name == PALLAS else ""
+    if name.startswith(SPLASH):
+        return "attention_forward" if "_fwd" in name else "attention_backward"
+    return "product"
+
+
+def _product_shape(eqn: core.JaxprEqn) -> ProductShape | None:
+    """Return the fixed shape of a matrix product; a convolution: all positions x features."""
+    if eqn.primitive.name not in PRODUCTS:
+        return None
+    out = prod(eqn.outvars[0].aval.shape)  # pyright: ignore[reportAttributeAccessIssue] of an array
+    left, right = (v.aval.shape for v in eqn.invars)  # pyright: ignore[reportAttributeAccessIssue] of arrays
+    number = 1
+    if eqn.primitive.name == "dot_general":
+        (_, contracted), (batch, right_batch) = eqn.params["dimension_numbers"]
+        number = prod(left[dim] for dim in batch)
+        taken = {*contracted, *right_batch}
+        columns = prod(size for dim, size in enumerate(right) if dim not in taken)
+    else:
+        columns = right[eqn.params["dimension_numbers"].rhs_spec[0]]
+    rows = out // max(1, columns * number)
+    depth = equation_flops(eqn) / max(1, 2 * out)
+    return ProductShape(*(Extent(fixed=float(size)) for size in (rows, columns, depth, number)))
+
+
+def _size(v: Any) -> int:
+    return prod(v.aval.shape) * v.aval.dtype.itemsize

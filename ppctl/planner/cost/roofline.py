@@ -1,0 +1,195 @@
+"""Seconds by counting: of work on a device of known speeds, and of collectives on known links.
+
+An operation takes as long as its arithmetic or its memory traffic, whichever is longer (Williams,
+Waterman, Patterson 2009, CACM 52). Collectives run round a ring (Thakur, Rabenseifner, Gropp 2005,
+IJHPCA 19). Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+TILE = (128, 256)  # of a product's result, made by a core, either way round: cuBLAS's best
+LEAST_DEPTH = 128  # summands of a core's share where several cores make one tile
+
+Kernel = Literal["product", "attention_forward", "attention_backward"]
+Collective = Literal["gather", "sum", "hop"]  # gather: or a sum that is scattered
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A size that is affine in the number of examples: each * n + fixed."""
+
+    each: float = 0.0
+    fixed: float = 0.0
+
+    def of(self, examples: float) -> float:
+        return examples * self.each + self.fixed
+
+
+@dataclass(frozen=True)
+class ProductShape:
+    """Matrix products that run as one: `number` of them, [rows, depth] x [depth, columns]."""
+
+    rows: Extent
+    columns: Extent
+    depth: Extent
+    number: Extent = Extent(fixed=1.0)
+
+    def efficiency(self, examples: float, cores: int) -> float:
+        """Return the share of the cores' time spent on the result, 0..1.
+
+        Each core makes a tile of the result, all at the same pace: partial tiles, and cores idle in
+        the last wave, are wasted (NVIDIA, Matrix Multiplication Background User's Guide: tile and
+        wave quantization). If there are fewer tiles than cores, several make one tile, each from a
+        share of its depth (split-K).
+
+        >>> sizes = [Extent(fixed=n) for n in (4096, 2048, 2048)]  # 256 tiles, in two waves of 132
+        >>> round(ProductShape(*sizes).efficiency(1, cores=132), 4)
+        0.9697
+        """
+        sizes = self.rows, self.columns, self.depth, self.number
+        rows, columns, depth, number = (n.of(examples) for n in sizes)
+        ways = TILE, TILE[::-1]
+        tiles = number * min(ceil(rows / high) * ceil(columns / wide) for high, wide in ways)
+        shares = max(1, min(cores // ceil(tiles), int(depth // LEAST_DEPTH))) if tiles else 1
+        waves = ceil(tiles * shares / cores)
+        covered = waves * cores * TILE[0] * TILE[1]
+        return number * rows * columns * shares / covered if waves else 1.0
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operation of a task on one example.
+
+    sum_bytes: of the sum that a product's result is added to, read and written, whatever the
+    examples; a separate pass where the device's products do not add.
+    axis: of the mesh, along which devices that divide a stage send. `bytes` is then the size of the
+    array that is gathered, summed, scattered or passed on, by a link.
+    """
+
+    flops: float
+    bytes: float
+    fixed_bytes: float = 0.0  # of weights, whatever the examples
+    kernel: Kernel = "product"  # that computes the FLOPs, if any
+    shape: ProductShape | None = None  # of matrix products
+    sum_bytes: float = 0.0
+    axis: str | None = None
+    collective: Collective = "gather"
+    times: Extent = Extent(fixed=1.0)  # number of sends, each of a part of the bytes
+
+    def sent_s(self, examples: float, link: Link, size: int) -> float:
+        """Return the seconds of a collective over `size` devices."""
+        times = self.times.of(examples)
+        num_bytes = (examples * self.bytes + self.fixed_bytes) / times
+        if self.collective == "hop":
+            return times * link.hop_s(num_bytes)
+        ring_s = link.gather_s if self.collective == "gather" else link.sum_s
+        return times * ring_s(num_bytes, size)
+
+    @property
+    def is_nothing(self) -> bool:
+        return not (self.flops or self.bytes or self.fixed_bytes or self.sum_bytes)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The speed of a device."""
+
+    flops_per_s: float  # of large matrix products
+    bytes_per_s: float  # of memory
+    attention_forward: float | None = None  # FLOP/s of kernels of attention; None: as products
+    attention_backward: float | None = None
+    cores: int | None = None  # that share a product's tiles; None: small products are as fast
+    adds: bool = False  # products add their results to sums, as cuBLAS's do
+
+    def seconds(self, ops: Iterable[Op], examples: float) -> float:
+        """Return the seconds of operations on so many examples, one operation after the other.
+
+        >>> ops = Op(50.0, 1.0), Op(0.0, 1.0, fixed_bytes=2.0)
+        >>> Speed(flops_per_s=100.0, bytes_per_s=10.0).seconds(ops, 4)
+        2.6
+        """
+        return sum(self._seconds(op, examples) for op in ops if op.axis is None)
+
+    def _seconds(self, op: Op, examples: float) -> float:
+        traffic, added = examples * op.bytes + op.fixed_bytes, op.sum_bytes
+        compute_s = examples * op.flops / self.reached(op, examples)
+        if self.adds:
+            return max(compute_s, (traffic + added) / self.bytes_per_s)
+        return max(compute_s, traffic / self.bytes_per_s) + added / self.bytes_per_s
+
+    def reached(self, op: Op, examples: float) -> float:
+        """Return the FLOP/s of an operation on so many examples, memory not limiting it."""
+        if op.kernel == "attention_forward":
+            return self.attention_forward or self.flops_per_s
+        if op.kernel == "attention_backward":
+            return self.attention_backward or self.flops_per_s
+        if op.shape is None or self.cores is None:
+            return self.flops_per_s
+        return self.flops_per_s * op.shape.efficiency(examples, self.cores)
+
+
+@dataclass(frozen=True)
+class Link:
+    """To the next device of a ring: seconds of an empty message, bytes a second one way."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def hop_s(self, num_bytes: float) -> float:
+        """Return the seconds of a message to the next device."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+    def gather_s(self, num_bytes: float, size: int) -> float:
+        """Return the seconds to gather `num_bytes` from equal shares, or to sum and scatter them.
+
+        >>> Link(0.0, 10.0).gather_s(40.0, 4)
+        3.0
+        """
+        return (size - 1) * self.hop_s(num_bytes / size)
+
+    def sum_s(self, num_bytes: float, size: int) -> float:
+        """Return the seconds of an all-reduce: shares are summed, then gathered."""
+        return 2 * self.gather_s(num_bytes, size)
+
+
+@dataclass(frozen=True)
+class PieceWork:
+    """The operations of one example through a piece of the model.
+
+    redo: products that a backward from the piece's input recomputes: all but the last ones, whose
+    results only the next piece needs. None: the whole forward.
+    """
+
+    forward: tuple[Op, ...]
+    input_grad: tuple[Op, ...]
+    weight_grad: tuple[Op, ...]
+    redo: tuple[Op, ...] | None = None
+
+    @property
+    def once(self) -> tuple[Op, ...]:
+        """All operations where nothing is recomputed."""
+        return self.forward + self.input_grad + self.weight_grad
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """The operations of a model, and the sizes of its values; bytes are of one example."""
+
+    embed: PieceWork
+    layer: PieceWork
+    head: PieceWork
+    x_bytes: int  # between layers
+    stash_bytes: dict[str, int]  # kept by a layer's forward, by remat; full: by a stage's
+    pending_bytes: dict[str, int]  # handed from a layer's I to W, by remat
+    residual_bytes: float = 0.0  # a layer's, read by its backward after recomputation
+    head_bytes: Extent = Extent()  # the head's peak
+
+    def flops(self, num_layers: int) -> float:
+        """Return the FLOPs of an example through the model and back, nothing recomputed."""
+        pieces = ((self.embed, 1), (self.layer, num_layers), (self.head, 1))
+        return sum(number * op.flops for piece, number in pieces for op in piece.once)

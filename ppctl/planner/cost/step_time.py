@@ -1,0 +1,223 @@
+"""Predict the time of a step: op times, counted or measured here, then simulation."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ppctl.config import Analytic, Config, Hardware, Measure
+from ppctl.config.config_dirs import user_cache_dir
+from ppctl.config.groups.executor_settings import Pipelined
+from ppctl.errors import ConfigError
+from ppctl.executors.model_shapes import Model
+from ppctl.executors.reference import MOST_UNROLLED
+from ppctl.executors.tree_bytes import tree_bytes
+from ppctl.executors.xla_flags import LATENCY_HIDING
+from ppctl.model.trainable_parameters import trained_part
+from ppctl.planner.cost.counted_costs import (
+    Machine,
+    ParamBytes,
+    PlannedLayout,
+    layers_of_ranks,
+    op_times,
+)
+from ppctl.planner.cost.measured_costs import measured_op_times
+from ppctl.planner.cost.op_times import OpTimes, StepTime
+from ppctl.planner.cost.roofline import Link, Speed
+from ppctl.planner.cost.step_runs import time_of
+from ppctl.planner.cost.task_flops import work_of
+from ppctl.training.pipeline.job import TrainingJob
+from ppctl.training.pipeline.known_hardware import (
+    NOMINAL,
+    host_devices,
+    links_of,
+    peak_flops,
+    resolved,
+)
+from ppctl.training.pipeline.mfu import mfu_peak_flops
+from ppctl.training.pipeline.pipeline import Pipeline
+
+Tree = Any
+
+
+def predicted_time(
+    job: TrainingJob, costs: Analytic | None = None
+) -> tuple[StepTime | None, str | None]:
+    """Return (the time of a train step by `costs`, None), or (None, why it is unknown).
+
+    costs: None for those of the request. ConfigError where the request is wrong.
+    """
+    request: Analytic = job.config.costs if costs is None else costs
+    if not isinstance(request, Measure):
+        try:
+            _described(job.config, device_kind(job.pipe), str(job.pipe.dtype))
+        except ConfigError as error:
+            if job.config.hardware.name == "auto":
+                return None, str(error)
+            raise
+    return time_of(job.pipe, op_times_of(job, request)), None
+
+
+def op_times_of(job: TrainingJob, request: Analytic) -> OpTimes:
+    """Return the op times of a job: measured, or counted for the hardware that is described."""
+    config, mesh, pipe = job.config, job.config.mesh, job.pipe
+    if not isinstance(request, Measure):
+        return counted_op_times(job, machine_of(config, device_kind(pipe), str(pipe.dtype)))
+    differ = "layers that differ (of a ppctl.Network, or by model.window_pattern)"
+    by_layer = pipe.execution.gathers_by_layer and mesh.fsdp > 1
+    untimed = {
+        differ: not pipe.stack.are_alike,
+        f"run.distributed={config.run.distributed}": config.run.distributed != "off",
+        f"plan.topology={config.plan.topology}": config.plan.topology is not None,
+        "executor.gather=layer with mesh.fsdp": by_layer,
+        f"mesh.tp={mesh.tp} divided by XLA (sharding of the model)": pipe.layout.auto,
+    }
+    if (name := next((name for name, is_set in untimed.items() if is_set), None)) is not None:
+        raise ConfigError(
+            f"costs=measure times one layer on attached devices, not {name}. Use costs=analytic."
+        )
+    return measured_op_times(job, user_cache_dir())
+
+
+def counted_op_times(job: TrainingJob, machine: Machine) -> OpTimes:
+    """Return the op times of a job on these devices, by counting operations and bytes."""
+    pipe, execution, casts = job.pipe, job.pipe.execution, 1
+    if not execution.is_pipelined:
+        # the reference adds whole gradients of a microbatch, and each microbatch casts parameters
+        machine = replace(machine, speed=replace(machine.speed, adds=False))
+        casts = job.config.schedule.num_microbatches
+    return op_times(
+        work_of(job.counted_model),
+        param_bytes_of(pipe),
+        machine,
+        layout_of(pipe),
+        microbatch_examples=pipe.model.microbatch["inputs"].shape[0],
+        remat=execution.remat,
+        gather=execution.gather,
+        casts=casts,
+    )
+
+
+def layout_of(pipe: Pipeline) -> PlannedLayout:
+    """Return how the model lies on the mesh."""
+    sizes, schedule = [len(layers) for layers in pipe.partition], pipe.schedule
+    in_ticks, of_ranks = pipe.execution.in_ticks, layers_of_ranks(sizes, schedule.rank_of)
+    largest = max(sizes) * schedule.num_chunks if in_ticks else max(of_ranks)
+    layers = {"rank_layers": largest, "chunk_layers": max(sizes)}
+    return PlannedLayout(**pipe.mesh.shape, **layers, has_parts=schedule.divides_vocabulary)
+
+
+def device_kind(pipe: Pipeline) -> str:
+    """Return what JAX calls the devices of the mesh."""
+    return pipe.mesh.devices.flat[0].device_kind
+
+
+def _described(config: Config, device_kind: str, dtype: str) -> tuple[Hardware, float]:
+    """Return the hardware of a request and its peak FLOP/s. ConfigError if either is unknown."""
+    hardware = resolved(config.hardware, device_kind, config.plan.topology)
+    peak = peak_flops(hardware, dtype)
+    if peak is None:
+        name, dtypes = f"hardware={hardware.name}", "|".join(hardware.peak_flops)
+        raise ConfigError(
+            f"{name} states no peak for {dtype}. Say it: {name} "
+            f"+hardware.peak_flops.{dtype}=FLOP/S, or use run.dtype={dtypes}."
+        )
+    return hardware, peak
+
+
+def machine_of(config: Config, device_kind: str, dtype: str) -> Machine:
+    """Return the devices that a plan is for. ConfigError where nothing is known of them."""
+    hardware, peak = _described(config, device_kind, dtype)
+    link, doctor = Link(hardware.link_latency_s, hardware.link_bytes_per_s), config.costs.doctor
+    link, hosts = link if doctor is None else Link(*links_of(doctor)), hardware.hosts
+    network = None if hosts is None else Link(hosts.latency_s, hosts.bytes_per_s)
+    return Machine(
+        speed_of(hardware, peak),
+        link,
+        network,
+        host_devices(hardware, config.plan.topology),
+        hardware.task_s,
+        cores=os.cpu_count() if hardware.name == NOMINAL else None,
+        order=config.mesh.order,
+        unroll=config.executor.unroll if isinstance(config.executor, Pipelined) else MOST_UNROLLED,
+        gathers_ahead=_gathers_ahead(config, hardware),
+    )
+
+
+def _gathers_ahead(config: Config, hardware: Hardware) -> bool:
+    """Return whether compilers overlap gathers with other work; on GPUs a matter of flags."""
+    if hardware.name == NOMINAL:
+        return False
+    flags = config.executor.xla_flags
+    if hardware.cuda is None or flags in ("auto", "none"):
+        return hardware.cuda is None or flags == "auto"
+    return any(f"{LATENCY_HIDING}=true" in text for text in flags)
+
+
+def speed_of(hardware: Hardware, peak_flops_per_s: float) -> Speed:
+    """Return the speed of a device, given its peak in the dtype of compute."""
+    reached, attention = hardware.reached, ("attention_forward", "attention_backward")
+    return Speed(
+        peak_flops_per_s * reached["flops"],
+        hardware.memory_bytes_per_s * reached.get("bytes", 1.0),
+        *(peak_flops_per_s * reached[name] if name in reached else None for name in attention),
+        cores=None if hardware.gpu is None else hardware.gpu.cores,
+        adds=hardware.adds_products,
+    )
+
+
+def hardware_of(job: TrainingJob) -> Hardware | None:
+    """Return the description of the devices that the request is for, or None."""
+    try:
+        return resolved(job.config.hardware, device_kind(job.pipe), job.config.plan.topology)
+    except ConfigError:
+        return None
+
+
+def mesh_peak_flops(job: TrainingJob) -> float | None:
+    """Return the peak FLOP/s of all devices that MFU compares with; None if unknown."""
+    peak = mfu_peak_flops(hardware_of(job) or job.config.hardware, "", str(job.pipe.dtype))
+    return None if peak is None else peak * job.pipe.mesh.size
+
+
+def param_bytes_of(pipe: Pipeline) -> ParamBytes:
+    """Return the sizes of the parameters of a model, of one device's shards over tp."""
+    whole = param_bytes(pipe.states.natural, pipe.dtype, pipe.stack.trainable)
+    return of_one_device(whole, pipe.model)
+
+
+def of_one_device(whole: ParamBytes, model: Model) -> ParamBytes:
+    """Return the sizes of what one device holds of a model, where tp divides it."""
+    layer, embed_head = tree_bytes(model.held["layers"]), tree_bytes(model.held["embed_head"])
+    trained = trained_part(model.held, model.stack.trainable)
+    return replace(
+        whole,
+        layer=layer,
+        embed_head=embed_head,
+        frozen_layer=layer - tree_bytes(trained["layers"]),
+        frozen_embed_head=embed_head - tree_bytes(trained["embed_head"]),
+    )
+
+
+def param_bytes(state: Tree, dtype: Any, trainable: Tree = True) -> ParamBytes:
+    """Return the sizes of the parameters of a state in natural order; `dtype` is that of compute.
+
+    trainable: as of a `Stack`.
+    """
+    params, trained = state["params"], trained_part(state["params"], trainable)
+    num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
+    layers, embed_head = tree_bytes(params["layers"]), tree_bytes(params["embed_head"])
+    num_computed = sum(math.prod(a.shape) for a in jax.tree.leaves(params))
+    return ParamBytes(
+        layer=layers // num_layers,
+        embed_head=embed_head,
+        moments=tree_bytes(state["optimizer"]) / tree_bytes(trained),
+        compute_ratio=num_computed * jnp.dtype(dtype).itemsize / tree_bytes(params),
+        frozen_layer=(layers - tree_bytes(trained["layers"])) // num_layers,
+        frozen_embed_head=embed_head - tree_bytes(trained["embed_head"]),
+    )

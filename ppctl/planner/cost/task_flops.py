@@ -1,0 +1,261 @@
+"""FLOPs and memory traffic of tasks of a layer, embedding and head, as traced and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ppctl.executors.model_shapes import Model
+from ppctl.executors.stage.embedding_head_grads import add_embedding_grad, add_head_grads
+from ppctl.executors.stage.layer_programs import add_trees
+from ppctl.executors.stage.stage import LayerSlots, Stage
+from ppctl.executors.tree_bytes import tree_bytes
+from ppctl.model.stack import Stack as ModelStack
+from ppctl.model.trainable_parameters import trained_flags
+from ppctl.planner.cost.counted_operations import bytes_to_make, ops_of, peak_bytes
+from ppctl.planner.cost.roofline import Extent, ModelWork, Op, PieceWork, ProductShape
+from ppctl.schedule.remat import Remat
+
+Tree = Any
+FEW = (2, 4, 8, 16)  # examples, and twice as many: growth in equal steps; one is traced otherwise
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """A model, hashed by all that its work depends on."""
+
+    stack: ModelStack
+    shapes: tuple  # of parameters, and of an example; which parameters are trained
+    dtype: str
+    model: Model = field(compare=False)
+
+
+def work_of(model: Model) -> ModelWork:
+    """Return the work of `model`'s pieces for one example, whatever its microbatch and remat."""
+    params = {"embed_head": model.embed_head, "layers": model.layer}
+    shapes = [(a.shape, str(a.dtype)) for a in jax.tree.leaves(params)]
+    shapes += [(a.shape[1:], str(a.dtype)) for a in jax.tree.leaves(model.microbatch)]
+    depends = (*shapes, trained_flags(params, model.stack.trainable))
+    work = _work_of(_Counted(model.stack, depends, str(jnp.dtype(model.dtype)), model))
+    return _divided_evenly(work, model.axes.tp) if model.auto else work
+
+
+def with_embed_head_of(work: ModelWork, model: Model) -> ModelWork:
+    """Return `work` with the embedding and the head of `model`, whose layers are the same."""
+    few, many = CountedModel(model, FEW[0]), CountedModel(model, 2 * FEW[0])
+    return model.traced(lambda: replace(work, **_embed_head(model, few, many)))
+
+
+def _embed_head(model: Model, few: CountedModel, many: CountedModel) -> dict[str, Any]:
+    return {
+        "embed": _piece(model, CountedModel.embed, few, many),
+        "head": _piece(model, CountedModel.head, few, many),
+        "head_bytes": _extent(few.head_bytes(), many.head_bytes()),
+    }
+
+
+def _divided_evenly(work: ModelWork, number: int) -> ModelWork:
+    """Return the work of one device where XLA divides a model evenly over `number` devices.
+
+    XLA's sends are in no trace, and not counted; nor is work that every device repeats. Memory
+    counts whole, though a device may hold a part.
+    """
+
+    def part(op: Op) -> Op:
+        shape = op.shape
+        if shape is not None:
+            each, fixed = shape.columns.each / number, shape.columns.fixed / number
+            shape = replace(shape, columns=Extent(each, fixed))
+        return replace(_over(op, number), sum_bytes=op.sum_bytes / number, shape=shape)
+
+    def piece(of: PieceWork) -> PieceWork:
+        kinds = of.forward, of.input_grad, of.weight_grad, of.redo
+        return PieceWork(*(None if ops is None else tuple(map(part, ops)) for ops in kinds))  # pyright: ignore[reportArgumentType] only redo is None
+
+    return replace(work, embed=piece(work.embed), layer=piece(work.layer), head=piece(work.head))
+
+
+def _over(op: Op, number: int) -> Op:
+    """Return an operation with its FLOPs and bytes divided by a number."""
+    names = "flops", "bytes", "fixed_bytes"
+    return replace(op, **{name: getattr(op, name) / number for name in names})
+
+
+@lru_cache(64)
+def _work_of(of: _Counted) -> ModelWork:
+    return of.model.traced(lambda: _counted_work(of.model))
+
+
+def _counted_work(model: Model) -> ModelWork:
+    # 1. a layer: each distinct function is traced once
+    few, many = CountedModel(model, FEW[0]), CountedModel(model, 2 * FEW[0])
+    work_of_layer: dict[int, PieceWork] = {}
+    layers = list[PieceWork]()
+    for l in range(model.stack.num_layers):
+        function = id(model.stack.layer_of(l))
+        if function not in work_of_layer:
+            work_of_layer[function] = _piece(
+                model, lambda counted, l=l: counted.layer(l), few, many
+            )
+        layers.append(work_of_layer[function])
+
+    # 2. its residuals, by remat
+    stash, pending = {}, {}
+    for remat in Remat:
+        sizes = zip(few.kept_bytes(remat), many.kept_bytes(remat), strict=True)
+        stash[remat], pending[remat] = ((high - low) // FEW[0] for low, high in sizes)
+    return ModelWork(
+        **_embed_head(model, few, many),
+        layer=layers[0] if model.stack.are_alike else _mean(layers),
+        x_bytes=tree_bytes(few.model.x) // FEW[0],
+        stash_bytes=stash,
+        pending_bytes=pending,
+        residual_bytes=_extent(few.residual_bytes(), many.residual_bytes()).each,
+    )
+
+
+def _piece(
+    model: Model,
+    tasks: Callable[[CountedModel], tuple[list[Op], ...]],
+    few: CountedModel,
+    many: CountedModel,
+) -> PieceWork:
+    """Return a piece's work for one example, from more examples where twice as many differ."""
+    low, high = tasks(few), tasks(many)
+    for number in FEW:
+        if number > FEW[0]:
+            low, high = high, tasks(CountedModel(model, 2 * number))
+        if all(len(a) == len(b) for a, b in zip(low, high, strict=True)):
+            return PieceWork(*(_affine(a, b, number) for a, b in zip(low, high, strict=True)))
+    raise AssertionError(f"a piece runs otherwise at every number of examples up to {2 * FEW[-1]}")
+
+
+def _mean(layers: list[PieceWork]) -> PieceWork:
+    """Return the work of a layer that takes the mean of these."""
+    kinds, count = zip(*(vars(layer).values() for layer in layers), strict=True), len(layers)
+    return PieceWork(*(tuple(_over(op, count) for ops in kind for op in ops) for kind in kinds))
+
+
+class CountedModel:
+    """A model with so many examples in a microbatch.
+
+    embed, layer and head return the operations of F, I and W of all examples, as the executors run
+    them: gradients are added to sums, and the backward of the embedding runs it again. layer adds
+    the products of F that are recomputed where only the layer's input is kept; I recomputes the
+    element-wise rest in any case.
+    """
+
+    def __init__(self, model: Model, examples: int):
+        resized = lambda a: jax.ShapeDtypeStruct((examples, *a.shape[1:]), a.dtype)  # noqa: E731
+        shapes = jax.tree.map(resized, model.microbatch)
+        self.model = replace(model, microbatch=shapes, remat=Remat.NONE)
+        self.weights = [self._computed(model.layer)]  # of a stage of one layer
+        of_stage, trainable = (self.weights[0], self.model.x), model.stack.trains("layers")
+        stage = partial(Stage, model.stack.layer, trainable=trainable)
+        self.stages = {remat: stage(remat, *of_stage) for remat in Remat}
+
+    def _computed(self, tree: Tree) -> Tree:
+        dtype = jnp.dtype(self.model.dtype)
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype), tree)
+
+    def kept_bytes(self, remat: Remat) -> tuple[int, int]:
+        """Return (the stash of a layer, the values that I hands to W), in bytes.
+
+        I hands on the same values whatever is recomputed before it.
+        """
+        handing_on = self.stages[Remat.LAYER if remat.recomputes else remat]
+        stash = self.stages[remat].stash_shapes(self.weights)
+        return tree_bytes(stash), tree_bytes(handing_on.pending_shapes(self.weights))
+
+    def residual_bytes(self) -> int:
+        """Return the bytes of a (mean) layer's forward that its backward reads."""
+        layers = self.stages[Remat.LAYER].layers  # its programs are those of remat=full
+
+        @cache
+        def bytes_of(layer: Any) -> int:
+            return bytes_to_make(lambda w, x: layer.save(w, x)[1], self.weights[0], self.model.x)
+
+        return sum(map(bytes_of, layers)) // len(layers)
+
+    def head_bytes(self) -> int:
+        return peak_bytes(*self._head_grads)
+
+    def layer(self, l: int = 0) -> tuple[list[Op], ...]:
+        stage, w, x = self.stages[Remat.NONE], self.weights, self.model.x
+        slots = None if self.model.stack.are_alike else LayerSlots(numbers=range(l, l + 1))
+        stash, pending = stage.stash_shapes(w, slots), stage.pending_shapes(w, slots)
+        acc = self.model.trained_layers([self.model.layer])
+
+        def forward(w: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:
+            return stage.forward(w, slots, x)
+
+        def input_grad(w: Tree, stash: Tree, gy: jax.Array) -> tuple[jax.Array, Tree]:
+            return stage.input_grad(w, slots, stash, lambda _: (gy, None))[:2]
+
+        def weight_grad(w: Tree, pending: Tree, acc: Tree) -> Tree:
+            return add_trees(acc, stage.weight_grad(w, slots, pending))
+
+        kept = ops_of(lambda w, x: forward(w, x)[1], w, x, only_needed=True)
+        f, i = ops_of(forward, w, x), ops_of(input_grad, w, stash, x)
+        redo = [op for op in kept if op.flops or op.axis is not None]
+        return f, i, ops_of(weight_grad, w, pending, acc), redo
+
+    def embed(self) -> tuple[list[Op], ...]:
+        model, held = self.model, self._held(0)
+        trains, inputs = model.stack.trains("embed_head"), model.microbatch["inputs"]
+        embed_head, acc = self._computed(held), model.trained_embed_head(held)
+
+        def embed(embed_head: Tree, inputs: Any) -> jax.Array:
+            return model.stack.embed(model.fill(embed_head), inputs)
+
+        def embed_grad(embed_head: Tree, inputs: Any, gx: jax.Array, acc: Tree) -> Tree:
+            return add_embedding_grad(embed, embed_head, inputs, gx, acc, trains)
+
+        grads = ops_of(embed_grad, embed_head, inputs, model.x, acc)
+        return ops_of(embed, embed_head, inputs), [], grads
+
+    def head(self) -> tuple[list[Op], ...]:
+        return [], ops_of(*self._head_grads), []
+
+    @property
+    def _head_grads(self) -> tuple[Any, ...]:
+        """(function to the gradients of the head's input and parameters, its arguments' shapes)."""
+        model, held, trains = self.model, self._held(1), self.model.stack.trains("embed_head")
+        head = lambda e, y, t: model.stack.head(model.fill(e), y, t)  # noqa: E731
+        run = lambda e, y, t, acc: add_head_grads(head, e, y, t, acc, trains)[:2]  # noqa: E731
+        targets, acc = model.microbatch["targets"], model.trained_embed_head(held)
+        return run, self._computed(held), model.x, targets, acc
+
+    def _held(self, end: int) -> Tree:
+        """Return the shapes of the parameters of the embedding (0) or of the head (1)."""
+        return self.model.keep(self.model.embed_head, self.model.uses[end])
+
+
+def _affine(few: list[Op], many: list[Op], number: int) -> tuple[Op, ...]:
+    """Return the operations of one example, from those of so many and of twice as many."""
+
+    def grown(a: Op, b: Op) -> Op:
+        flops, traffic = (b.flops - a.flops) / number, _extent(a.bytes, b.bytes, number)
+        how = {"shape": _shape(a.shape, b.shape, number), "fixed_bytes": traffic.fixed}
+        times = _extent(a.times.fixed, b.times.fixed, number)
+        return replace(a, flops=flops, bytes=traffic.each, times=times, **how)
+
+    return tuple(op for op in map(grown, few, many) if not op.is_nothing)
+
+
+def _extent(few: float, many: float, number: int = FEW[0]) -> Extent:
+    """Return what grows from `few`, of so many examples, to `many`, of twice as many."""
+    return Extent((many - few) / number, 2 * few - many)
+
+
+def _shape(few: ProductShape | None, many: ProductShape | None, number: int) -> ProductShape | None:
+    """Return the shape of a product, likewise."""
+    if few is None or many is None:
+        return None
+    sizes = zip(vars(few).values(), vars(many).values(), strict=True)
+    return ProductShape(*(_extent(a.fixed, b.fixed, number) for a, b in sizes))

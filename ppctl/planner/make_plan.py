@@ -1,0 +1,181 @@
+"""The prediction for a request, as `ppctl plan` prints it: stages, bubble, step time, memory.
+
+Its numbers come from `predict_step`, as in `ppctl tune` and `ppctl train`. plan.compile=true adds
+the memory of the compiled program, for attached devices, or for those of plan.topology.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ppctl.config import Config
+from ppctl.config.schedule_from_config import label
+from ppctl.executors.axes_over_hosts import over_hosts
+from ppctl.executors.device_mesh import hosts_text
+from ppctl.planner.cost.assumptions import assumptions
+from ppctl.planner.cost.network_layers import network_layers
+from ppctl.planner.cost.predict_step import JobPrediction, predict_job
+from ppctl.planner.cost.rank_memory import DeviceLimit, device_limit
+from ppctl.planner.cost.step_prediction import Prediction, StagePart
+from ppctl.planner.cost.step_runs import as_run, out_of_memory
+from ppctl.planner.cost.step_time import device_kind, hardware_of, mesh_peak_flops, op_times_of
+from ppctl.planner.search.advise_partition import propose
+from ppctl.planner.search.token_budget import check_tokens, token_budget
+from ppctl.training.pipeline.gpu_memory import MOST_MEMORY_FRACTION
+from ppctl.training.pipeline.job import TrainingJob, assemble, model_flops, unit_of_work
+from ppctl.training.pipeline.known_hardware import described_only, host_devices
+from ppctl.training.pipeline.mfu import mfu
+from ppctl.training.pipeline.pipeline import Pipeline
+
+AVAILABLE = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT])\)")  # of XLA for TPUs
+UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def predict(config: Config) -> Prediction:
+    """Return the prediction for a request. ConfigError or ScheduleError for what cannot be."""
+    return predicted(assemble(config, only_planned=True))
+
+
+def predicted(job: TrainingJob) -> Prediction:
+    """Return the prediction for a job."""
+    config, plan, pipe = job.config, job.config.plan, job.pipe
+    unit, count = unit_of_work(job)
+    step_tokens = count if unit == "tokens_per_s" else None
+    check_tokens("plan.tokens", plan.tokens, step_tokens)
+    found = predict_job(job)
+    flops, peak, hardware = model_flops(job), mesh_peak_flops(job), hardware_of(job)
+    step_s = None if found.time is None else found.time.total_s
+    memory, limit_bytes = _memory(job, found)
+    return Prediction(
+        schedule=label(config.schedule),
+        auto=None if job.choice is None else job.choice.summary,
+        partition=tuple(map(len, pipe.partition)),
+        rank_of=tuple(pipe.schedule.rank_of),
+        layers=network_layers(pipe),
+        ideal_bubble_fraction=found.ideal_bubble,
+        predicted_bubble_fraction=found.bubble,
+        num_parameters=pipe.num_parameters,
+        step_flops=flops.full,
+        devices=_devices_text(job),
+        hardware=None if hardware is None else hardware.name,
+        costs=config.costs.name,
+        step_time_s=step_s,
+        per_step_overhead_s=None if found.time is None else found.time.overhead_s,
+        unknown=found.unknown,
+        unit=unit,
+        tokens_per_s=None if step_s is None else count / step_s,
+        token_budget=token_budget(plan.tokens, step_tokens, step_s, pipe.mesh.size, hardware),
+        mfu_fraction=mfu(flops.full, step_s, peak),
+        mfu_causal_fraction=mfu(flops.causal, step_s, peak),
+        predicted_bytes=found.total_bytes,
+        assumes=assumptions(job, is_timed=found.time is not None),
+        proposal=propose(pipe, limit_bytes),
+        **_stages(job, is_timed=found.time is not None),
+        **memory,
+    )
+
+
+def _stages(job: TrainingJob, *, is_timed: bool) -> dict[str, Any]:
+    """Return Prediction's stages and transfer_s."""
+    pipe = job.pipe
+    if not pipe.execution.is_pipelined:
+        return {"stages": (), "transfer_s": None}
+    costs = as_run(pipe, op_times_of(job, job.config.costs))[0] if is_timed else None
+    stages, is_described = list[StagePart](), job.config.plan.only_predicts_topology
+    for s, (layers, rank) in enumerate(zip(pipe.partition, pipe.layout.rank_of, strict=True)):
+        submesh = () if is_described else pipe.mesh.devices[:, rank, :].flat
+        devices = tuple(device.id for device in submesh)
+        seconds = (None if costs is None else costs.seconds(kind, s, 1) for kind in "FBIW")
+        stages.append(StagePart(layers.start, len(layers), rank, devices, *seconds))
+    return {"stages": tuple(stages), "transfer_s": None if costs is None else costs.transfer_s}
+
+
+def _memory(job: TrainingJob, found: JobPrediction) -> tuple[dict[str, Any], int | None]:
+    """Return Prediction's fields of memory, as compiled with plan.compile, and limit_bytes."""
+    # 1. the memory of each rank
+    memory, needed, compile_s, refusal = found.memory, found.total_bytes, None, None
+    is_compiled = False
+    if job.config.plan.compiles:
+        total, compile_s, refusal = _compile(job.pipe)
+        if total is not None:
+            memory, needed, is_compiled = job.pipe.memory(), total, True
+
+    # 2. whether it fits
+    limit, fits = _fit(job, needed, refusal, is_compiled=is_compiled)
+    size_bytes, source, fraction = (None, None, None) if limit is None else limit
+    most = None if limit is None or max(needed) <= limit.size_bytes else limit.most_bytes
+    would_fit = most is not None and max(needed) <= most
+    return {
+        "memory_bytes": memory,
+        "total_bytes": needed,
+        "is_compiled": is_compiled,
+        "limit_bytes": size_bytes,
+        "limit_source": source,
+        "limit_fraction": fraction,
+        "fitting_memory_fraction": MOST_MEMORY_FRACTION if would_fit else None,
+        "fits": fits,
+        "compile_s": compile_s,
+        "refusal": refusal,
+    }, size_bytes
+
+
+def _compile(pipe: Pipeline) -> tuple[tuple[int, ...] | None, float, str | None]:
+    """Return (bytes of one device by rank, seconds, None), or (None, seconds, refusal)."""
+    began = time.perf_counter()
+    try:
+        total = pipe.engine.compile(evaluate=False).total_bytes
+    except jax.errors.JaxRuntimeError as error:
+        reason = out_of_memory(error)
+        if reason is None:
+            raise
+        return None, time.perf_counter() - began, reason
+    return total, time.perf_counter() - began, None
+
+
+def _fit(
+    job: TrainingJob, needed: Sequence[int], refusal: str | None, *, is_compiled: bool
+) -> tuple[DeviceLimit | None, bool | None]:
+    """Return (memory of a device, whether the ranks fit); None for what is unknown."""
+    limit = _limit(job, refusal)
+    if refusal is not None:
+        return limit, False
+    if limit is None:  # the compiler for TPUs refuses programs that do not fit
+        return None, True if is_compiled and job.config.plan.topology is not None else None
+    return limit, max(needed) <= limit.size_bytes
+
+
+def _limit(job: TrainingJob, refusal: str | None) -> DeviceLimit | None:
+    """Return the memory of a device; where the compiler refuses, what it says there is."""
+    stated = None if refusal is None else AVAILABLE.search(refusal)
+    if job.config.plan.memory_gib is None and stated is not None:
+        return DeviceLimit(round(float(stated[1]) * UNITS[stated[2]]), "stated by the compiler")
+    return device_limit(job.config, job.pipe.mesh.devices.flat[0])
+
+
+def _devices_text(job: TrainingJob) -> str:
+    """Return the number and kind of the devices, and which axes of the mesh go over hosts, if any.
+
+    Devices that hardware= or plan.topology describes, and for which nothing is compiled, are named
+    as these name them: "64 x h100 (described), 8 hosts: pp over 8".
+    """
+    config, pipe = job.config, job.pipe
+    number, kind, plan = pipe.mesh.size, device_kind(pipe), config.plan
+    is_there = plan.topology is not None and not plan.only_predicts_topology
+    if is_there or (plan.topology is None and described_only(config.hardware, kind) is None):
+        return ", ".join(filter(None, (f"{number} x {kind}", hosts_text(pipe.mesh))))
+    hardware = hardware_of(job)
+    if hardware is None:
+        assert plan.topology is not None, "hardware= that is described is known"
+        return f"{number} x {plan.topology.partition(':')[0]}"
+    text, of_host = f"{number} x {hardware.name} (described)", host_devices(hardware, plan.topology)
+    if of_host is None or number <= of_host or number % of_host:
+        return text
+    hosts = number // of_host
+    over = over_hosts(dict(pipe.mesh.shape), config.mesh.order, hosts)
+    axes = ", ".join(f"{axis} over {n}" for axis, n in over.items() if n > 1)
+    return f"{text}, {hosts} hosts: {axes}"

@@ -1,1 +1,0 @@
-"""The planner held against steps that others have measured and published: `ppctl plan --published FILE`."""

@@ -1,0 +1,252 @@
+"""One rank's tasks of a step on one device, with stand-ins for all that is received."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from ppctl.executors.compiler_options import cpu_options, temp_bytes
+from ppctl.executors.model_shapes import Model
+from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, last_uses
+from ppctl.executors.mpmd.rank_programs import ProgramLibrary, RankRole, prepare_rank
+from ppctl.executors.spmd.spmd_program import rank_arrays, spmd_of_rank
+from ppctl.model.trainable_parameters import trained_part
+from ppctl.planner.cost.piece_timing import (
+    Timing,
+    median,
+    random_like,
+    shapes_like,
+    timed_at_once,
+    zeros_like,
+)
+from ppctl.planner.rehearsal.stand_ins import alone
+from ppctl.training.pipeline.engines.make_engine import tick_options
+from ppctl.training.pipeline.job import TrainingJob
+from ppctl.training.pipeline.optimizers import global_norm
+from ppctl.training.pipeline.train_step import apply_gradients
+
+Tree = Any
+NUMBERS = ("m", "part")  # int32 arguments of programs
+
+
+class RankPart(NamedTuple):
+    """A rank's role, the entry that prepares it (only for its shapes), and its tasks in order."""
+
+    role: RankRole
+    prepare: PlanEntry
+    entries: Sequence[PlanEntry]
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """The seconds of a rank's part of a step on this device, and the temporary memory of its tasks.
+
+    Ranks that share cores are timed while as many of them run as there are cores.
+    """
+
+    tasks: Timing  # all its tasks, one after the other, or the ticks that they stand in
+    update: Timing  # the norm of its gradients, the optimizer
+    task_s: dict[tuple[int, str], float]  # of (stage, kind); their sum over the step is `tasks`
+    temp_bytes: int  # of the task that needs most
+
+
+class RankOnDevice:
+    """A rank's tasks, compiled for one device, and the values that they start from.
+
+    batch: the device's examples, by `examples_of_device`. copies: of the rank, which run at once.
+    """
+
+    def __init__(self, job: TrainingJob, part: RankPart, batch: Mapping[str, Any], copies: int = 1):
+        # 1. the tasks, and the shapes of the values that they start from
+        pipe, (role, prepare, entries) = job.pipe, part
+        self.model = replace(pipe.model, layer_specs=None)  # one device has whole layers
+        self.device, self.entries = pipe.mesh.devices.flat[0], entries
+        self.library = ProgramLibrary(self.model, {})
+        self.options = dict(pipe.execution.xla_flags)
+        self.has_presets = pipe.execution.dispatches_tasks and self.device.platform == "cpu"
+        self.freed = last_uses(entries, keep=set(_lasting(prepare, entries)))
+        shapes = self._shapes(role, prepare, batch)
+
+        # 2. programs and values
+        self.arriving = {name: random_like(shape) for name, shape in self._shapes_arriving.items()}
+        self.programs = self._compiled(shapes)
+        of_batch = [key for key in shapes if key[0] in batch]
+        examples = {key: jax.device_put(batch[key[0]], self.device) for key in of_batch}
+        filled = lambda: {key: self._filled(key, a) for key, a in shapes.items()}  # noqa: E731
+        self.values = [filled() | examples for _ in range(copies)]
+        self.update, self.states = self._update(job, pipe.engine.share(prepare.rank), copies)
+
+    def times(self, runs: int) -> RankTimes:
+        """Return medians over so many runs, after one that warms up."""
+        by_task: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+        before_s = 0.0  # of the program that joins the values of all parts, before a task
+
+        def watched(entry: PlanEntry, call: Callable[..., Sequence], values: Sequence) -> Sequence:
+            nonlocal before_s
+            began = time.perf_counter()
+            written = jax.block_until_ready(call(*values))
+            before_s += time.perf_counter() - began
+            if entry.task is not None:
+                by_task[entry.task.stage, entry.task.kind].append(before_s)
+                before_s = 0.0
+            return written
+
+        self._run(0)
+        tasks = median([self._at_once(self._run) for _ in range(runs)])
+        self._run(0, watched)
+        update = median([self._at_once(self._run_update) for _ in range(runs + 1)][1:])
+        alone = {which: statistics.median(seconds) for which, seconds in by_task.items()}
+        longer = tasks.wall_s / sum(alone[which] * len(by_task[which]) for which in alone)
+        temps = max(map(temp_bytes, self.programs.values()))
+        return RankTimes(tasks, update, {which: s * longer for which, s in alone.items()}, temps)
+
+    def _at_once(self, run: Callable[[int], None]) -> Timing:
+        return timed_at_once([partial(run, copy) for copy in range(len(self.values))])
+
+    def _run(self, copy: int, watched: Callable[..., Sequence] | None = None) -> None:
+        kept = self.values[copy]
+        values = dict(kept)
+        for entry, drop in zip(self.entries, self.freed, strict=True):
+            program = self.programs[_id(entry)]
+            read = [values[k] if k in values else _arrived(self._stand_in(k)) for k in entry.reads]
+            written = program(*read) if watched is None else watched(entry, program, read)
+            del read
+            values.update(zip(entry.writes, written, strict=True))
+            for key in drop:
+                values.pop(key, None)
+        self.values[copy] = jax.block_until_ready({key: values[key] for key in kept})
+
+    def _stand_in(self, key: Key) -> jax.Array:
+        """Return the stand-in for a value that another rank sends."""
+        return self.arriving[key[0] if key[0] in self.arriving else "x"]
+
+    @cached_property
+    def _shapes_arriving(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of received values: activations and gradients "x"; of vocabulary parts log sums"""
+        model, parts = self.model, self.model.stack.parts
+        if parts is None:
+            return {"x": model.x}
+        args = model.computed(model.embed_head), model.x, jax.ShapeDtypeStruct((), jnp.int32)
+        sums, _ = model.traced(lambda: jax.eval_shape(parts.log_sums, *args))
+        return {"x": model.x, "log_sums": sums, "all_log_sums": sums}
+
+    def _run_update(self, copy: int) -> None:
+        self.states[copy] = jax.block_until_ready(self.update(*self.states[copy]))
+
+    def _shapes(
+        self, here: RankRole, prepare: PlanEntry, batch: Mapping[str, Any]
+    ) -> dict[Key, Tree]:
+        """Return the shapes of the values that a rank's tasks start from."""
+        model, program = self.model, _id(prepare)
+        embed_head = model.keep(model.embed_head, model.used_by(here.has_first, here.has_last))
+        params = {"embed_head": embed_head, "layers": staged_layers(model, here)}
+        made = partial(prepare_rank, model, here, program, jax.tree.map(lambda _: P(), params))
+        written = model.traced(lambda: jax.eval_shape(made, params))
+        given: dict[Key, Tree] = dict(zip(prepare.writes, written, strict=True))
+        for key in {key for entry in self.entries for key in entry.reads}:
+            if key[0] in batch:
+                given[key] = jax.ShapeDtypeStruct(batch[key[0]].shape, batch[key[0]].dtype)
+            elif key[0] in NUMBERS:
+                given[key] = jax.ShapeDtypeStruct((), jnp.int32)
+        return given
+
+    def _filled(self, key: Key, shape: Tree) -> Tree:
+        if key[0] in NUMBERS:
+            return jax.device_put(jnp.int32(key[-1]), self.device)
+        is_weight = key[0] in ("w", "embed_head_in", "embed_head_out", "embed_head")
+        return jax.device_put((random_like if is_weight else zeros_like)(shape), self.device)
+
+    def _compiled(self, given: dict[Key, Tree]) -> dict[ProgramId, jax.stages.Compiled]:
+        """Return the compiled programs of the tasks."""
+        # 1. lowered in order: a task's results have the shapes that later ones read
+        shapes, lowered = dict(given), dict[ProgramId, jax.stages.Lowered]()
+        written, arriving = dict[ProgramId, Tree](), self._shapes_arriving
+        for entry in self.entries:
+            program = _id(entry)
+            if program not in lowered:
+                donated = self.library.donated(program)
+                function = alone(self.library.function(program), self.model.axes)
+                donate = [i for i, name in enumerate(program.reads) if name in donated]
+                reads = [shapes.get(k, arriving.get(k[0], arriving["x"])) for k in entry.reads]
+                lowered[program] = jax.jit(function, donate_argnums=donate).lower(*reads)
+                written[program] = shapes_like(lowered[program].out_info)
+            shapes.update(zip(entry.writes, written[program], strict=True))
+
+        # 2. compiled in threads
+        def compiled(program: ProgramId) -> jax.stages.Compiled:
+            preset = cpu_options(self.library.preset(program)) if self.has_presets else {}
+            return lowered[program].compile(preset | self.options)
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            return dict(zip(lowered, threads.map(compiled, lowered), strict=True))
+
+    def _update(
+        self, job: TrainingJob, shapes: Tree, copies: int
+    ) -> tuple[Callable[..., Tree], list[Tree]]:
+        """Return the update of a device's share of the state, and its arguments for each copy."""
+        optimizer = job.pipe.optimizer
+
+        def update(state: Tree, grads: Tree) -> tuple[Tree, Tree]:
+            return apply_gradients(optimizer, state, grads, global_norm(grads)), grads
+
+        trained = trained_part(shapes["params"], job.pipe.stack.trainable)
+        zeros = lambda: (zeros_like(shapes), zeros_like(trained))  # noqa: E731
+        states = [jax.device_put(zeros(), self.device) for _ in range(copies)]
+        lowered = jax.jit(update, donate_argnums=(0, 1)).lower(*states[0])
+        return lowered.compile(self.options or None), states
+
+
+def time_in_ticks(
+    job: TrainingJob, rank: int, here: RankRole, batch: Mapping[str, Any], runs: int, copies: int
+) -> Timing:
+    """Return median seconds of the rank's ticks while `copies` of it run at once."""
+    pipe, model = job.pipe, job.pipe.model
+    assert pipe.ticks is not None, "executor=spmd runs in ticks"
+    params = random_like({"embed_head": model.embed_head, "layers": staged_layers(model, here)})
+    placed = jax.device_put((params, dict(batch)), pipe.mesh.devices.flat[0])
+    arguments = (*placed, *rank_arrays(pipe.layout, pipe.ticks, rank))
+    options = tick_options(pipe.layout, pipe.execution, model.dtype)
+    function = alone(spmd_of_rank(model.stack, pipe.layout, pipe.ticks, options), model.axes)
+    program = jax.jit(function).lower(*arguments).compile(dict(pipe.execution.xla_flags) or None)
+    calls = [lambda: program(*arguments)] * copies
+    return median([timed_at_once(calls) for _ in range(runs + 1)][1:])
+
+
+def in_ticks(times: RankTimes, whole: Timing) -> RankTimes:
+    """Return times of a rank whose ticks take `whole`, its tasks in proportion as before."""
+    tasks_s, wall_s = times.task_s.items(), times.tasks.wall_s
+    task_s = {which: seconds * whole.wall_s / wall_s for which, seconds in tasks_s}
+    return replace(times, tasks=whole, task_s=task_s)
+
+
+def staged_layers(model: Model, here: RankRole) -> Tree:
+    """Return the shapes of a rank's layers in staged form, [V, 1, K, ...]."""
+    return shapes_like(model.layer, None, len(here.stages), 1, here.num_layer_slots)
+
+
+def _lasting(prepare: PlanEntry, entries: Sequence[PlanEntry]) -> list[Key]:
+    """Return the keys of values that outlast the tasks: what they start from."""
+    read = (key for entry in entries for key in entry.reads)
+    return [*prepare.writes, *(key for key in read if key[0] in ("inputs", "targets", *NUMBERS))]
+
+
+def _id(entry: PlanEntry) -> ProgramId:
+    assert entry.program is not None, "moves have none"
+    return entry.program
+
+
+@jax.jit
+def _arrived(a: jax.Array) -> jax.Array:
+    """Return a copy, as a transfer writes one."""
+    return jnp.copy(a)

@@ -1,0 +1,330 @@
+"""A large run's ranks, rehearsed on one device, and the whole step simulated from their times.
+
+Each rank that differs from those before it runs its tasks, or ticks, and its optimizer's update.
+Transfers and collectives are counted (`counted_costs`) for the links of hardware=. Of a rank whose
+devices divide its stages over tp and cp one device runs, with stand-ins for all that it receives
+(`stand_ins`); the seconds of these sends are counted too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+from statistics import mean
+
+import jax
+
+from ppctl.config import Analytic, Config, Measure
+from ppctl.config.schedule_from_config import label
+from ppctl.errors import ConfigError
+from ppctl.executors.mpmd.plan_tasks import roles, task_entries
+from ppctl.executors.mpmd.rank_programs import rank_entries, rank_roles
+from ppctl.planner.cost.counted_costs import Machine, exchange_s
+from ppctl.planner.cost.op_times import OpTimes, PieceTimes, StepTime
+from ppctl.planner.cost.rank_memory import device_limit
+from ppctl.planner.cost.roofline import Speed
+from ppctl.planner.cost.step_runs import (
+    as_run,
+    examples_of_device,
+    out_of_memory,
+    time_of,
+    timeline_of,
+)
+from ppctl.planner.cost.step_time import (
+    counted_op_times,
+    device_kind,
+    hardware_of,
+    layout_of,
+    machine_of,
+    mesh_peak_flops,
+    param_bytes_of,
+    predicted_time,
+)
+from ppctl.planner.rehearsal.rank_on_device import (
+    RankOnDevice,
+    RankPart,
+    RankTimes,
+    in_ticks,
+    time_in_ticks,
+)
+from ppctl.schedule.costs import OF_PARTS, Costs
+from ppctl.schedule.ir import PART_KINDS, Kind
+from ppctl.schedule.simulator import Timeline
+from ppctl.training.pipeline.engines.make_engine import dispatch_order
+from ppctl.training.pipeline.job import TrainingJob, assemble, model_flops, unit_of_work
+from ppctl.training.pipeline.mfu import mfu
+
+RUNS = 5  # of a step of each rank, after one that warms up; the median counts
+
+
+@dataclass(frozen=True)
+class RehearsedRank:
+    """A rank's part of a step as rehearsed: its seconds, and the memory of one of its devices."""
+
+    rank: int
+    ran_as: int  # the rank whose run this is: ranks with equal stages run once
+    tasks_s: float  # all its tasks, one after the other
+    update_s: float  # the norm of its gradients, the optimizer
+    cpu_s: float | None  # CPU seconds of both; None for accelerators
+    stages: tuple[int, ...]
+    forward_s: tuple[float, ...]  # of a microbatch through each stage, sends of tp and cp included
+    backward_s: tuple[float, ...]  # B, or I and W
+    part_s: float | None  # a microbatch's E, S, T, G of the vocabulary part; None without
+    memory_bytes: Mapping[str, int]  # of one device, by part
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The predicted step of the whole mesh, as `ppctl rehearse --json` prints it."""
+
+    schedule: str
+    device: str  # that the ranks ran on
+    hardware: str | None  # whose links are counted
+    step_time_s: float
+    per_step_overhead_s: float  # a part: parameters gathered, gradients summed, the optimizer
+    step_cpu_s: float | None  # CPU seconds of all devices; None for accelerators
+    sent_s: float  # counted: sends along tp and cp in a step, on the rank that sends longest
+    unit: str  # tokens_per_s | rows_per_s
+    tokens_per_s: float  # or examples, by `unit`
+    mfu_fraction: float | None  # 0..1: of the hardware's peak; None: unknown, as of CPUs
+    mfu_causal_fraction: float | None  # the same, attention to later tokens not counted
+    bubble_fraction: float  # 0..1: idle share of the ranks in the simulated step, no overhead
+    limit_bytes: int | None  # memory of a device
+    ranks: tuple[RehearsedRank, ...]
+    analytic_step_time_s: float | None  # of costs=analytic for the same request
+    analytic_per_step_overhead_s: float | None
+    analytic_unknown: str | None  # why these are unknown
+
+
+def rehearse(config: Config) -> tuple[Rehearsal, Timeline]:
+    """Run the ranks of a request on the first device; return the simulated step and its timeline.
+
+    ConfigError, ScheduleError or DataError for a bad request, or a rank too large for the device.
+    """
+    _check(config)
+    job = assemble(config, on_one_device=True, only_planned=True)
+    if job.pipe.layout.auto:
+        raise ConfigError(
+            f"`ppctl rehearse` runs one device's work, but mesh.tp={config.mesh.tp} is divided "
+            "by XLA (sharding of the model), which divides whole programs. Use mesh.tp=1, or "
+            "`ppctl plan`."
+        )
+    # machine_of may refuse: before anything is compiled
+    machine = machine_of(config, device_kind(job.pipe), str(job.pipe.dtype))
+    simulated = Simulated(job, machine, *_run_ranks(job))
+    return simulated.found, simulated.timeline
+
+
+def _check(config: Config) -> None:
+    refused = None
+    if not config.executor.IS_PIPELINED:
+        refused = "executor=reference has no ranks. Use executor=spmd or mpmd"
+    elif (how := config.run.distributed) != "off":
+        refused = f"run.distributed={how} joins processes, but one device runs. Leave it out"
+    elif isinstance(config.costs, Measure):
+        refused = "costs=measure times pieces of a model, a rehearsal whole ranks. Leave it out"
+    if refused is not None:
+        raise ConfigError(f"`ppctl rehearse` runs each rank on one device: {refused}.")
+
+
+def rank_parts(job: TrainingJob) -> list[RankPart]:
+    """Return the part of each rank."""
+    pipe, model, has_own = job.pipe, job.pipe.model, job.pipe.model.own_embed_head is None
+    stage_roles = roles(pipe.partition, are_alike=pipe.stack.are_alike, have_embed_head=has_own)
+    kinds = rank_roles(model, pipe.layout, stage_roles)
+    order = dispatch_order(pipe.schedule, pipe.task_costs)
+    entries = task_entries(pipe.schedule, order, stage_roles, keeps_input=model.stage.keeps_input)
+    prepare, _ = rank_entries(pipe.layout, kinds, with_grads=True)
+    tasks = ([e for e in entries if e.rank == r and e.program] for r in range(len(kinds)))
+    return list(map(RankPart, kinds, prepare, tasks))
+
+
+def _run_ranks(job: TrainingJob) -> tuple[dict[int, RankTimes], list[int]]:
+    """Return the times of the ranks that were run, and for each rank the one that ran for it."""
+    parts, batch, ran = rank_parts(job), examples_of_device(job), dict[int, RankTimes]()
+    kinds = [part.role for part in parts]
+    ran_as, copies = [kinds.index(kind) for kind in kinds], _at_once(job)
+    for r in sorted(set(ran_as)):
+        try:
+            ran[r] = RankOnDevice(job, parts[r], batch, copies).times(RUNS)
+            if job.pipe.ticks is not None:
+                whole = time_in_ticks(job, r, kinds[r], batch, RUNS, copies)
+                ran[r] = in_ticks(ran[r], whole)
+        except jax.errors.JaxRuntimeError as error:
+            if (reason := out_of_memory(error)) is None:
+                raise
+            raise ConfigError(
+                f"Rank {r} does not fit this {device_kind(job.pipe)}: {reason.rstrip('.')}. Use "
+                "more ranks (mesh.pp), smaller microbatches (schedule.num_microbatches), or "
+                "executor.remat=full."
+            ) from error
+    return ran, ran_as
+
+
+def _at_once(job: TrainingJob) -> int:
+    """Return how many ranks run at once: as many as share this machine, a core each."""
+    return min(os.cpu_count() or 1, job.pipe.mesh.size) if _is_shared(job) else 1
+
+
+def _is_shared(job: TrainingJob) -> bool:
+    """Return whether the devices of the mesh share this machine's cores, as simulated ones do."""
+    return job.pipe.mesh.devices.flat[0].platform == "cpu"
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The whole pipeline, simulated from times of some ranks; ran_as: which one, for each rank."""
+
+    job: TrainingJob
+    machine: Machine  # only its links count
+    ran: Mapping[int, RankTimes]
+    ran_as: Sequence[int]
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The costs of each stage's tasks; for a rank not run, those of its like that did."""
+        kinds = zip(*map(self._of_stage, range(self.job.pipe.schedule.num_stages)), strict=True)
+        parts = {OF_PARTS[kind]: self._of_parts(kind) for kind in PART_KINDS}
+        return Costs(*kinds, transfer_s=self._counted.hop_s, **parts)
+
+    def _of_stage(self, s: int) -> tuple[float, float, float]:
+        """Return the seconds of F, I and W of a stage, with its gathers and sends."""
+        schedule, sent = self.job.pipe.schedule, self._sent
+        like = self.ran_as[schedule.rank_of[s]]
+        times, stage = self.ran[like].task_s, schedule.stages_of[like][schedule.chunk_of[s]]
+        half = times.get((stage, "B"), 0.0) / 2
+        usual = {"F": 0.0, "I": half, "W": half}
+        ran = [times.get((stage, kind), usual_s) for kind, usual_s in usual.items()]
+        f, i = self._with_gathers(len(self.job.pipe.partition[stage]), *ran)
+        gather_s = self._counted.task_s - self.machine.task_s  # executor.gather=tick: of a chunk
+        of_w = ran[2], sent.seconds("W", s, 1)
+        w = max(of_w) if self.machine.gathers_ahead else sum(of_w)
+        return f + gather_s + sent.seconds("F", s, 1), i + gather_s + sent.seconds("I", s, 1), w
+
+    def _of_parts(self, kind: Kind) -> tuple[float, ...]:
+        """Return the seconds of each part's tasks of a kind, sends included; () without parts."""
+
+        def seconds(part: int) -> float:
+            like = self.ran_as[part]
+            return self.ran[like].task_s.get((like, kind), 0.0) + self._sent.seconds(kind, part, 1)
+
+        return tuple(map(seconds, self.job.pipe.schedule.places(kind)))
+
+    def _with_gathers(self, layers: int, f: float, i: float, w: float) -> tuple[float, float]:
+        """Return the seconds of F and of I (B without W) with executor.gather=layer's gathers."""
+        if self._counted.gathers is None or not layers:
+            return f, i
+        is_split, remat = self.job.pipe.schedule.is_split, self.job.pipe.execution.remat
+        one = replace(self._counted, layer=PieceTimes(f / layers, i / layers, w / layers))
+        how = {"keeps_input": remat.keeps_input_only, "split": is_split}
+        return one.forward_s(layers), one.input_grad_s(layers, **how)
+
+    @cached_property
+    def step(self) -> StepTime:
+        return time_of(self.job.pipe, self._op_times, self.costs)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return timeline_of(self.job.pipe, self._op_times, self.costs)
+
+    @cached_property
+    def found(self) -> Rehearsal:
+        """The rehearsal, as it is printed."""
+        # 1. the request and its prediction
+        job, config, pipe, step = self.job, self.job.config, self.job.pipe, self.step
+        hardware = hardware_of(job)
+        analytic, unknown = predicted_time(job, Analytic(doctor=config.costs.doctor))
+        unit, count = unit_of_work(job)
+        flops, peak = model_flops(job), mesh_peak_flops(job)
+        limit = device_limit(config, pipe.mesh.devices.flat[0])
+
+        # 2. the ranks
+        ranks = tuple(self._rank(r) for r in range(pipe.schedule.num_ranks))
+        copies = pipe.mesh.size // pipe.mesh.shape["pp"]
+        cpu_s = sum(each.cpu_s or 0.0 for each in ranks) * copies
+        return Rehearsal(
+            schedule=label(config.schedule),
+            device=device_kind(pipe),
+            hardware=None if hardware is None else hardware.name,
+            step_time_s=step.total_s,
+            per_step_overhead_s=step.overhead_s,
+            step_cpu_s=cpu_s if _is_shared(self.job) else None,
+            sent_s=self._sent_s,
+            unit=unit,
+            tokens_per_s=count / step.total_s,
+            mfu_fraction=mfu(flops.full, step.total_s, peak),
+            mfu_causal_fraction=mfu(flops.causal, step.total_s, peak),
+            bubble_fraction=self.timeline.bubble_fraction,
+            limit_bytes=None if limit is None else limit.size_bytes,
+            ranks=ranks,
+            analytic_step_time_s=None if analytic is None else analytic.total_s,
+            analytic_per_step_overhead_s=None if analytic is None else analytic.overhead_s,
+            analytic_unknown=unknown,
+        )
+
+    def _rank(self, rank: int) -> RehearsedRank:
+        schedule, times = self.job.pipe.schedule, self.ran[self.ran_as[rank]]
+        stages = schedule.stages_of[rank]
+        memory = {**self.job.pipe.memory()[rank], "temporaries": times.temp_bytes}
+        seconds = lambda kind: tuple(self.costs.seconds(kind, s, 1) for s in stages)  # noqa: E731
+        parts = PART_KINDS if schedule.num_parts else ()
+        part_s = [self.costs.seconds(kind, rank, 1) for kind in parts]
+        return RehearsedRank(
+            rank=rank,
+            ran_as=self.ran_as[rank],
+            tasks_s=times.tasks.wall_s,
+            update_s=times.update.wall_s,
+            cpu_s=times.tasks.cpu_s + times.update.cpu_s if _is_shared(self.job) else None,
+            stages=stages,
+            forward_s=seconds("F"),
+            backward_s=seconds("B"),
+            part_s=sum(part_s) if part_s else None,
+            memory_bytes=memory,
+            total_bytes=sum(memory.values()),
+        )
+
+    @cached_property
+    def _counted(self) -> OpTimes:
+        """The op times of costs=analytic, for exchanges between ranks."""
+        return counted_op_times(self.job, self.machine)
+
+    @cached_property
+    def _sent(self) -> Costs:
+        """Seconds sent along tp and cp in each stage's tasks: counted costs on infinite speed."""
+        counted = counted_op_times(self.job, replace(self.machine, speed=Speed(inf, inf)))
+        costs, _ = as_run(self.job.pipe, replace(counted, task_s=0.0, gathers=None))
+        return costs
+
+    @property
+    def _sent_s(self) -> float:
+        schedule, seconds = self.job.pipe.schedule, self._sent.seconds
+        of_stage = [sum(seconds(k, s, 1) for k in "FIW") for s in range(schedule.num_stages)]
+        of_ranks = (sum(of_stage[s] for s in stages) for stages in schedule.stages_of)
+        return schedule.num_microbatches * max(of_ranks)
+
+    @cached_property
+    def _op_times(self) -> OpTimes:
+        pipe, times = self.job.pipe, self.ran.values()
+        sizes = param_bytes_of(pipe), self.machine, layout_of(pipe)
+        exchanged_s = exchange_s(*sizes, gather=pipe.execution.gather)
+        busy = mean(each.tasks.cpu_s / each.tasks.wall_s for each in times)  # cores of a rank
+        return OpTimes(
+            embed=self._counted.embed,
+            layer=self._layer,
+            head=self._counted.head,
+            task_s=0.0,
+            hop_s=self._counted.hop_s,
+            overhead_s=max(each.update.wall_s for each in times) + exchanged_s,
+            capacity=max(1.0, (os.cpu_count() or 1) / busy) if _is_shared(self.job) else inf,
+        )
+
+    @property
+    def _layer(self) -> PieceTimes:
+        """A layer of the largest stage."""
+        sizes = [len(layers) for layers in self.job.pipe.partition]
+        s = max(range(len(sizes)), key=sizes.__getitem__)
+        return PieceTimes(*(self.costs.seconds(kind, s, 1) / max(1, sizes[s]) for kind in "FIW"))

@@ -1,0 +1,91 @@
+"""The job script of a layout: a template of recipes/cluster for its cluster, filled in."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppctl.config import Config, Hardware
+from ppctl.config.config_dirs import ROOT
+from ppctl.errors import ConfigError
+from ppctl.planner.search.tuned_recipe import MARK, writing
+from ppctl.training.pipeline.known_hardware import described_device
+
+
+class JobTemplate(string.Template):
+    delimiter = "%%"  # $ is the shell's and Kubernetes'
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The template of a job script, and the command that starts it."""
+
+    template: str
+    platform: str  # of its devices: gpu | tpu
+    suffix: str  # of the script that is written; Hydra takes *.yaml in recipes/ for recipes
+    command: str
+
+
+SLICE = "TPU_NAME=my-slice ZONE=europe-west4-b {path} run.dir=/mnt/shared/runs/{name}"
+LAUNCHERS = {
+    "slurm": Launcher("slurm.sbatch", "gpu", ".sbatch", "sbatch {path}"),
+    "kubernetes": Launcher("jobset.yaml", "gpu", ".jobset.yml", "kubectl apply -f {path}"),
+    "tpu": Launcher("tpu_slice.sh", "tpu", ".tpu.sh", SLICE),
+}
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a job, and the devices of each."""
+
+    number: int
+    devices: int
+
+
+def hosts_for(kind: str, hardware: Hardware, num_devices: int) -> Hosts | None:
+    """Return a job's hosts; None for TPU slices. ConfigError: other devices, hosts not full."""
+    launcher, device, most = LAUNCHERS[kind], described_device(hardware), hardware.host_devices
+    if device is None or device.platform != launcher.platform:
+        of = {"gpu": "NVIDIA GPUs", "tpu": "TPUs"}[launcher.platform]
+        raise ConfigError(
+            f"tune.launch={kind} is for {of}, but hardware={hardware.name}. Use another "
+            "tune.launch."
+        )
+    if launcher.platform == "tpu":
+        return None
+    if most is None or (num_devices > most and num_devices % most):
+        raise ConfigError(
+            f"tune.launch={kind}: {num_devices} devices do not fill hosts of "
+            f"{most or 'unknown size'} (hardware={hardware.name}). Use another tune.devices, or "
+            "hardware with a network."
+        )
+    return Hosts(-(-num_devices // most), min(most, num_devices))
+
+
+def write_job_script(
+    kind: str, config: Config, words: Sequence[str], hosts: Hosts | None, path: Path
+) -> str:
+    """Write the script, return its start command. words: the request after `ppctl train`."""
+    # 1. the values of the template
+    launcher, name = LAUNCHERS[kind], path.name.removesuffix(LAUNCHERS[kind].suffix)
+    command, request = launcher.command.format(path=path, name=name), shlex.join(words)
+    if kind == "kubernetes":  # which reads $(NAME), and $$ as $; names are DNS's
+        request = request.replace("$", "$$")
+        name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40]
+    values = {"mark": MARK.removeprefix("# "), "command": command, "request": request}
+    devices = f"{config.mesh.num_devices} {config.hardware.name}"
+    values |= {"name": name or "ppctl", "layout": f"mesh={config.mesh.text} of {devices}"}
+    if hosts is not None:
+        values |= {"nodes": str(hosts.number), "devices": str(hosts.devices)}
+
+    # 2. the script
+    template = JobTemplate((ROOT / "recipes/cluster" / launcher.template).read_text())
+    text = template.substitute(values)
+    with writing(path, path.name):
+        path.write_text(text)
+        path.chmod(path.stat().st_mode | (0o111 if text.startswith("#!") else 0))
+    return command

@@ -1,0 +1,80 @@
+"""What training on so many tokens takes: steps, days, device-hours, energy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ppctl.config import Hardware
+from ppctl.errors import ConfigError
+from ppctl.training.pipeline.known_hardware import described_device
+
+HOUR_S = 3600
+NOT_COUNTED = "evaluations, checkpoints and restarts not counted"
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    """Steps over so many tokens, one after the other; nothing else is counted."""
+
+    tokens: float
+    num_steps: int
+    days: float
+    device_hours: float
+    devices: str  # of these hours: GPU | chip | device
+    power_w: float | None  # of a device at most, without host and cooling; None: unknown
+    energy_kwh: float | None  # of all devices at that power
+
+    @property
+    def time_text(self) -> str:
+        return f"{self.days:,.1f} days" if self.days >= 2 else f"{self.days * 24:,.3g} hours"
+
+    @property
+    def effort_text(self) -> str:
+        """Steps, device-hours and, where the power of a device is known, energy."""
+        words = [f"{self.num_steps:,} steps", f"{self.device_hours:,.0f} {self.devices}-hours"]
+        if (kwh := self.energy_kwh) is not None:
+            energy = f"{kwh / 1000:,.1f} MWh" if kwh >= 1000 else f"{kwh:,.3g} kWh"
+            power = f"{self.power_w:,.0f} W a {self.devices}, without hosts and cooling"
+            words.append(f"{energy} at {power}")
+        return ", ".join(words)
+
+    @property
+    def text(self) -> str:
+        return f"{self.tokens_text} in {self.time_text}: {self.effort_text} ({NOT_COUNTED})"
+
+    @property
+    def tokens_text(self) -> str:
+        return f"{self.tokens:.6g}".replace("e+0", "e").replace("e+", "e")
+
+
+def check_tokens(key: str, tokens: float | None, step_tokens: int | None) -> None:
+    """Raise ConfigError where tokens are set for data without. step_tokens: None if no text."""
+    if tokens is not None and step_tokens is None:
+        raise ConfigError(
+            f"{key}={tokens:g} counts tokens of text, but the data are no text. Leave it out."
+        )
+
+
+def token_budget(
+    tokens: float | None,
+    step_tokens: int | None,
+    step_s: float | None,
+    num_devices: int,
+    hardware: Hardware | None,
+) -> TokenBudget | None:
+    """Return the cost of so many tokens; None if unset, or the time of a step is unknown.
+
+    >>> token_budget(1e9, 1_000_000, 3.6, 8, None).device_hours
+    8.0
+    """
+    if tokens is None or step_tokens is None or step_s is None:
+        return None
+    num_steps = math.ceil(tokens / step_tokens)
+    hours = num_steps * step_s / HOUR_S
+    power_w = None if hardware is None else hardware.power_w
+    energy_kwh = None if power_w is None else power_w * num_devices * hours / 1000
+    device = None if hardware is None else described_device(hardware)
+    name = "device" if device is None else "GPU" if device.platform == "gpu" else "chip"
+    hours_of_all = num_devices * hours
+    return TokenBudget(tokens, num_steps, hours / 24, hours_of_all, name, power_w, energy_kwh)

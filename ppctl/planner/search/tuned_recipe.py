@@ -1,0 +1,134 @@
+"""A request as a recipe: a file that `ppctl train recipes=NAME` runs unchanged."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ppctl.config import AutoHardware, Config, Hardware, Mesh, Run
+from ppctl.config.config_dirs import ROOT
+from ppctl.errors import ConfigError
+from ppctl.planner.search.layout_candidate import Candidate
+from ppctl.training.pipeline.known_hardware import known
+
+MARK = "# Written by `ppctl tune`, which writes it again when it is run again."
+CHOSEN = ("model", "mesh", "schedule", "partition", "executor", "optim", "data")  # by name
+PLANNED = ("hardware", "costs")  # likewise, where not the default
+
+
+def recipe_path(name: str | None) -> Path | None:
+    """Return the path of a recipe. ConfigError for a foreign file, or if it can't be written."""
+    return None if name is None else own_path(name, ".yaml")
+
+
+def own_path(name: str, suffix: str) -> Path:
+    """Return the path of a file of a recipe of this name. ConfigError likewise."""
+    path = Path("recipes") / f"{name}{suffix}"
+    with writing(path, name):
+        if path.exists() and MARK not in path.read_text():
+            raise ConfigError(
+                f"tune.recipe={name}: {path} was not written by `ppctl tune` and stays. Use "
+                "another name, or null."
+            )
+        there = next(each for each in (path, path.parent, Path()) if each.exists())
+        if not os.access(there, os.W_OK):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        if there == path.parent and not there.is_dir():
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    return path
+
+
+@contextmanager
+def writing(path: Path, name: str) -> Iterator[None]:
+    """Raise errors of files in the body as ConfigErrors."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(
+            f"tune.recipe={name}: {path} cannot be written: {why}. Use another name, another "
+            "directory, or null."
+        ) from error
+
+
+def command_of(path: Path) -> str:
+    """Return the command that trains with the recipe, from the directory it was written in."""
+    is_found = path.absolute().parent == (ROOT / "recipes").absolute()
+    return f"ppctl train {'' if is_found else '--config-dir . '}recipes={path.stem}"
+
+
+def write_recipe(
+    path: Path, config: Config, candidate: Candidate, measured_s: float | None
+) -> None:
+    """Write the request of a layout as a recipe."""
+    # 1. its head
+    seconds = f"{candidate.time.total_s:.4g} seconds a step as planned"
+    seconds += "" if measured_s is None else f", {measured_s:.4g} as measured"
+    head = [
+        "# @package _global_",
+        MARK,
+        f"# Claim: the fastest layout found for {config.mesh.num_devices} devices: {seconds}.",
+        f"# Command: {command_of(path)}",
+        f"# Assumes: {_assumed(config)}.",
+    ]
+    if config.hardware.name not in (AutoHardware().name, *known()):
+        head.append(f"# Needs: hardware/{config.hardware.name}.yaml next to recipes/.")
+
+    # 2. the choice of each part, and settings that are not the default
+    planned = (part for part in PLANNED if getattr(config, part) != getattr(Config(), part))
+    parts = {part: getattr(config, part) for part in (*CHOSEN, *planned)}
+    names = {part: each.name for part, each in parts.items() if part != "mesh"}
+    names = {part: names.get(part, config.mesh.text) for part in parts}
+    document: dict[str, Any] = {"defaults": [{f"override /{k}": name} for k, name in names.items()]}
+    settings = {part: _settings(each) for part, each in parts.items()}
+    document |= {part: found for part, found in settings.items() if found}
+    document["run"] = _run_settings(config.run, path.stem)
+    with writing(path, path.stem):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("\n".join([*head, yaml.safe_dump(document, sort_keys=False)]))
+
+
+def _run_settings(run: Run, stem: str) -> dict[str, Any]:
+    """Return the settings of run; its name is by default the recipe's, and dir follows from it."""
+    found = _settings(run)
+    if run.dir == f"runs/{run.name}":
+        found.pop("dir", None)
+    return found | {"name": stem if run.name == Run().name else run.name}
+
+
+def _assumed(config: Config) -> str:
+    """Return the data and the hardware that a layout is the fastest for, as overrides."""
+    data = _settings(config.data) | {"batch_size": config.data.batch_size}
+    words = [f"data={config.data.name}", *(f"data.{name}={value}" for name, value in data.items())]
+    seq_len = getattr(config.model, "seq_len", None)
+    words += [] if seq_len is None else [f"model.seq_len={seq_len}"]
+    attached = " (attached)" if isinstance(config.hardware, AutoHardware) else ""
+    return f"{' '.join(words)}, hardware={config.hardware.name}{attached}"
+
+
+def _settings(part: Any) -> dict[str, Any]:
+    """Return a part's settings that differ from the default, nested; of a mesh only its order."""
+    if isinstance(part, Hardware):  # of a custom file, which may change, all settings
+        usual = asdict(known()[part.name]) if part.name in known() else {}
+        return _differences(asdict(part), usual)
+    if isinstance(part, Mesh):
+        return {} if part.order == Mesh().order else {"order": part.order}
+    return _differences(asdict(part), asdict(type(part)()))
+
+
+def _differences(values: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and usual.get(name):  # of fields, not of the user's names
+            inner = _differences(value, usual[name])
+            found |= {name: inner} if inner else {}
+        elif name != "name" and (name not in usual or value != usual[name]):
+            found[name] = value
+    return found

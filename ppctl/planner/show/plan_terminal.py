@@ -1,0 +1,247 @@
+"""The printed form of `ppctl plan`: a prediction for people."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.console import Console
+
+from ppctl.config import Config
+from ppctl.planner.cost.network_layers import COLUMNS as LAYERS_COLUMNS
+from ppctl.planner.cost.network_layers import TITLE as LAYERS_TITLE
+from ppctl.planner.cost.network_layers import layer_rows
+from ppctl.planner.cost.step_prediction import Prediction, StagePart
+from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal
+from ppctl.reports.bubble_names import bubble_text
+from ppctl.reports.terminal_output import OutputConsole, show_lines, show_table, size_text
+from ppctl.schedule.partition.partition import ranks_text, stages_text
+from ppctl.training.pipeline.engines.engine_memory import PARTS
+
+ABOUT = {
+    "parameters": "as the optimizer keeps them, sharded",
+    "optimizer": "its moments, sharded likewise",
+    "weights": "copies that tasks read: whole layers, in the dtype of compute",
+    "gradients": "sums over microbatches, whole",
+    "activations": "what forwards keep for backwards, and I for W",
+    "transfers": "values between stages",
+    "batch": "examples of the global batch",
+    "temporaries": "all else that programs need, counted, or as compiled",
+}
+SMALLER = "more and smaller microbatches"
+REMEDIES = {
+    "parameters": "shard them with mesh.fsdp, or use more ranks (mesh.pp).",
+    "optimizer": "shard it with mesh.fsdp, or use more ranks (mesh.pp).",
+    "weights": "use more ranks (mesh.pp), or executor.gather=layer with mesh.fsdp.",
+    "gradients": "use more ranks (mesh.pp).",
+    "activations": f"use executor.remat=layer or full, {SMALLER}, or another schedule.",
+    "transfers": f"use {SMALLER} (schedule.num_microbatches).",
+    "batch": "use a smaller data.batch_size, or more replicas (mesh.dp).",
+    "temporaries": f"use {SMALLER} (schedule.num_microbatches), or more replicas (mesh.dp).",
+}
+PREDICTED = "total, predicted"
+IN_BACKWARD = "in backward"
+LEFT_TO_BACKWARD = f"{IN_BACKWARD}: with executor.remat=full a part of the last stage's backward"
+MOST_COLUMNS = 8
+MOST_STAGES = 16
+MOST_DEVICES = 8
+
+
+def show_plan(found: Prediction, config: Config) -> None:
+    """Print a prediction for people."""
+    console = OutputConsole()
+    show_lines(console, *(f"{name:<10}{text}" for name, text in _lines(found, config)))
+    if found.stages:
+        show_stages(console, found.stages, config.mesh.submesh_text)
+    if found.layers:
+        show_table(console, LAYERS_TITLE, LAYERS_COLUMNS, layer_rows(found.layers))
+    _show_memory(console, found)
+    assumed, width = "; ".join(found.assumes), max(console.width - 10, 40)
+    for i, text in enumerate(textwrap.wrap(assumed, width, break_long_words=False)):
+        show_lines(console, f"{'' if i else 'assumes':10}{text}")
+    show_lines(console, fit_text(found))
+
+
+def _lines(found: Prediction, config: Config) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of the lines above the tables."""
+    # 1. the request
+    model, microbatches = config.model, f"{config.schedule.num_microbatches} microbatches"
+    flops = f"{found.step_flops / 1e12:,.3g} TFLOP a step"
+    size = f"{model.num_layers} layers, {found.num_parameters:,} parameters"
+    yield "model", f"{model.name}, {size}, {flops}"
+    yield "mesh", f"{config.mesh.axes_text} on {found.devices}"
+    if not config.executor.IS_PIPELINED:
+        yield "schedule", f"none: executor=reference has no pipeline; {microbatches}"
+    else:
+        bubble = bubble_text(found.ideal_bubble_fraction, found.predicted_bubble_fraction)
+        how = f"{microbatches}, bubble {bubble}, executor={config.executor.name}"
+        yield "schedule", f"{found.schedule}, {how}"
+        if found.auto is not None:
+            yield "auto", found.auto
+        stages, ranks = stages_text(found.partition), ranks_text(found.rank_of)
+        yield "stages", f"{stages}, on ranks {ranks}"
+
+    # 2. its prediction
+    yield "step", time_text(found)
+    if (costs := costs_text(found)) is not None:
+        yield "costs", costs
+    if found.token_budget is not None:
+        yield "tokens", found.token_budget.text
+    elif config.plan.tokens is not None:
+        yield "tokens", "not known, as the step"
+    if (proposal := better(found, config)) is not None:
+        yield "better", proposal
+
+
+def _show_memory(console: Console, found: Prediction) -> None:
+    """Print a table of the memory of one device of each shown rank by part."""
+    ranks, memory = shown_ranks(found, MOST_COLUMNS), found.memory_bytes
+    are_alike = len(set(map(str, memory))) == 1
+    columns = ["every rank"] if are_alike else [f"rank {r}" for r in ranks]
+    rows = {f"{part}: {ABOUT[part]}": [each.get(part, 0) for each in memory] for part in PARTS}
+    rows = {name: sizes for name, sizes in rows.items() if any(sizes[r] for r in ranks)}
+    rows[total_name(found)] = [*found.total_bytes]
+    if found.is_compiled:
+        rows[PREDICTED] = [*found.predicted_bytes]
+    cells = [(name, *(size_text(sizes[r]) for r in ranks)) for name, sizes in rows.items()]
+    show_table(console, "memory of one device", ("", *columns), cells)
+
+
+def costs_text(found: Prediction) -> str | None:
+    """Return costs for `ppctl schedule`, relative to a forward through 1/p of the model."""
+    kinds = ("forward_s", "input_grad_s", "weight_grad_s")
+    sums = [sum(getattr(stage, name) or 0.0 for stage in found.stages) for name in kinds]
+    if found.transfer_s is None or not sums or not sums[0]:
+        return None
+    forward_s = sums[0] / len(found.total_bytes)
+    words = [f"costs.{name}={each / sums[0]:.3g}" for name, each in zip(kinds, sums, strict=True)]
+    words.append(f"costs.transfer_s={found.transfer_s / forward_s:.2g}")
+    unit = f"a forward through 1/p of the model, {forward_s:.3g} s"
+    return f"{' '.join(words)} for `ppctl schedule`: relative to {unit}"
+
+
+def show_stages(console: Console, stages: Sequence[StagePart], submesh: str) -> None:
+    """Print up to `MOST_STAGES` stages, else first, slowest, last. submesh: its axes."""
+    # 1. which stages
+    last, seconds = len(stages) - 1, [(s.forward_s or 0.0) + (s.backward_s or 0.0) for s in stages]
+    slowest = max(range(last + 1), key=seconds.__getitem__)
+    which = range(last + 1) if last < MOST_STAGES else sorted({0, slowest, last})
+
+    # 2. their rows
+    devices, rows = ["devices"] * any(stage.devices for stage in stages), []
+    for s in which:
+        stage = stages[s]
+        layers = _range(stage.first_layer, stage.num_layers)
+        place = str(s), layers, str(stage.rank), submesh, *[_devices(stage.devices)] * len(devices)
+        rows.append((*place, forward_text(stage), seconds_text(stage.backward_s)))
+    title = "stages, with seconds of a microbatch"
+    title += f" ({len(rows)} of {last + 1})" if len(rows) <= last else ""
+    columns = ("stage", "layers", "rank", "submesh", *devices, "forward s", "backward s")
+    show_table(console, title, columns, rows)
+    if stages[-1].forward_s == 0:
+        show_lines(console, LEFT_TO_BACKWARD)
+
+
+def seconds_text(seconds: float | None) -> str:
+    """Return seconds of a task as a cell of a table."""
+    return "not known" if seconds is None else f"{seconds:.3g}"
+
+
+def forward_text(stage: StagePart) -> str:
+    """Return the seconds of a stage's forward, or where it runs instead."""
+    return IN_BACKWARD if stage.forward_s == 0 else seconds_text(stage.forward_s)
+
+
+def _range(first: int, count: int) -> str:
+    return "none" if not count else str(first) if count == 1 else f"{first}-{first + count - 1}"
+
+
+def _devices(devices: Sequence[int]) -> str:
+    if len(devices) <= MOST_DEVICES:
+        return " ".join(map(str, devices))
+    return f"{len(devices)} from {devices[0]} to {devices[-1]}"
+
+
+def better(found: Prediction, config: Config) -> str | None:
+    """Return the proposed partition and what it gains, in a line; None where there is none."""
+    if found.proposal is None:
+        return None
+    layers, ratio = ",".join(map(str, found.proposal.partition)), found.proposal.time_ratio
+    is_checked = found.limit_bytes is not None and config.executor.DISPATCHES_TASKS
+    fits = ", and fits without temporaries" if is_checked else ""
+    return (
+        f"partition=explicit partition.layers=[{layers}] takes {ratio:.2f} times as long a step, "
+        f"by simulation with costs from FLOPs{fits}"
+    )
+
+
+def total_name(found: Prediction) -> str:
+    """Return the name of the sums of parts."""
+    return "total, compiled" if found.is_compiled else PREDICTED
+
+
+def time_text(found: Prediction) -> str:
+    """Return seconds, speed and MFU of a step, and where they come from, in a line."""
+    if found.step_time_s is None or found.tokens_per_s is None or found.per_step_overhead_s is None:
+        return f"not known: {found.unknown}"
+    overhead = overhead_text(found.per_step_overhead_s, found.step_time_s)
+    return f"{speed_text(found)}; {overhead} (costs={found.costs}, hardware={found.hardware})"
+
+
+def speed_text(found: Prediction | Rehearsal) -> str:
+    """Return seconds, speed and MFU of a step whose time is known."""
+    mfu, causal = found.mfu_fraction, found.mfu_causal_fraction
+    mfu_text = "" if mfu is None or causal is None else f", MFU {mfu:.1%} ({causal:.1%} causal)"
+    unit = "tok/s" if found.unit == "tokens_per_s" else "rows/s"
+    return f"{found.step_time_s:.4g} s, {found.tokens_per_s:,.0f} {unit}{mfu_text}"
+
+
+def overhead_text(overhead_s: float, step_s: float) -> str:
+    """Return the per-step overhead as a share of the step."""
+    return f"of which {overhead_s / step_s:.1%} per-step overhead: parameters, gradients, optimizer"
+
+
+def fit_text(found: Prediction) -> str:
+    """Return a line: whether the request fits, by how much, and what to do where it does not."""
+    worst = max(range(len(found.total_bytes)), key=lambda r: found.total_bytes[r])
+    need = found.total_bytes[worst]
+    kind = "predicted" if found.compile_s is None else f"compiled in {found.compile_s:.1f} s"
+    remedy, limit = _remedy(found.memory_bytes[worst]), found.limit_bytes
+    if found.refusal is not None:
+        return f"does not fit ({kind}): {found.refusal.rstrip('.')}. {remedy}"
+    if found.fits and limit is None:
+        accepted = f"which the compiler for {found.devices} accepts"
+        return f"fits: {size_text(need)} a device, {accepted} ({kind})."
+    if limit is None:
+        unknown = "the memory of a device is not known: say plan.memory_gib=N."
+        return f"needs {size_text(need)} a device ({kind}); {unknown}"
+    share, source = f"{size_text(need)} of {size_text(limit)} a device", found.limit_source
+    if found.fits:
+        return f"fits: {share} ({need / limit:.0%}), {kind}; limit: {source}."
+    over = f"{size_text(need - limit)} too much on rank {worst}"
+    return f"does not fit: {share}, {kind}, {over}; limit: {source}. {remedy}{_more_memory(found)}"
+
+
+def _more_memory(found: Prediction) -> str:
+    """Return a sentence: the share of a GPU's memory that would do; "" if unknown."""
+    fraction = found.fitting_memory_fraction
+    if fraction is None or found.limit_bytes is None or found.limit_fraction is None:
+        return ""
+    size = size_text(round(found.limit_bytes / found.limit_fraction * fraction))
+    return f" With run.memory_fraction={fraction:g}, which is {size}, it fits."
+
+
+def _remedy(held: Mapping[str, int]) -> str:
+    """Return how to make the largest part smaller."""
+    largest = max(held, key=lambda part: held[part])
+    return f"Most are {largest}: {REMEDIES[largest]}"
+
+
+def shown_ranks(found: Prediction, most: int) -> list[int]:
+    """Return the ranks to show: one if alike, all up to `most`, else first, largest, last."""
+    num_ranks, total = len(found.memory_bytes), found.total_bytes
+    if len(set(map(str, found.memory_bytes))) == 1:
+        return [0]
+    if num_ranks <= most:
+        return [*range(num_ranks)]
+    return sorted({0, max(range(num_ranks), key=total.__getitem__), num_ranks - 1})

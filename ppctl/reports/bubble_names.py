@@ -1,0 +1,38 @@
+"""The three bubbles that a run has, by name, for every text, table and page."""
+
+from __future__ import annotations
+
+ABOUT = (
+    "Bubble: the idle share of the ranks while tasks run. Ideal: of the schedule on its "
+    "executor, with equal stages and F = I = W; predicted: by the planner's seconds, as the step "
+    "time is; measured: in a step (run.timeline=true)."
+)
+
+
+def bubble_text(
+    ideal: float | None, predicted: float | None = None, measured: float | None = None
+) -> str:
+    """Return the bubbles that are known, by name; "" without a pipeline.
+
+    >>> bubble_text(0.025, 0.203)
+    '2.5% ideal, 20.3% predicted'
+    """
+    named = (("ideal", ideal), ("predicted", predicted), ("measured", measured))
+    return ", ".join(f"{value:.1%} {name}" for name, value in named if value is not None)
+
+
+def shared_cores_text(num_devices: int, num_cores: int | None) -> str | None:
+    """Return why no bubble can be measured if devices outnumber cores, else None.
+
+    num_cores: shared by simulated devices; None: each device computes by itself.
+
+    >>> shared_cores_text(4, 2).partition(":")[0]
+    '4 simulated devices share 2 cores'
+    """
+    if num_cores is None or num_devices <= num_cores:
+        return None
+    cores = "1 core" if num_cores == 1 else f"{num_cores} cores"
+    return (
+        f"{num_devices} simulated devices share {cores}: ranks also wait for a core, so this "
+        "machine cannot show the schedule's bubble"
+    )

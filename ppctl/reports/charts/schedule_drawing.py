@@ -1,0 +1,213 @@
+"""A schedule with its timeline, its name and its bounds, drawn by every format; and as numbers."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from ppctl.schedule.ir import ALL_KINDS, Kind, Schedule
+from ppctl.schedule.lower_bounds import makespan_bound_s, peak_activations_bound, period_bound_s
+from ppctl.schedule.schedule_text import task_names
+from ppctl.schedule.search.auto_choice import GIB, Choice, FoundSchedule
+from ppctl.schedule.simulator import Timeline
+
+KIND_NAMES: dict[Kind, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input-gradient backward",
+    "W": "weight-gradient backward",
+    "E": "embedding, a part",
+    "S": "logits and their sums, a part",
+    "T": "gradients of logits, a part",
+    "G": "gradient of the embedding, a part",
+}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A schedule, its times and its bounds. `label` tells it from other drawings."""
+
+    label: str
+    timeline: Timeline
+    lower_bound_s: float  # makespan of any order of its tasks
+    period_bound_s: float
+    peak_bounds: tuple[float, ...]  # activations of each rank, in any order with this period
+    advice: str | None = None  # against it, at these costs
+    choice: Choice | None = None  # by schedule=auto
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.timeline.schedule
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Return the kinds that occur, in the order of ALL_KINDS."""
+        present = {task.kind for task in self.timeline.start_s}
+        return tuple(kind for kind in ALL_KINDS if kind in present)
+
+    @cached_property
+    def labelled_s(self) -> float:
+        """Return the seconds of the shortest task with a quarter of its kind's median, or more.
+
+        A chart labels tasks with as much as fits in these: kind and microbatch, kind, or nothing.
+        """
+        lasts = defaultdict(list)
+        for task, start_s in self.timeline.start_s.items():
+            if self.timeline.end_s[task] > start_s:
+                lasts[task.kind].append(self.timeline.end_s[task] - start_s)
+        least = {kind: statistics.median(seconds) / 4 for kind, seconds in lasts.items()}
+        return min(s for kind, seconds in lasts.items() for s in seconds if s >= least[kind])
+
+    @property
+    def longest_label(self) -> int:
+        """Return the letters of the longest label of a task, as in F31."""
+        return 1 + len(str(self.schedule.num_microbatches - 1))
+
+    @property
+    def title(self) -> str:
+        """Return name and size in words."""
+        num_ranks, number = self.schedule.num_ranks, self.schedule.num_microbatches
+        ranks = f"{num_ranks} rank" + "s" * (num_ranks != 1)
+        return f"{self.label}: {ranks}, {number} microbatch" + "es" * (number != 1)
+
+    @property
+    def verdict(self) -> str:
+        """Return makespan, bound, period, bubble and memory in one line."""
+        timeline = self.timeline
+        seconds = timeline.makespan_s, self.lower_bound_s, timeline.period_s
+        makespan, least, period = map(number_text, seconds)
+        peak = number_text(max(timeline.peak_activations))
+        return (
+            f"makespan {makespan} s (at least {least} s), period {period} s, bubble "
+            f"{timeline.bubble_fraction:.1%}, peak {peak} activations{_bytes_text(timeline)}"
+        )
+
+
+def drawing_of_timeline(label: str, timeline: Timeline) -> Drawing:
+    """Return the drawing of a timeline, with the bounds of its schedule at its costs."""
+    schedule, costs = timeline.schedule, timeline.costs
+    bounds = makespan_bound_s(schedule, costs), period_bound_s(schedule, costs)
+    peaks = peak_activations_bound(schedule, costs, timeline.period_s)
+    return Drawing(label, timeline, *bounds, peaks)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One schedule in a table of several. None: unknown, or no formula for these sizes."""
+
+    schedule: str
+    label: str
+    makespan_s: float
+    makespan_formula_s: float | None
+    lower_bound_s: float
+    period_s: float
+    period_lower_bound_s: float
+    bubble_fraction: float
+    peak_activations: float  # of the rank that holds most
+    peak_activations_formula: float | None
+    peak_activations_lower_bound: float | None
+    notes: list[str]
+
+
+def row(drawing: Drawing, formula_s: float | None = None, peak_formula: float | None = None) -> Row:
+    """Return the row of a drawing, with the results of its family's closed forms."""
+    timeline = drawing.timeline
+    return Row(
+        drawing.schedule.name,
+        drawing.label,
+        timeline.makespan_s,
+        formula_s,
+        drawing.lower_bound_s,
+        timeline.period_s,
+        drawing.period_bound_s,
+        timeline.bubble_fraction,
+        max(timeline.peak_activations),
+        peak_formula,
+        max(drawing.peak_bounds),
+        reasons(drawing),
+    )
+
+
+def reasons(drawing: Drawing) -> list[str]:
+    """Return lines on the choice of schedule=auto and on what speaks against this schedule."""
+    lines = [] if drawing.advice is None else [drawing.advice]
+    choice = drawing.choice
+    if choice is None:
+        return lines
+    tried, within = choice.num_blocks
+    blocks = f" and {tried} of {within} V-shaped building blocks" if within else ""
+    gap = "at which it stands" if choice.is_proven else f"{choice.gap_fraction:.1%} below"
+    period = " period" if choice.by_period else ""
+    choices = [
+        f"the shortest{period} with at most {choice.cap_text} a rank, of {choice.num_published} "
+        f"published schedules{blocks}; on their placements none is below "
+        f"{number_text(choice.lower_bound_s)} s, {gap}"
+    ]
+    others = [c for c in choice.candidates[1:4] if c is not choice.best_published]
+    if choice.best_published not in (None, choice.best):
+        choices.append(f"best published one: {_named(choice.best_published)}")
+    if others:
+        choices.append(f"next: {'; '.join(map(_named, others))}")
+    return choices + lines
+
+
+def _named(candidate: FoundSchedule) -> str:
+    return f"{candidate.label} {number_text(candidate.length_s)} s"
+
+
+def _bytes_text(timeline: Timeline) -> str:
+    """Return the most bytes of activations on a rank, to follow their number; "" if unknown."""
+    most = max(timeline.peak_bytes)
+    return f" of {number_text(most / GIB)} GiB" if most else ""
+
+
+def number_text(value: float) -> str:
+    """Return a number with up to five digits and no zeros at its end.
+
+    >>> number_text(28.5), number_text(0.1 + 0.2), number_text(3000)
+    ('28.5', '0.3', '3000')
+    """
+    return f"{value:.5g}" if abs(value) < 1e5 else f"{value:.4g}"
+
+
+def drawing_document(drawing: Drawing) -> dict[str, Any]:
+    """Return the drawing as numbers. Lists run over ranks; activations are of 1/p of the model."""
+    timeline, schedule = drawing.timeline, drawing.schedule
+    return {
+        "schedule": schedule.name,
+        **picked(drawing, "label", "lower_bound_s", "advice"),
+        "period_lower_bound_s": drawing.period_bound_s,
+        **picked(schedule, "num_ranks", "num_microbatches", "num_chunks", "rank_of"),
+        "costs": asdict(timeline.costs),
+        **picked(timeline, "makespan_s", "period_s", "peak_activations", "peak_bytes"),
+        "auto": None if drawing.choice is None else _chosen(drawing.choice),
+        "bubble_fraction": timeline.bubble_fractions,
+        "peak_activations_lower_bound": drawing.peak_bounds,
+        "ranks": [list(map(str, tasks)) for tasks in schedule.ranks],
+        "tasks": [task_names(tasks, schedule.num_stages) for tasks in schedule.ranks],
+        "start_s": [[timeline.start_s[task] for task in tasks] for tasks in schedule.ranks],
+        "end_s": [[timeline.end_s[task] for task in tasks] for tasks in schedule.ranks],
+    }
+
+
+def picked(record: object, *names: str) -> dict[str, Any]:
+    """Return attributes by name."""
+    return {name: getattr(record, name) for name in names}
+
+
+def _chosen(choice: Choice) -> dict[str, Any]:
+    """Return the choice of schedule=auto as numbers."""
+    tried, within = choice.num_blocks
+    candidates = [picked(c, "label", "length_s", "is_published") for c in choice.candidates]
+    return {
+        "objective": "period" if choice.by_period else "makespan",
+        "max_activations": choice.cap,
+        "max_bytes": choice.limit_bytes,
+        **picked(choice, "held_bytes", "lower_bound_s", "gap_fraction", "num_published"),
+        "num_building_blocks": tried,
+        "num_building_blocks_within_cap": within,
+        "candidates": candidates,
+    }

@@ -1,0 +1,155 @@
+"""Files that anybody may have written: read without waiting or executing, their texts printable.
+
+None makes a reader take more memory than a real one would, and none is written through a link that
+leads out of its directory. See docs/security.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import unicodedata
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import yaml
+from yaml.composer import ComposerError
+
+from ppctl.errors import ConfigError
+
+MOST_BYTES = 2**28  # a file read whole; a timeline of a million tasks has a quarter of that
+MOST_SETTINGS_BYTES = 2**20  # a config.yaml; usual: 6 KB
+MOST_LINE_BYTES = 2**20  # a record; usual: 400 bytes
+UNPRINTABLE = ("Cc", "Cs")  # control characters, which may move the cursor; lone surrogates
+KEPT = "\n\t"
+
+
+def open_file(path: str | Path) -> BinaryIO:
+    """Return a plain file, open for reading. OSError for others: a pipe may never give a byte."""
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(number).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(number)
+        if stat.S_ISDIR(mode):
+            raise OSError(errno.EISDIR, "Is a directory")
+        raise OSError(errno.EINVAL, "No plain file")
+    return os.fdopen(number, "rb")
+
+
+def read_file(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
+    """Return the bytes of a plain file. OSError for all else, and for one that is larger."""
+    with open_file(path) as file:
+        is_small = os.fstat(file.fileno()).st_size <= most_bytes
+        content = file.read(most_bytes + 1) if is_small else b""
+    if not is_small or len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"More than {most_bytes >> 20} MiB")
+    return content
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file, an empty one in place of a line that is too long for a record.
+
+    >>> import io
+    >>> [len(line) for line in lines_of(io.BytesIO(b"a\\n" + b"b" * 3 * MOST_LINE_BYTES + b"\\nc"))]
+    [2, 1, 1]
+    """
+    while line := file.readline(MOST_LINE_BYTES):
+        if len(line) < MOST_LINE_BYTES or line.endswith(b"\n"):
+            yield line
+            continue
+        while len(line) == MOST_LINE_BYTES and not line.endswith(b"\n"):
+            line = file.readline(MOST_LINE_BYTES)
+        yield b"\n"
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """YAML without aliases, by which a few lines may stand for billions; ppctl writes none."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise ComposerError(None, None, "an alias, which ppctl never writes", mark)
+        return super().compose_node(parent, index)
+
+
+# libyaml reads the settings of a run in 2 ms, PyYAML in 20: `ppctl runs` may list a thousand.
+# It recurses in C: 64 KiB of nested lists would end the process.
+MOST_FAST_BYTES = 2**13
+FAST_LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else _PlainLoader
+
+
+def read_settings(path: str | Path) -> Any:
+    """Return the value in a run's config.yaml. OSError or a ValueError of one line."""
+    try:
+        content = read_file(path, MOST_SETTINGS_BYTES)
+        is_plain = len(content) <= MOST_FAST_BYTES and b"*" not in content  # * begins an alias
+        value = yaml.load(content, FAST_LOADER) if is_plain else yaml.load(content, _PlainLoader)
+        cleaned(value)  # raises RecursionError for lists that libyaml nests too deeply
+        return value
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an invalid date
+        raise ValueError(printable(" ".join(str(error).split()))) from error
+
+
+def from_json(text: bytes) -> Any:
+    """Return the value of a JSON text, its strings printable. ValueError or RecursionError."""
+    return cleaned(json.loads(text))
+
+
+def cleaned(value: Any) -> Any:
+    """Return lists and dicts with every text in them printable."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {cleaned(key): cleaned(item) for key, item in value.items()}
+    return [cleaned(item) for item in value] if isinstance(value, list) else value
+
+
+def printable(text: str) -> str:
+    r"""Return a text with letters unfit for a terminal or page written as Python writes them.
+
+    >>> printable("\x1b[31mred\ud800, ä\t")
+    '\\x1b[31mred\\ud800, ä\t'
+    """
+    if text.isprintable():
+        return text
+    return "".join(map(_shown, text))
+
+
+def _shown(letter: str) -> str:
+    if letter in KEPT or unicodedata.category(letter) not in UNPRINTABLE:
+        return letter
+    return letter.encode("unicode_escape").decode("ascii")
+
+
+def check_inside(directory: Path, names: Iterable[str], option: str) -> None:
+    """Raise ConfigError where writing these names, or below, would leave the directory.
+
+    A link may lead out of it, and a pipe to anybody. The directory itself may be a link.
+    """
+    top = directory.resolve()
+    for name in names:
+        for path in _below(directory / name):
+            mode = path.lstat().st_mode
+            is_out = stat.S_ISLNK(mode) and not path.resolve().is_relative_to(top)
+            if is_out or not (stat.S_ISLNK(mode) or stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                link = f"is a link to {path.resolve()}, outside of it"
+                what = link if is_out else "is neither file nor directory"
+                shown = printable(f"{path.relative_to(directory)} {what}")
+                remedy = f"Move it away, or use another {option}."
+                raise ConfigError(f"{option}={directory} cannot be written: {shown}. {remedy}")
+
+
+def _below(path: Path) -> Iterator[Path]:
+    """Yield a path and all below it, without following links; of checkpoints only the steps."""
+    if not os.path.lexists(path):
+        return
+    yield path
+    if not path.is_dir() or path.is_symlink():
+        return
+    for folder, folders, files in os.walk(path):
+        yield from (Path(folder, name) for name in (*folders, *files))
+        if path.name == "checkpoints":
+            folders.clear()

@@ -1,0 +1,182 @@
+"""The kit of html pages: the frame and pieces of schedules, runs, sweeps, plans and rehearsals.
+
+A page is one file that loads nothing. Every function returns html. Arguments called words, lines or
+names are plain text and are escaped; all others are html already.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from ppctl.reports.charts.palette import INK, MARKS, PARTS, SIGNS, line_style
+from ppctl.reports.foreign_files import printable
+from ppctl.reports.terminal_output import SPEEDS, size_text
+
+YES, NO, UNKNOWN = ("yes", "&#10003;"), ("no", "&#10007;"), ("maybe", "?")  # colour, mark
+GOES_ON = ("maybe", "&#9654;")
+Form = Callable[[Any], str]
+NUMBERS: dict[str, tuple[str, Form]] = {  # in records: column of a table, and form
+    "steps": ("steps", "{:,}".format),
+    "loss": ("loss", "{:.4f}".format),
+    "final_loss": ("loss", "{:.4f}".format),
+    "eval_loss": ("eval loss", "{:.4f}".format),
+    "grad_norm": ("gradient norm", "{:.4g}".format),
+    "lr": ("learning rate", "{:.3e}".format),
+    "step_time_s": ("s/step", "{:.4g}".format),
+    "predicted_step_time_s": ("s/step, predicted", "{:.4g}".format),
+    **{name: (unit, "{:,.0f}".format) for name, unit in SPEEDS.items()},
+    "mfu_fraction": ("MFU", "{:.1%}".format),
+    "ideal_bubble_fraction": ("bubble, ideal", "{:.1%}".format),
+    "predicted_bubble_fraction": ("bubble, predicted", "{:.1%}".format),
+    "measured_bubble_fraction": ("bubble, measured", "{:.1%}".format),
+    "memory_bytes": ("memory", lambda size: size_text(int(size))),
+    "seconds": ("s in all", "{:,.1f}".format),
+}
+
+# --- the frame -----------------------------------------------------------------------------------
+
+
+def page(title: str, *parts: str, main: str = "<main>") -> str:
+    """Return the text of a page. title: plain text."""
+    content = f"{main}\n{''.join(parts)}</main>\n"
+    return filled("page.html", TITLE=text(title), CSS=asset("page.css"), CONTENT=content)
+
+
+def section(title: str, *content: str) -> str:
+    """Return a part of a page below its title; nothing where it has no content."""
+    inside = "".join(content)
+    return f"<section>\n<h2>{title}</h2>\n{inside}\n</section>\n" if inside else ""
+
+
+def folded(title: str, content: str) -> str:
+    """Return content that opens at a click on its title."""
+    return f"<details><summary>{title}</summary>{content}</details>"
+
+
+def filled(name: str, **texts: str) -> str:
+    """Return a file of the charts' folder with `texts` in place of @@their names@@."""
+    return re.sub(r"@@(\w+)@@", lambda found: texts[found[1]], asset(name))
+
+
+def asset(name: str) -> str:
+    """Return the text of a file of the charts' folder: frames, style sheet and scripts."""
+    return (files("ppctl.reports.charts") / name).read_text(encoding="utf-8")
+
+
+# --- words and numbers --------------------------------------------------------------------------
+
+
+def text(words: str) -> str:
+    """Return plain text as html; file names may have any bytes."""
+    return escape(printable(words))
+
+
+def breakable(name: str) -> str:
+    """Return the name of a setting, with places to break the line after dots and underscores."""
+    return text(name).replace(".", ".<wbr>").replace("_", "_<wbr>")
+
+
+def exact(value: float, words: str) -> str:
+    """Return a number as people read it, with its exact value for programs and in a title."""
+    return f'<data value="{value!r}" title="{value!r}">{escape(words)}</data>'
+
+
+def number(name: str, value: float | None, missing: str = "") -> str:
+    """Return a number of a record, one of NUMBERS, as people read it."""
+    return missing if value is None else exact(value, NUMBERS[name][1](value))
+
+
+def soft(content: str) -> str:
+    """Return a paragraph that explains, in a pale colour; nothing for no content."""
+    return f'<p class="soft">{content}</p>' if content else ""
+
+
+def bullets(lines: Sequence[str], look: str = "warnings") -> str:
+    """Return lines as a list; nothing for none."""
+    items = "".join(f"<li>{text(line)}</li>" for line in lines)
+    return f'<ul class="{look}">{items}</ul>' if lines else ""
+
+
+def command(words: str) -> str:
+    """Return a command to copy."""
+    return f'<code class="command">{text(words)}</code>'
+
+
+def link(place: Path, file: Path, words: str | None = None) -> str:
+    """Return a relative link from the page in a file to a file or directory."""
+    target = os.path.relpath(os.path.abspath(place), os.path.dirname(os.path.abspath(file)))
+    shown = text(str(place) if words is None else words)
+    return f'<a href="{escape(quote(os.fsencode(target)))}">{shown}</a>'
+
+
+# --- verdict, cards, tables ---------------------------------------------------------------------
+
+
+def verdict(look: tuple[str, str], words: str) -> str:
+    """Return the first line of a page, in the colour of YES, NO, UNKNOWN or GOES_ON."""
+    colour, mark = look
+    return f'<p class="fit {colour}"><b aria-hidden="true">{mark}</b> {text(words)}</p>'
+
+
+def cards(items: Iterable[tuple[str, str, str]]) -> str:
+    """Return the numbers that people look for first: (name, value, note) of each."""
+    divs = (
+        f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>"
+        for name, value, note in items
+    )
+    return f'<dl class="numbers">{"".join(divs)}</dl>'
+
+
+def table(about: str, columns: Sequence[str], rows: Iterable[Sequence[str]], look: str = "") -> str:
+    """Return a table, the first column of which names the rows; `look`: classes of page.css."""
+    body = ""
+    for name, *cells in rows:
+        rest = "".join(f"<td>{cell}</td>" for cell in cells)
+        body += f'<tr><th scope="row">{name}</th>{rest}</tr>'
+    names = "".join(f'<th scope="col">{column}</th>' for column in columns)
+    head = f"<thead><tr>{names}</tr></thead>" if columns else ""
+    frame = f'class="{f"scroll {look}".strip()}" tabindex="0" role="region" aria-label="{about}"'
+    return f"<div {frame}><table>{head}<tbody>{body}</tbody></table></div>"
+
+
+# --- figures and legends ------------------------------------------------------------------------
+
+
+def figure(title: str, svg: str, note: str = "") -> str:
+    """Return a drawing below its title; note: plain text."""
+    return f"<figure><figcaption>{text(title)}</figcaption>{svg}{soft(text(note))}</figure>"
+
+
+def figures(drawn: Iterable[str]) -> str:
+    """Return figures next to each other; nothing for none."""
+    inside = "".join(drawn)
+    return f'<div class="figures">{inside}</div>' if inside else ""
+
+
+def line_sample(index: int) -> str:
+    """Return the mark of a line, for a legend."""
+    colour, mark = line_style(index)
+    sign = SIGNS[MARKS.index(mark)]
+    return f'<span class="key" style="color:{colour}" aria-hidden="true">{sign}</span>'
+
+
+def line_legend(names: Iterable[str]) -> str:
+    """Return the legend of lines that are drawn in this order."""
+    items = (f"<li>{line_sample(i)}{text(name)}</li>" for i, name in enumerate(names))
+    return f'<ul class="keys">{"".join(items)}</ul>'
+
+
+def part_legend(lines: Iterable[tuple[int, str]]) -> str:
+    """Return the legend of bars by part: the number of each part's colour, and what it is."""
+    items = []
+    for i, line in lines:
+        look = f'class="swatch" style="background:{PARTS[i]};color:{INK}" aria-hidden="true"'
+        items.append(f"<li><span {look}>{i + 1}</span>{text(line)}</li>")
+    return f'<ul class="parts">{"".join(items)}</ul>'

@@ -1,0 +1,83 @@
+"""The settings of runs: their names, their values as typed, and the differences between runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ppctl.config.groups.mesh_settings import AXES, mesh_text
+
+RUN_SETTINGS = ("name", "dir", "resume", "distributed", "coordinator", "process_id")
+OWN = {f"run.{name}" for name in RUN_SETTINGS}  # never compared
+
+
+def setting_names(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the settings and choices of a composed config; the sizes of the mesh are one.
+
+    >>> list(setting_names({"mesh": {"dp": 2, "order": "auto"}, "optim": {"name": "sgd", "lr": 1}}))
+    ['mesh', 'mesh.order', 'optim', 'optim.lr']
+    """
+    for word, value in config.items():
+        name = f"{prefix}{word}"
+        if name == "mesh" and isinstance(value, dict):
+            yield from (name, *(f"{name}.{axis}" for axis in value if axis not in AXES))
+        elif isinstance(value, dict):
+            yield from setting_names(value, f"{name}.")
+        else:
+            yield name.removesuffix(".name") if name != "run.name" else name
+
+
+def setting_value(config: Mapping[str, Any], name: str) -> Any:
+    """Return a setting or a choice of a composed config. KeyError where it has none of that name.
+
+    >>> config = {"mesh": {"dp": 2, "pp": 4, "fsdp": 1}, "optim": {"name": "sgd", "lr": 0.1}}
+    >>> [setting_value(config, name) for name in ("mesh", "mesh.pp", "optim", "optim.lr")]
+    ['2x4', 4, 'sgd', 0.1]
+    """
+    value: Any = config
+    for part in name.split("."):
+        if not isinstance(value, dict):
+            raise KeyError(name)
+        value = value[part]
+    if not isinstance(value, dict):
+        return value
+    if name != "mesh":
+        return value["name"]
+    return mesh_text(tuple(value[axis] for axis in AXES if axis in value))
+
+
+def value_text(value: Any) -> str:
+    """Return a value of a setting as one types it.
+
+    >>> value_text(None), value_text(True), value_text(0.001), value_text([3, 2])
+    ('null', 'true', '0.001', '[3,2]')
+    """
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f"[{','.join(map(value_text, value))}]" if isinstance(value, list) else str(value)
+
+
+def setting_text(config: Mapping[str, Any], name: str) -> str | None:
+    """Return a setting or a choice of a composed config as one types it; None without it."""
+    try:
+        return value_text(setting_value(config, name))
+    except KeyError:
+        return None
+
+
+def differing_settings(
+    configs: Sequence[Mapping[str, Any]], requests: Sequence[Sequence[str]]
+) -> dict[str, list[str | None]]:
+    """Return the settings, common to all runs or requested, that differ: the value in each run.
+
+    requests: the words that each of the runs was started with.
+    """
+    if not configs:
+        return {}
+    names = dict.fromkeys(word.split("=", 1)[0].lstrip("+") for words in requests for word in words)
+    first, *others = ([*setting_names(config)] for config in configs)
+    of_all = set(first).intersection(*others)
+    names |= dict.fromkeys(name for name in first if name in of_all)
+    compared = [name for name in names if name not in OWN]
+    values = {name: [setting_text(each, name) for each in configs] for name in compared}
+    return {name: texts for name, texts in values.items() if len({*texts}) > 1}

@@ -1,0 +1,130 @@
+"""Several runs as one html page: their differences in a table, their losses and speeds drawn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from ppctl.reports import page_kit as kit
+from ppctl.reports.foreign_files import printable
+from ppctl.reports.recorded_settings import differing_settings
+from ppctl.reports.run_page.one_run_page import MARK, loss_text, steps_text, warnings_of
+from ppctl.reports.run_page.read_run import RecordedRun
+from ppctl.reports.run_page.run_figures import figures_of_runs
+
+NONE = "&ndash;"
+MOST_LETTERS = 160  # of the names of runs that are drawn together
+KEY = re.compile(r"(?<![^,/])[A-Za-z_][\w.]*=")  # in the name of a sweep's job
+TOGETHER = 8  # runs whose curves are drawn in one figure, where they are told from each other
+OPTIONAL = ("eval_loss", "mfu_fraction")  # columns of numbers that not every kind of run has
+ABOUT = (
+    "Seconds of a step and speed are medians. Memory: of the fullest device, as compiled. "
+    "Bubble: predicted; measured: of a timeline (run.timeline=true)."
+)
+Value = Callable[[RecordedRun], float | None]
+
+
+def compare_page(runs: Sequence[RecordedRun], file: Path) -> str:
+    """Return the text of the page; `file`: where it will stand."""
+    names = [Path(_brief(run.summary.name)).name for run in runs]
+    labels = [printable(f"{number} {name}") for number, name in enumerate(names, 1)]
+    places = _places(runs, file)
+    places = places if len(runs) <= TOGETHER else kit.folded("All directories", places)
+    return kit.page(
+        f"{len(runs)} runs",
+        kit.section("Runs", _table(runs)),
+        _figures(runs, labels),
+        kit.section("Where they are", places),
+        _warnings(runs),
+        main=MARK,
+    )
+
+
+def _figures(runs: Sequence[RecordedRun], labels: Sequence[str]) -> str:
+    """Return the curves of all runs: of many, folded pages of TOGETHER, one open at a time."""
+    pages = list(map(kit.figures, figures_of_runs(runs, labels, TOGETHER)))
+    if not any(pages):
+        return ""
+    if len(pages) == 1:
+        return kit.section("Over the steps", pages[0])
+    texts = []
+    for index, drawn in enumerate(pages):
+        first, last = index * TOGETHER + 1, min(len(runs), (index + 1) * TOGETHER)
+        of = f"Runs {first} to {last}" if last > first else f"Run {first}"
+        names = ", ".join(labels[first - 1 : last])
+        names = kit.text(names if len(names) <= MOST_LETTERS else "")
+        head = f"<summary><b>{of}</b> <small>{names}</small></summary>"
+        look = 'class="page" name="curves"' + (" open" if index == 0 else "")
+        texts.append(f"<details {look}>{head}{drawn or '<p>No step is recorded.</p>'}</details>")
+    about = kit.soft(f"{TOGETHER} runs at a time, all on the same axes.")
+    return kit.section("Over the steps", about, *texts)
+
+
+def _table(runs: Sequence[RecordedRun]) -> str:
+    differ = differing_settings([run.config for run in runs], [run.words for run in runs])
+    columns = _columns(runs)
+    rows = []
+    for index, run in enumerate(runs):
+        texts = [values[index] for values in differ.values()]
+        settings = [NONE if each is None else kit.text(each) for each in texts]
+        numbers = [kit.number(name, value(run), NONE) for name, value in columns.items()]
+        name = f"{kit.line_sample(index % TOGETHER)}{index + 1} {_name(run)}"
+        state = run.summary.status, steps_text(run), loss_text(run)
+        rows.append([name, *settings, *state, *numbers])
+    heads = "status", "step", "loss", *(kit.NUMBERS[name][0] for name in columns)
+    names = ["", *map(kit.breakable, differ), *heads]
+    same = "" if differ else " No requested setting differs."
+    return kit.table("the runs", names, rows, "jobs runs") + kit.soft(ABOUT + same)
+
+
+def _name(run: RecordedRun) -> str:
+    """Return the html of a run's name, brief, with the whole one in a title."""
+    name, brief = run.summary.name, _brief(run.summary.name)
+    if brief == name:
+        return kit.text(name)
+    return f'<span title="{kit.text(name)}">{kit.text(brief)}</span>'
+
+
+def _brief(name: str) -> str:
+    """Return the name of a run without names of settings: values tell jobs of a sweep apart.
+
+    >>> _brief("sweep/schedule=1f1b,optim.lr=1e-3"), _brief("tiny")
+    ('sweep/1f1b,1e-3', 'tiny')
+    """
+    return KEY.sub("", name)
+
+
+def _columns(runs: Sequence[RecordedRun]) -> dict[str, Value]:
+    """Return the value of a run for each column, by its name among kit.NUMBERS."""
+    speeds = [speed for speed in kit.SPEEDS if any(run.speed == speed for run in runs)]
+    medians = ("step_time_s", *speeds, "mfu_fraction")
+    newest = ("memory_bytes", "ideal_bubble_fraction", "predicted_bubble_fraction")
+    columns: dict[str, Value] = {"eval_loss": lambda run: run.summary.eval_loss}
+    columns |= {name: partial(RecordedRun.median, name=name) for name in medians}
+    columns |= {name: lambda run, name=name: run.newest.get(name) for name in newest}
+    columns["measured_bubble_fraction"] = lambda run: run.measured_bubble
+    for name in OPTIONAL:
+        if all(columns[name](run) is None for run in runs):
+            del columns[name]
+    return columns
+
+
+def _places(runs: Sequence[RecordedRun], file: Path) -> str:
+    rows = []
+    for index, run in enumerate(runs, 1):
+        links, report = kit.link(run.summary.path, file), run.summary.path / "report.html"
+        links += f", {kit.link(report, file)}" if report.exists() else ""
+        rows.append([f"{index} {kit.text(run.summary.name)}", links])
+    return kit.table("directories", [], rows, "stages")
+
+
+def _warnings(runs: Sequence[RecordedRun]) -> str:
+    """Return the warnings of all runs, equal ones of several runs as one."""
+    whose: dict[str, list[str]] = {}
+    for run in runs:
+        for each in warnings_of(run):
+            whose.setdefault(each, []).append(run.summary.name)
+    lines = [f"{', '.join(names)}: {each}" for each, names in whose.items()]
+    return kit.section("To know", kit.bullets(lines))

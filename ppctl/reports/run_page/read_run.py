@@ -1,0 +1,215 @@
+"""The files of a run, read whole: its curves, its newest numbers, its environment, its problems."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ppctl.config.schedule_from_config import Pipeline
+from ppctl.reports import run_status
+from ppctl.reports.foreign_files import from_json, read_file
+from ppctl.reports.measured_timeline_file import measured_bubble
+from ppctl.reports.page_kit import SPEEDS
+from ppctl.reports.run_files import (
+    MEMORY_FILE,
+    RunSummary,
+    read_lines,
+    record_number,
+    run_summary,
+    whole_number,
+)
+
+CURVES = ("loss", "grad_norm", "lr", "step_time_s", "tokens_per_s", "rows_per_s", "mfu_fraction")
+NEWEST = (
+    *("predicted_step_time_s", "ideal_bubble_fraction", "predicted_bubble_fraction"),
+    *("predicted_memory_bytes", "memory_bytes", "compile_time_s"),
+)
+SLOW = 3.0  # medians: a slow step
+MOST_BYTES = 10**18  # on a device
+MOST_STEP = 10**15  # exact as a float
+LARGEST = 1e100  # larger numbers cannot be drawn, and count as not finite
+UNREADABLE = (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError)
+
+Points = Sequence[tuple[float, float | None]]  # (step, value), ascending; None: not finite
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """One run, from its files."""
+
+    summary: RunSummary
+    config: Mapping[str, Any]  # composed; empty: unreadable
+    words: Sequence[str]  # its request: settings other than the defaults
+    command: str  # resumes it; "": unknown
+    curves: Mapping[str, Points]  # recorded CURVES
+    evaluations: Points
+    newest: Mapping[str, float]  # NEWEST, as last recorded
+    measured_bubble: float | None  # 0..1, of its timeline
+    versions: Mapping[str, str]  # of its newest start, else of its newest checkpoint
+    starts: Sequence[Mapping[str, Any]]  # from status.jsonl
+    problems: Sequence[str]
+    pipeline: Pipeline | str  # by its settings, or the reason why it is unknown
+    memory: Sequence[Mapping[str, int]]  # bytes of a device by part, for each rank; or empty
+
+    @property
+    def speed(self) -> str | None:
+        """Return the one of SPEEDS that the run recorded."""
+        return next((name for name in SPEEDS if self.median(name) is not None), None)
+
+    def values(self, name: str) -> list[float]:
+        """Return the finite values of a curve."""
+        return [value for _, value in self.curves.get(name, ()) if value is not None]
+
+    def median(self, name: str) -> float | None:
+        """Return the median of a curve, None where it has no finite value."""
+        values = self.values(name)
+        return statistics.median(values) if values else None
+
+    def non_finite(self, name: str) -> list[float]:
+        """Return the steps at which a curve is not finite."""
+        return [step for step, value in self.curves.get(name, ()) if value is None]
+
+    @property
+    def warm_up_steps(self) -> set[float]:
+        """Return the first WARM_UP_STEPS steps of each start, and of the records."""
+        first = next((points[0][0] - 1 for points in self.curves.values() if points), 0)
+        finished = [first, *(_step(start) for start in self.starts)]
+        offsets = range(1, run_status.WARM_UP_STEPS + 1)
+        return {step + offset for step in finished if step is not None for offset in offsets}
+
+    def slow_steps(self) -> list[tuple[float, float]]:
+        """Return (step, seconds) of the steps above SLOW medians, the slowest first.
+
+        Warm-up steps are left out.
+        """
+        median, warm_up = self.median("step_time_s"), self.warm_up_steps
+        if not median:
+            return []
+        known = [(step, s) for step, s in self.curves["step_time_s"] if s is not None]
+        slow = [(step, s) for step, s in known if s > SLOW * median and step not in warm_up]
+        return sorted(slow, key=lambda pair: -pair[1])
+
+
+def read_run(
+    name: str,
+    path: Path,
+    config: Mapping[str, Any],
+    words: Sequence[str],
+    command: str,
+    notes: Sequence[str],
+    pipeline: Pipeline | str,
+) -> RecordedRun:
+    """Return the run in a directory; what is wrong with its files is among its problems."""
+    # 1. records
+    summary, problems = run_summary(name, path), []
+    curves, newest = _training(path / "metrics.jsonl", problems)
+    evaluations = _ordered(_evaluations(path / "eval.jsonl", problems), "eval.jsonl", problems)
+    memory = _memory(path / MEMORY_FILE, problems)
+    # 2. starts
+    lines = read_lines(path / run_status.FILE, problems)
+    starts = [line for line in lines if line.get("status") == run_status.STARTED]
+    versions = versions_of(starts[-1]) if starts else {}
+    return RecordedRun(
+        summary,
+        config,
+        words,
+        command,
+        curves,
+        evaluations,
+        newest,
+        measured_bubble(path / "timeline" / "timeline.csv"),
+        versions or _versions(path, summary.checkpoints),
+        starts,
+        list(dict.fromkeys((*summary.problems, *problems, *notes))),
+        pipeline,
+        memory,
+    )
+
+
+def _memory(path: Path, problems: list[str]) -> list[dict[str, int]]:
+    """Return the bytes of each rank by part, as the newest start recorded them."""
+    try:
+        ranks = from_json(read_file(path))["ranks"]
+        return [{str(part): _whole(size) for part, size in of_rank.items()} for of_rank in ranks]
+    except FileNotFoundError:
+        return []
+    except UNREADABLE:
+        problems.append(f"{path.name} cannot be read")
+        return []
+
+
+def _whole(size: Any) -> int:
+    if type(size) is not int or not 0 <= size < MOST_BYTES:
+        raise ValueError(size)
+    return size
+
+
+def _training(path: Path, problems: list[str]) -> tuple[dict[str, Points], dict[str, float]]:
+    curves: dict[str, list[tuple[float, float | None]]] = {name: [] for name in CURVES}
+    newest: dict[str, float] = {}
+    num_stepless = 0
+    for record in read_lines(path, problems):
+        step = _step(record)
+        if step is None:
+            num_stepless += 1
+            continue
+        for name, points in curves.items():
+            if name in record:
+                points.append((step, _finite(record, name)))
+        for name in NEWEST:
+            if name in record and (value := _finite(record, name)) is not None:
+                newest[name] = value
+    if num_stepless:
+        records = f"record{'s' * (num_stepless > 1)} of {path.name}"
+        problems.append(f"{num_stepless} {records} without a step, left out")
+    known = {name: points for name, points in curves.items() if points}
+    return {name: _ordered(points, path.name, problems) for name, points in known.items()}, newest
+
+
+def _evaluations(path: Path, problems: list[str]) -> list[tuple[float, float | None]]:
+    records = [record for record in read_lines(path, problems) if "eval_loss" in record]
+    points = [(_step(record), _finite(record, "eval_loss")) for record in records]
+    return [(step, loss) for step, loss in points if step is not None]
+
+
+def _ordered(points: list[tuple[float, float | None]], name: str, problems: list[str]) -> Points:
+    """Return ascending points: of a repeated step the last one, which adds to `problems`."""
+    if all(before[0] < after[0] for before, after in pairwise(points)):
+        return points
+    problem = f"steps of {name} are not in order, or there twice: of each the last line counts"
+    if problem not in problems:
+        problems.append(problem)
+    return sorted(dict(points).items())
+
+
+def _step(record: Mapping[str, Any]) -> int | None:
+    step = whole_number(record, "step")
+    return step if step is not None and 0 <= step < MOST_STEP else None
+
+
+def _finite(record: Mapping[str, Any], name: str) -> float | None:
+    value = record_number(record, name)
+    return value if value is not None and abs(value) < LARGEST else None
+
+
+def versions_of(start: Mapping[str, Any]) -> dict[str, str]:
+    """Return the recorded versions of a start."""
+    versions = start.get("versions")
+    return _texts(versions) if isinstance(versions, dict) else {}
+
+
+def _texts(versions: Mapping[Any, Any]) -> dict[str, str]:
+    return {str(name): str(version) for name, version in versions.items()}
+
+
+def _versions(path: Path, checkpoints: Sequence[int]) -> dict[str, str]:
+    for step in reversed(checkpoints):
+        with suppress(*UNREADABLE):
+            manifest = from_json(read_file(path / "checkpoints" / str(step) / "meta" / "data.json"))
+            return _texts(manifest["meta"]["versions"])
+    return {}

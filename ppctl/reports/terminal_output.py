@@ -1,0 +1,174 @@
+"""Output of commands: tables on the terminal, the same as one JSON document, files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.segment import Segments
+from rich.table import Table
+
+from ppctl.errors import ConfigError
+
+SPEEDS = {"tokens_per_s": "tok/s", "rows_per_s": "rows/s"}  # units of the speeds in records
+
+
+class OutputConsole(Console):
+    """The console of a command, whose reader may go, as in `ppctl runs | head`.
+
+    rich itself would end the process at once: steps since the last checkpoint would be lost.
+    """
+
+    when_reader_gone: Callable[[], None] | None = None  # None: BrokenPipeError is raised
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing from now on, and call `when_reader_gone`."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)  # or Python complains in its last flush
+        os.dup2(nowhere, self.file.fileno())
+        if self.when_reader_gone is None:
+            raise BrokenPipeError
+        self.when_reader_gone()
+
+
+def show_table(
+    console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
+) -> None:
+    """Print a table, its first column to the left and the others to the right, never cut short."""
+    look = {"title_justify": "left", "title_style": "bold", "box": box.SIMPLE_HEAD}
+    table = Table(title=title, pad_edge=False, **look)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    # print() would cut the table at the console's width, so it is laid out before
+    width = console.measure(table, options=console.options.update(width=10_000)).maximum
+    segments = console.render(table, console.options.update(width=width))
+    console.print(Segments(segments), soft_wrap=True, end="")
+
+
+def show_lines(console: Console, *lines: str) -> None:
+    """Print lines of plain text, never wrapped."""
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_json(document: Any) -> None:
+    """Print one JSON document. Numbers that are not finite become null, because JSON has none."""
+    print(json.dumps(json_safe(document), allow_nan=False))
+
+
+def size_text(num_bytes: int) -> str:
+    """Return bytes as people read them, in units of 1024.
+
+    >>> size_text(1536), size_text(15_750_000_000)
+    ('1.5 KiB', '14.7 GiB')
+    """
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def age_text(seconds: float) -> str:
+    """Return a time that has passed, as people say it.
+
+    >>> age_text(-3), age_text(5.2), age_text(60), age_text(200), age_text(8000), age_text(200_000)
+    ('0 s', '5 s', '1 min', '3 min', '2 h', '2 d')
+    """
+    seconds = max(0.0, seconds)
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def iso_text(seconds: float | None) -> str | None:
+    """Return seconds since 1970 as a time of ISO 8601 in UTC; None where a calendar has none.
+
+    >>> iso_text(1.8e9), iso_text(None), iso_text(1e300)
+    ('2027-01-15T08:00:00Z', None, None)
+    """
+    try:
+        form = "%Y-%m-%dT%H:%M:%SZ"
+        return None if seconds is None else time.strftime(form, time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return None
+
+
+def check_file(option: str, path: Path) -> None:
+    """Raise ConfigError for a file of `option` that cannot be written, before the work for it."""
+    folder, reason = path.parent, None
+    if path.is_dir():
+        reason = "it is a directory"
+    elif not folder.is_dir():
+        reason = f"there is no directory {folder}"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        reason = "permission denied"
+    if reason is not None:
+        remedy = "Name a file in a directory that is there and yours."
+        raise ConfigError(f"{option} cannot be written: {reason}. {remedy}")
+
+
+def write_file(option: str, path: Path, content: str | bytes) -> None:
+    """Write a file that `option` names, and a line on stderr. ConfigError where that fails."""
+    try:
+        replace_file(path, content)
+    except OSError as error:
+        raise ConfigError(f"{option} cannot be written: {error.strerror}.") from None
+    print(f"ppctl: wrote {path} ({path.stat().st_size:,} bytes)", file=sys.stderr)
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all, by rename, so that a kill leaves the old or the new one.
+
+    The target of a link is replaced. What is no plain file, such as /dev/stdout, and a file in a
+    directory that is not the user's, is written in place. Raises OSError.
+    """
+    data, target = content.encode() if isinstance(content, str) else content, path.resolve()
+    if target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK)):
+        target.write_bytes(data)
+        return
+    part = target.with_name(f".{target.name}.part")
+    try:
+        part.unlink(missing_ok=True)  # left by a killed process; or a link
+        with part.open("xb") as file:
+            file.write(data)
+        if target.exists():
+            shutil.copymode(target, part)
+        os.replace(part, target)
+    except OSError:
+        part.unlink(missing_ok=True)  # after a full disk
+        raise
+
+
+def write_files(option: str, directory: Path, contents: Mapping[str, str]) -> list[str]:
+    """Write text files by name into a directory, and a line on stderr; return their paths."""
+    try:
+        for name, content in contents.items():
+            (directory / name).write_text(content)
+    except OSError as error:
+        raise ConfigError(f"{option} cannot be written: {error.strerror}.") from None
+    size = sum(len(content.encode()) for content in contents.values())
+    print(f"ppctl: wrote {len(contents)} files to {directory} ({size:,} bytes)", file=sys.stderr)
+    return [str(directory / name) for name in contents]
+
+
+def json_safe(value: Any) -> Any:
+    """Return lists and dicts with None in place of non-finite numbers, which JSON lacks."""
+    if isinstance(value, dict):
+        return {key: json_safe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

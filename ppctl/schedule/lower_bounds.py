@@ -1,0 +1,136 @@
+"""Lower bounds on time and memory that no schedule can beat: docs/derivations.md, "Lower bounds".
+
+Closed forms for stages of equal cost, and their general form for any placement and costs of each
+stage.
+"""
+
+from __future__ import annotations
+
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.ir import Schedule
+
+
+def whole_makespan_bound_s(
+    num_ranks: int, num_microbatches: int, num_chunks: int, costs: Costs
+) -> float:
+    """Return the least makespan with whole backwards: m(F+B) + (p-1)((F+B)/V + 2c).
+
+    The last rank waits for a forward through the others, and they for its last backward.
+
+    >>> whole_makespan_bound_s(8, 32, 2, Costs())
+    106.5
+    """
+    forward_s = costs.seconds("F", 0, 1)
+    hops = (num_ranks - 1) * ((forward_s + costs.backward_s) / num_chunks + 2 * costs.transfer_s)
+    return num_microbatches * (forward_s + costs.backward_s) + hops
+
+
+def split_makespan_bound_s(
+    num_ranks: int, num_microbatches: int, num_chunks: int, costs: Costs
+) -> float:
+    """Return the least makespan with split backwards: m(F+I+W) + (p-1)(F/V + c).
+
+    A rank may end with weight gradients.
+
+    >>> split_makespan_bound_s(8, 32, 2, Costs())
+    99.5
+    """
+    forward_s = costs.seconds("F", 0, 1)
+    hops = (num_ranks - 1) * (forward_s / num_chunks + costs.transfer_s)
+    return num_microbatches * (forward_s + costs.backward_s) + hops
+
+
+def period_bound_s(schedule: Schedule, costs: Costs) -> float:
+    """Return the least period: the work of the busiest rank.
+
+    >>> from ppctl.schedule.families.one_f_one_b import one_f_one_b
+    >>> period_bound_s(one_f_one_b(8, 32), Costs())
+    96.0
+    """
+    return max(_work_s(schedule, costs))
+
+
+def makespan_bound_s(
+    schedule: Schedule, costs: Costs, num_microbatches: int | None = None
+) -> float:
+    """Return the least makespan of any order of these tasks. num_microbatches: None for its own.
+
+    For each rank: its work, and what comes before and after it (`outside_s`).
+
+    >>> from ppctl.schedule.families.one_f_one_b import one_f_one_b
+    >>> makespan_bound_s(one_f_one_b(8, 32), Costs())
+    117.0
+    """
+    times = 1.0 if num_microbatches is None else num_microbatches / schedule.num_microbatches
+    parts = zip(outside_s(schedule, costs), _work_s(schedule, costs), strict=True)
+    return max(other_s + work_s * times for other_s, work_s in parts)
+
+
+def peak_activations_bound(schedule: Schedule, costs: Costs, period_s: float) -> tuple[float, ...]:
+    """Return each rank's least peak of activations of any order that takes period_s at most.
+
+    Sum of lifespans over period (the building-block argument of arXiv 2405.15362): an activation
+    lives at least through the forwards after it, the input gradients back to it, and its weight
+    gradient.
+    """
+    num_chunks, is_split = schedule.num_chunks, schedule.is_split
+    lives_s = [
+        trip_s + (costs.seconds("W", s, num_chunks) if is_split else 0.0)
+        for s, trip_s in enumerate(trips_s(schedule, costs))
+    ]
+    return tuple(
+        schedule.num_microbatches * sum(lives_s[s] for s in stages) / num_chunks / period_s
+        for stages in schedule.stages_of
+    )  # fmt: skip
+
+
+def trips_s(schedule: Schedule, costs: Costs) -> list[float]:
+    """Return each stage's least seconds from the start of a forward to the end of its I (or B).
+
+    Through the forwards of the stages after it, and the input gradients back to it.
+    """
+    kinds, last = ("F", _backward_kind(schedule)), schedule.num_stages - 1
+    trip_s = _chain_s(schedule, costs, kinds)
+    whole_s = trip_s[-1]
+    for kind in kinds:
+        whole_s += costs.seconds(kind, last, schedule.num_chunks)
+    return [whole_s - before_s for before_s in trip_s]
+
+
+def outside_s(schedule: Schedule, costs: Costs) -> list[float]:
+    """Return each rank's least seconds before its first task and after its last one together.
+
+    Forwards until the first of its stages can start, and input gradients from the first of its
+    stages back to stage 0, unless weight gradients may end its program.
+    """
+    before_s = _chain_s(schedule, costs, ("F",))
+    after_s = _chain_s(schedule, costs, (_backward_kind(schedule),))
+    may_end_with_w = [any(kind == "W" for kind, _, _ in rank) for rank in schedule.counts]
+    return [
+        min(before_s[s] for s in stages) + (0.0 if ends else min(after_s[s] for s in stages))
+        for stages, ends in zip(schedule.stages_of, may_end_with_w, strict=True)
+    ]
+
+
+def _work_s(schedule: Schedule, costs: Costs) -> list[float]:
+    chunks = schedule.num_chunks
+    return [
+        sum(number * costs.seconds(kind, s, chunks) for kind, s, number in rank)
+        for rank in schedule.counts
+    ]
+
+
+def _backward_kind(schedule: Schedule) -> str:
+    """Return the kind in which a gradient passes each stage: I if any backward is split, else B."""
+    return "I" if schedule.is_split else "B"
+
+
+def _chain_s(schedule: Schedule, costs: Costs, kinds: tuple[str, ...]) -> list[float]:
+    """Return for each stage the seconds of a microbatch's `kinds` before it, with the hops."""
+    total_s, chain_s = 0.0, [0.0]
+    for stage in range(schedule.num_stages - 1):
+        crosses = schedule.rank_of[stage] != schedule.rank_of[stage + 1]
+        for kind in kinds:
+            total_s += costs.seconds(kind, stage, schedule.num_chunks) + crosses * costs.transfer_s
+        chain_s.append(total_s)
+    return chain_s

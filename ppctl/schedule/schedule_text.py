@@ -1,0 +1,119 @@
+"""A schedule as text: CSV both ways, the grid of errors, lists of tasks in JaxPP's words."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from ppctl.errors import ScheduleError
+from ppctl.schedule.error_grid import grid
+from ppctl.schedule.ir import PART_KINDS, Kind, Schedule, Task
+from ppctl.schedule.validation import validate
+
+__all__ = ["from_csv", "grid", "task_lists", "task_name", "task_names", "to_csv"]
+
+_STAGE_WORDS: dict[Kind, str] = {"F": "fwd", "B": "bwd", "I": "bwd_i", "W": "bwd_w"}
+_PART_WORDS: dict[Kind, str] = {"E": "embed", "S": "logits", "T": "logits_bwd", "G": "embed_bwd"}
+WORDS = _STAGE_WORDS | _PART_WORDS
+WIDTH = 120  # columns
+MOST_MISSING = 100_000  # pairs (stage, microbatch) searched for the first missing task
+
+
+def to_csv(ranks: Sequence[Sequence[Task]]) -> str:
+    """Return one line a rank, cells such as 2F0 in program order.
+
+    PyTorch's pipelining reads it as a compute-only schedule, unless it has E, S, T or G.
+
+    >>> to_csv([[Task(0, "F", 0), Task(0, "B", 0)]])
+    '0F0,0B0\\n'
+    """
+    return "".join(",".join(map(str, tasks)) + "\n" for tasks in ranks)
+
+
+def from_csv(text: str, name: str) -> Schedule:
+    """Return the validated schedule of such a text. An empty cell is an idle step and is dropped.
+
+    A stage is placed on the first rank that names it; the largest microbatch is the last.
+    ScheduleError for a cell that names no task (with line and column), or if `validate` refuses.
+
+    >>> from_csv("0F0,,0B0\\n1F0,1B0\\n", "mine").rank_of
+    (0, 1)
+    """
+    # 1. the tasks of each rank
+    ranks: list[tuple[Task, ...]] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        tasks: list[Task] = []
+        for column, cell in enumerate(line.split(","), start=1):
+            if not cell.strip():
+                continue
+            try:
+                tasks.append(Task.parse(cell))
+            except ScheduleError as error:
+                raise ScheduleError(f"{name}: line {number}, column {column}: {error}") from None
+        ranks.append(tuple(tasks))
+    # 2. the rank of each stage
+    rank_of: dict[int, int] = {}
+    for rank, program in enumerate(ranks):
+        for task in program:
+            if task.kind not in PART_KINDS:
+                rank_of.setdefault(task.stage, rank)
+    if not rank_of:
+        use = "Write one line a rank, cells such as 2F0."
+        raise ScheduleError(f"{name}: the text has no tasks. {use}")
+    last = max(rank_of)
+    unplaced = next((stage for stage in range(last) if stage not in rank_of), None)
+    if unplaced is not None:
+        what = f"stage {last} has tasks, but no rank has one of stage {unplaced}"
+        raise ScheduleError(f"{name}: {what}.")
+    # 3. the number of microbatches
+    num_microbatches = 1 + max(task.microbatch for tasks in ranks for task in tasks)
+    num_tasks, num_pairs = sum(map(len, ranks)), num_microbatches * len(rank_of)
+    if num_pairs > max(num_tasks, MOST_MISSING):
+        raise ScheduleError(
+            f"{name}: {num_microbatches} microbatches (the largest is {num_microbatches - 1}) of "
+            f"{len(rank_of)} stages are 2*{num_microbatches}*{len(rank_of)} = {2 * num_pairs} "
+            f"tasks or more, but there are {num_tasks}."
+        )
+    placed = tuple(rank_of[stage] for stage in range(len(rank_of)))
+    has_parts = any(task.kind in PART_KINDS for tasks in ranks for task in tasks)
+    return validate(Schedule(name, tuple(ranks), placed, num_microbatches, has_parts))
+
+
+def task_name(task: Task) -> str:
+    """Return a task as JaxPP prints it: WORD_STAGE__MICROBATCH.
+
+    >>> task_name(Task(2, "F", 0)), task_name(Task(0, "W", 3))
+    ('fwd_2__0', 'bwd_w_0__3')
+    """
+    return f"{WORDS[task.kind]}_{task.stage}__{task.microbatch}"
+
+
+def task_names(tasks: Sequence[Task], num_stages: int) -> list[str]:
+    """Return a rank's tasks; on the last stage a forward and its B or I right after it are fused.
+
+    >>> task_names([Task(1, "F", 0), Task(1, "B", 0), Task(1, "F", 1)], num_stages=2)
+    ['FusedTask(fwd_1__0, bwd_1__0)', 'fwd_1__1']
+    """
+    names: list[str] = []
+    fused: Task | None = None  # the forward that the next task may belong to
+    for task in tasks:
+        if fused is not None and task.kind in "BI" and task[::2] == fused[::2]:
+            names[-1] = f"FusedTask({names[-1]}, {task_name(task)})"
+        else:
+            names.append(task_name(task))
+        fused = task if task.kind == "F" and task.stage == num_stages - 1 else None
+    return names
+
+
+def task_lists(schedule: Schedule) -> str:
+    """Return for each rank a heading with its stages, and its tasks in JaxPP's words."""
+    lines: list[str] = []
+    for rank, (tasks, stages) in enumerate(zip(schedule.ranks, schedule.stages_of, strict=True)):
+        held = f"stage{'s' * (len(stages) > 1)} {' '.join(map(str, stages))}"
+        names = task_names(tasks, schedule.num_stages)
+        # a fused task is not broken over lines: its space is not one for the wrap
+        atoms = " ".join(name.replace(" ", "\xa0") for name in names)
+        wrapped = textwrap.wrap(atoms, WIDTH - 2, break_on_hyphens=False)
+        lines.append(f"rank {rank}, {held}: {len(names)} tasks")
+        lines += ["  " + line.replace("\xa0", " ") for line in wrapped]
+    return "\n".join(lines) + "\n"

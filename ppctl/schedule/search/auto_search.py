@@ -1,0 +1,355 @@
+"""`schedule=auto`: the shortest schedule under a cap on memory, at given costs.
+
+Every family with its knobs, every V-shaped building block, and greedy runs of both under the cap;
+the best of these are then climbed. The answer is never worse than the best published schedule that
+fits, and the same on every process. Budgets are counted in tasks, not in seconds: the answer must
+not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product
+from operator import add
+
+from ppctl.errors import ConfigError, ScheduleError
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.families.registry import FAMILIES, build
+from ppctl.schedule.families.schedule_passes import split_backward
+from ppctl.schedule.families.stage_placement import v_shape
+from ppctl.schedule.families.v_blocks import Block, blocks, steady_excess
+from ppctl.schedule.ir import Schedule
+from ppctl.schedule.search.auto_choice import GIB, NO_GAP, Choice, FoundSchedule
+from ppctl.schedule.search.greedy_order import fill
+from ppctl.schedule.search.hill_climbing import climb, length_s
+from ppctl.schedule.search.memory_bound import bound_under_cap_s
+from ppctl.schedule.search.numbered_orders import Jobs, Orders
+from ppctl.schedule.search.placement_costs import CostsOf, Ledger, Placed
+from ppctl.schedule.search.squeeze_pattern import repeated, squeeze
+from ppctl.schedule.validation import validate
+
+MOST_TASKS = 400_000  # of a schedule that is searched; above, the search takes minutes
+PROBED_TASKS = 1_000_000  # of building blocks squeezed with few microbatches: about 5 s
+SQUEEZED_TASKS = 3_000_000  # of the best of them, squeezed in full: about 15 s
+FILLED_TASKS = 3_000_000  # of one round of greedy runs: about 12 s
+NUM_SQUEEZED, NUM_FILLED, NUM_CLIMBED = 32, 12, 6  # best so far: blocks in full, greedy, climbs
+CLIMBED_TASKS = 2_000_000  # run by one climb, about 1 s
+SQUEEZE_PATIENCE = (0.0, 0.35, 0.5, 0.75)
+GREEDY_PATIENCE = (0.0, 0.5, 1.0)
+
+
+def choose(
+    num_ranks: int,
+    num_microbatches: int,
+    costs: Costs | CostsOf,
+    cap: float | None = None,
+    *,
+    limit_bytes: float | None = None,
+    max_chunks: int = 4,
+    by_period: bool = False,
+    makespan_s: Callable[[Schedule], float] | None = None,
+    rank_bytes: Callable[[Schedule], int] | None = None,
+) -> Choice:
+    """Return the shortest schedule found with at most `cap` activations, or limit_bytes, a rank.
+
+    costs: of all placements, or a function from the rank of each stage to them. cap: in units of
+    one microbatch through 1/p of the model; None: p, as 1F1B. limit_bytes: of all memory of a rank
+    (`Placed`), instead of it. max_chunks: the most stages a rank. by_period: shorten the period, a
+    step without a barrier before the optimizer. makespan_s: a schedule's time where ranks do not
+    run freely (ScheduleError: it cannot run there); then only published schedules are compared.
+    rank_bytes: the fullest rank's bytes there. ScheduleError where nothing fits, or for schedules
+    too large to search.
+
+    >>> choice = choose(4, 8, Costs())
+    >>> choice.best.length_s, choice.gap_fraction
+    (24.75, 0.0)
+    """
+    # 1. the sizes and the cap
+    assert cap is None or limit_bytes is None, "one cap"
+    num_tasks = 3 * num_ranks * num_microbatches
+    if num_tasks > MOST_TASKS:
+        raise ScheduleError(
+            f"3*num_ranks*num_microbatches = 3*{num_ranks}*{num_microbatches} = {num_tasks:,} "
+            f"tasks are more than the {MOST_TASKS:,} that auto searches. Choose one of `ppctl "
+            "schedule list`."
+        )
+    if limit_bytes is None and cap is None:
+        cap = num_ranks
+    costs_of = Placed(costs).anywhere if isinstance(costs, Costs) else costs
+    search = _Search(costs_of, cap, limit_bytes, by_period, makespan_s, rank_bytes)
+    # 2. the published schedules
+    for label, schedule in published(num_ranks, num_microbatches, max_chunks):
+        search.add_published(label, schedule)
+    if not search.priorities:
+        if isinstance(costs, Costs) or search.refusal is None:
+            raise ScheduleError(
+                "the costs are those of each stage, of as many stages as no schedule of "
+                f"{num_ranks} ranks and up to {max_chunks} chunks has. Give one for each of "
+                f"{num_ranks}, {2 * num_ranks}, ... stages, or numbers."
+            )
+        raise search.refusal  # of the first placement
+    # 3. greedy runs of them, building blocks, climbs
+    if makespan_s is None and search.may_fit and not search.is_proven:
+        search.fill_all()
+        if max_chunks >= 2 and num_ranks > 1:
+            search.squeeze_blocks(num_ranks, num_microbatches)
+        search.improve()
+    return search.choice(num_ranks, num_microbatches)
+
+
+def published(
+    num_ranks: int, num_microbatches: int, max_chunks: int
+) -> Iterator[tuple[str, Schedule]]:
+    """Yield (label, schedule) of every family with its knobs for these sizes, simple ones first."""
+    for family in sorted(FAMILIES.values(), key=lambda one: (bool(one.knobs), one.num_chunks > 1)):
+        for knobs in family.searched_knobs(max_chunks):
+            with suppress(ScheduleError):  # sizes that the family refuses
+                schedule = build(family.name, num_ranks, num_microbatches, **knobs)
+                if schedule.num_chunks <= max_chunks:
+                    shown = ", ".join(f"{key}={value:g}" for key, value in knobs.items())
+                    yield f"{family.name} ({shown})" if shown else family.name, schedule
+
+
+@dataclass
+class _Start:
+    """Orders that a search goes on from; ties are broken by `number`."""
+
+    length_s: float
+    number: int
+    label: str
+    jobs: Jobs
+    orders: Orders
+    published: Schedule | None = None  # the family's schedule, if the orders are unchanged
+
+
+@dataclass
+class _Search:
+    costs_of: CostsOf
+    cap: float | None
+    limit_bytes: float | None
+    by_period: bool
+    makespan_s: Callable[[Schedule], float] | None
+    rank_bytes: Callable[[Schedule], int] | None
+
+    def __post_init__(self) -> None:
+        self.found: list[_Start] = []  # within the cap
+        self.priorities: list[tuple[str, Jobs]] = []  # of greedy runs, within the cap or not
+        self.bounds_s: list[float] = []  # infinite without room for a microbatch
+        self.smallest = math.inf, ""  # the least memory of a fullest rank, and the label
+        self.num_blocks = 0, 0
+        self.refusal: ConfigError | None = None  # of the first placement that the model refuses
+        self.placed: dict[tuple[int, ...], Placed | None] = {}
+
+    @property
+    def may_fit(self) -> bool:
+        """Return whether any placement has room for a microbatch."""
+        return min(self.bounds_s) < math.inf
+
+    @property
+    def is_proven(self) -> bool:
+        """Return whether no schedule can be shorter than those found."""
+        least_s = min((start.length_s for start in self.found), default=math.inf)
+        return bool(self.found) and least_s <= min(self.bounds_s) * (1 + NO_GAP)
+
+    def placement(self, rank_of: tuple[int, ...]) -> Placed | None:
+        """Return the costs of a placement; None if the model cannot have it."""
+        if rank_of not in self.placed:
+            self.placed[rank_of] = None
+            try:
+                placed = self.costs_of(rank_of)
+                placed.check(len(rank_of))
+                self.placed[rank_of] = placed
+            except ConfigError as error:
+                self.refusal = self.refusal or error
+        return self.placed[rank_of]
+
+    def ledger(self, placed: Placed, schedule: Schedule) -> Ledger:
+        """Return the memory that tasks hold, in the units of `limit`."""
+        return Ledger.counted(schedule) if self.limit_bytes is None else placed.ledger(schedule)
+
+    def limit(self, schedule: Schedule) -> int:
+        """Return the cap: in chunks of the schedule, or in bytes."""
+        if self.limit_bytes is not None:
+            return int(self.limit_bytes)
+        assert self.cap is not None, "one of the caps is there"
+        return int(self.cap * schedule.num_chunks + 1e-9)
+
+    def add_published(self, label: str, schedule: Schedule) -> None:
+        """Add a published schedule if it fits, and its priorities for greedy runs."""
+        placed = self.placement(schedule.rank_of)
+        if placed is None:
+            return
+        # 1. the bound of its tasks, and its order as priorities
+        costs, ledger, limit = placed.costs, self.ledger(placed, schedule), self.limit(schedule)
+        free = Jobs(split_backward(schedule), costs, ledger)
+        self.priorities.append((label, free))
+        bounded = free.schedule, costs, ledger, limit
+        self.bounds_s.append(bound_under_cap_s(*bounded, by_period=self.by_period))
+        # 2. the schedule itself, if it fits
+        rank_bytes = self.rank_bytes
+        try:
+            holds = rank_bytes(schedule) if rank_bytes else max(ledger.peaks(schedule))
+        except ScheduleError:  # it cannot run in lockstep
+            return
+        unit = schedule.num_chunks if self.limit_bytes is None else 1
+        self.smallest = min(self.smallest, (holds / unit, label))
+        if holds <= limit:
+            jobs = Jobs(schedule, costs, ledger)
+            self._add(label, jobs, jobs.first, schedule)
+
+    def fill_all(self) -> None:
+        """Add greedy runs of the published schedules: of all, or the shortest of large ones."""
+        runs = [jobs.run(jobs.first) for _, jobs in self.priorities]
+        took_s = [math.inf if run is None else run.makespan_s for run in runs]
+        order = sorted(range(len(took_s)), key=took_s.__getitem__)
+        for i in order[: self._affordable(FILLED_TASKS, 2 * len(GREEDY_PATIENCE))]:
+            label, jobs = self.priorities[i]
+            self._fill(label, jobs, jobs.first)
+
+    def squeeze_blocks(self, num_ranks: int, num_microbatches: int) -> None:
+        """Add V-shaped building blocks squeezed under the cap: the best with few microbatches."""
+        placed = self.placement(v_shape(num_ranks))
+        if placed is None:
+            return
+        # 1. the blocks that are above the cap by at most a microbatch
+        empty = Schedule("block", ((),) * num_ranks, v_shape(num_ranks), num_microbatches)
+        ledger = self.ledger(placed, empty)
+        limit = 2 * self.cap if self.cap is not None else self.limit(empty)
+        more = max(map(add, ledger.stash, reversed(ledger.stash)))
+        excess = {block: steady_excess(block, ledger, limit) for block in blocks(num_ranks)}
+        within = [block for block, above in excess.items() if above <= more]
+        within.sort(key=lambda block: (abs(excess[block]), block))
+        # 2. the best of them with few microbatches
+        few = min(num_microbatches, 2 * num_ranks)
+        within, num_all = within[: PROBED_TASKS // (6 * num_ranks * few)], len(within)
+        self.num_blocks = (len(within), num_all)
+        expected: list[tuple[float, int, Block]] = []
+        for number, block in enumerate(within):
+            jobs = self._squeezed(block, few, 0.5, placed)
+            if jobs is not None:
+                expected.append((_expected_s(jobs, num_microbatches), number, block))
+        # 3. these in full
+        most = min(NUM_SQUEEZED, self._affordable(SQUEEZED_TASKS, len(SQUEEZE_PATIENCE)))
+        for _, number, block in sorted(expected)[:most]:
+            for patience in SQUEEZE_PATIENCE:
+                jobs = self._squeezed(block, num_microbatches, patience, placed)
+                if jobs is not None:
+                    self._add(f"V block {number}", jobs, jobs.first)
+
+    def improve(self) -> None:
+        """Add greedy runs of the best so far, then climbs the best of all."""
+        affordable = self._affordable(FILLED_TASKS, 2 * len(GREEDY_PATIENCE))
+        for start in self._best(min(NUM_FILLED, affordable)):
+            self._fill(start.label, start.jobs, start.orders)
+        for start in self._best(NUM_CLIMBED):
+            climbed = start.jobs, start.orders, self.limit(start.jobs.schedule)
+            found_s, orders = climb(*climbed, CLIMBED_TASKS, by_period=self.by_period)
+            if found_s < start.length_s:
+                self._add(f"{start.label}, climbed", start.jobs, orders)
+
+    def choice(self, num_ranks: int, num_microbatches: int) -> Choice:
+        """Return the answer. ScheduleError where nothing fits."""
+        if not self.found:
+            raise self._too_little(num_ranks, num_microbatches)
+        best = self._best(len(self.found))
+        fits = [start for start in self.found if start.published is not None]
+        if fits and not any(start.published is not None for start in best):
+            best.append(min(fits, key=lambda start: start.length_s))
+        candidates = tuple(self._candidate(start) for start in best)
+        tried = min(self.bounds_s), len(self.priorities), self.num_blocks
+        held = self.limit_bytes, self._held_bytes(candidates[0].schedule)
+        return Choice(candidates[0], candidates, self.cap, *tried, self.by_period, *held)
+
+    def _held_bytes(self, schedule: Schedule) -> int | None:
+        if self.limit_bytes is None:
+            return None
+        if self.rank_bytes is not None:
+            return self.rank_bytes(schedule)
+        placed = self.placement(schedule.rank_of)
+        assert placed is not None, "it was found there"
+        return max(placed.ledger(schedule).peaks(schedule))
+
+    def _too_little(self, num_ranks: int, num_microbatches: int) -> ScheduleError:
+        """Return the error where nothing fits, with the schedule that holds least."""
+        (least, label), unit = self.smallest, ""
+        asked, name = self.cap, "schedule.max_activations"
+        if self.limit_bytes is not None:
+            asked, name, unit = self.limit_bytes / GIB, "schedule.max_memory_gib", " GiB"
+            least = math.ceil(least / GIB * 1000) / 1000  # so that it is enough
+        what = f"no schedule of {num_ranks} ranks and {num_microbatches} microbatches was found"
+        return ScheduleError(
+            f"{name}={asked:g}: {what} that holds so little ({label} holds least, "
+            f"{least:g}{unit}). Use {name}={least:g} or more."
+        )
+
+    def _candidate(self, start: _Start) -> FoundSchedule:
+        schedule, is_published = start.published, start.published is not None
+        if schedule is None:
+            schedule = validate(start.jobs.as_schedule(start.orders, f"auto: {start.label}"))
+        return FoundSchedule(start.label, schedule, start.length_s, is_published)
+
+    def _best(self, count: int) -> list[_Start]:
+        """Return the best `count`, one for each length: unchanged families before changed ones."""
+
+        def rank(start: _Start) -> tuple[float, bool, int]:
+            return float(f"{start.length_s:.9g}"), start.published is None, start.number
+
+        best: list[_Start] = []
+        for start in sorted(self.found, key=rank):
+            if not best or start.length_s > best[-1].length_s * (1 + NO_GAP):
+                best.append(start)
+        return best[:count]
+
+    def _fill(self, label: str, jobs: Jobs, orders: Orders) -> None:
+        label = label if label.endswith(", greedy") else f"{label}, greedy"
+        for patience, last in product(GREEDY_PATIENCE, (False, True)):
+            filled = fill(jobs, orders, self.limit(jobs.schedule), patience, weight_grads_last=last)
+            if filled is not None:
+                self._add(label, jobs, filled)
+
+    def _affordable(self, budget: int, runs_each: int) -> int:
+        """Return how many schedules of median size a budget runs that often, at least 2."""
+        num_tasks = statistics.median(len(jobs.tasks) for _, jobs in self.priorities)
+        return max(2, int(budget / (runs_each * num_tasks)))
+
+    def _squeezed(
+        self, block: Block, num_microbatches: int, patience: float, placed: Placed
+    ) -> Jobs | None:
+        empty = Schedule("block", ((),) * len(block), v_shape(len(block)), num_microbatches)
+        ledger, costs = self.ledger(placed, empty), placed.costs
+        how = num_microbatches, self.limit(empty), costs, patience, ledger
+        try:
+            return Jobs(squeeze("block", repeated(block, num_microbatches), *how), costs, ledger)
+        except ScheduleError:  # the block cannot run under the cap
+            return None
+
+    def _add(
+        self, label: str, jobs: Jobs, orders: Orders, published: Schedule | None = None
+    ) -> None:
+        if self.makespan_s is None:
+            run = jobs.run(orders)
+            assert run is not None, f"{label}: orders that cannot run"
+            found_s = length_s(run, orders, self.by_period)
+        else:
+            try:
+                found_s = self.makespan_s(jobs.schedule)
+            except ScheduleError:
+                return
+        self.found.append(_Start(found_s, len(self.found), label, jobs, orders, published))
+
+
+def _expected_s(jobs: Jobs, num_microbatches: int) -> float:
+    """Return the makespan with more microbatches, extrapolated from the middle ones of these."""
+    run = jobs.run(jobs.first)
+    assert run is not None, "a squeezed block runs"
+    few = jobs.schedule.num_microbatches
+    if few == num_microbatches:
+        return run.makespan_s
+    timed = zip(jobs.tasks, run.end_s, strict=True)
+    ends_s = [end_s for task, end_s in timed if task[:2] == (0, "I")]
+    each_s = (ends_s[3 * few // 4] - ends_s[few // 4]) / (3 * few // 4 - few // 4)
+    return run.makespan_s + (num_microbatches - few) * each_s

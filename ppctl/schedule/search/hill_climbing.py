@@ -1,0 +1,99 @@
+"""Hill climbing on the critical path: tasks move along their rank's program while it gets shorter.
+
+A step is as long as a chain of tasks that wait for each other. Where two of them are neighbours on
+a rank, the second waits for the first's end and not for its values: only moving it ahead, or the
+first one back, can shorten the chain on that rank (the neighbourhood of job-shop scheduling, van
+Laarhoven et al. 1992, Operations Research 40(1)).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+
+from ppctl.schedule.search.move_trial import Trials
+from ppctl.schedule.search.numbered_orders import Jobs, Orders, TimedOrders
+
+AHEAD = (1, 2, 3, 4, 6, 9)  # steps by which the second task of a pair moves ahead
+BACK = (2, 3, 4, 6, 9, 14)  # steps by which the first one moves back (1 is the second one's 1)
+LEAST_GAIN = 1e-9  # relative to the makespan: rounding is no gain
+
+
+def climb(
+    jobs: Jobs, orders: Orders, cap: int, budget: int, *, by_period: bool = False
+) -> tuple[float, Orders]:
+    """Return (makespan, orders) that no move of a task shortens, or after `budget` simulated tasks.
+
+    orders: valid, and within the cap. cap: the most that a rank may hold. by_period: shorten the
+    period instead. The result depends on nothing else: it is the same on every process.
+    """
+    run = jobs.run(orders)
+    assert run is not None, "climbing starts from orders that can run"
+    choose = random.Random(0)
+    until = jobs.spent + budget
+    while jobs.spent < until:
+        better = _first_better(jobs, orders, run, cap, until, choose, by_period)
+        if better is None:
+            break
+        run, orders = better
+    return length_s(run, orders, by_period), orders
+
+
+def length_s(run: TimedOrders, orders: Orders, by_period: bool) -> float:
+    """Return the makespan, or the period."""
+    return run.period_s(orders) if by_period else run.makespan_s
+
+
+def _first_better(
+    jobs: Jobs,
+    orders: Orders,
+    run: TimedOrders,
+    cap: int,
+    until: int,
+    choose: random.Random,
+    by_period: bool,
+) -> tuple[TimedOrders, Orders] | None:
+    """Return the first neighbour that is shorter, or None."""
+    # 1. pairs of neighbours on the critical path
+    limit_s = length_s(run, orders, by_period) * (1 - LEAST_GAIN)
+    longest = max(orders, key=lambda order: run.end_s[order[-1]] - run.start_s[order[0]])
+    step = [0] * len(jobs.tasks)
+    for order in orders:
+        for i, task in enumerate(order):
+            step[task] = i
+    neighbours = [
+        (jobs.rank[a], step[a])
+        for a, b in pairwise(run.critical_path(longest[-1] if by_period else None))
+        if jobs.rank[a] == jobs.rank[b] and step[b] == step[a] + 1
+    ]
+    choose.shuffle(neighbours)
+    # 2. their moves, each tried in part before it is run in full
+    trials = None if by_period else Trials(jobs, orders, run)
+    for rank, i in neighbours:
+        for order, first, last in _moves(orders[rank], i):
+            if not jobs.fits(order, cap):
+                continue
+            if trials is not None and not trials.may_be_shorter(rank, order, first, last, limit_s):
+                if jobs.spent >= until:
+                    return None
+                continue
+            moved = [*orders[:rank], order, *orders[rank + 1 :]]
+            found = jobs.run(moved) if by_period else jobs.run(moved, limit_s)
+            if found is not None and length_s(found, moved, by_period) < limit_s:
+                return found, moved
+            if jobs.spent >= until:
+                return None
+    return None
+
+
+def _moves(order: list[int], i: int) -> Iterator[tuple[list[int], int, int]]:
+    """Yield (order, first, last changed place) with the task at i+1 moved ahead, or at i back."""
+    for by in AHEAD:
+        to = i + 1 - by
+        if to >= 0:
+            yield [*order[:to], order[i + 1], *order[to : i + 1], *order[i + 2 :]], to, i + 1
+    for by in BACK:
+        if i + by < len(order):
+            to = i + by
+            yield [*order[:i], *order[i + 1 : to + 1], order[i], *order[to + 1 :]], i, to

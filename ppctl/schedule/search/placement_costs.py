@@ -1,0 +1,138 @@
+"""The memory that tasks take and give back, and the costs of a model on a placement of stages.
+
+An activation lives from the start of a forward to the end of its B or W; an I frees nothing, since
+its W needs the activation (the convention of the zero-bubble papers).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ppctl.schedule.costs import Costs, OfStages
+from ppctl.schedule.ir import PART_KINDS, Schedule
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A model on a placement: the costs of its stages' tasks, and the memory of its ranks.
+
+    costs.activation_bytes: kept by a forward. pending_bytes: handed from I to W in its place; None:
+    the stash stays until W. fixed_bytes: of each rank, always (parameters, optimizer, gradients).
+    """
+
+    costs: Costs
+    fixed_bytes: tuple[float, ...] = ()
+    pending_bytes: OfStages | None = None
+
+    def anywhere(self, rank_of: tuple[int, ...]) -> Placed:
+        """Return the same for any placement: a `CostsOf`."""
+        del rank_of
+        return self
+
+    def check(self, num_stages: int) -> None:
+        """Raise ConfigError where a tuple has not one entry a stage."""
+        self.costs.check(num_stages)
+        if self.pending_bytes is not None:
+            replace(self.costs, activation_bytes=self.pending_bytes).check(num_stages)
+
+    def ledger(self, schedule: Schedule) -> Ledger:
+        """Return the bytes of a schedule on this placement, rounded up.
+
+        >>> from ppctl.schedule.families.one_f_one_b import one_f_one_b
+        >>> Placed(Costs(activation_bytes=(3.0, 2.5)), (10.0, 10.0)).ledger(one_f_one_b(2, 4))
+        Ledger(held=(10, 10), stash=(3, 3), pending=None)
+        """
+        stages, chunks = range(schedule.num_stages), schedule.num_chunks
+        held = tuple(map(math.ceil, self.fixed_bytes or (0.0,) * schedule.num_ranks))
+        stash = tuple(math.ceil(self.costs.stage_bytes(s, chunks)) for s in stages)
+        if self.pending_bytes is None:
+            return Ledger(held, stash)
+        pending = replace(self.costs, activation_bytes=self.pending_bytes)
+        return Ledger(held, stash, tuple(math.ceil(pending.stage_bytes(s, chunks)) for s in stages))
+
+
+CostsOf = Callable[[tuple[int, ...]], Placed]  # of the rank of each stage; may raise ConfigError
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The memory of a placement in whole units: chunks, or bytes.
+
+    held: by each rank, always. stash: of each stage, from the start of a microbatch's F to the end
+    of its B or W. pending: of each stage, from the start of I to the end of W, if the stash ends
+    with I; None: it does not.
+    """
+
+    held: tuple[int, ...]
+    stash: tuple[int, ...]
+    pending: tuple[int, ...] | None = None
+
+    @staticmethod
+    def counted(schedule: Schedule) -> Ledger:
+        """Return the ledger that counts the stashes of chunks."""
+        return Ledger((0,) * schedule.num_ranks, (1,) * schedule.num_stages)
+
+    def rise(self, stage: int, kind: str) -> int:
+        """Return the extra memory of a task while it runs."""
+        if kind == "F":
+            return self.stash[stage]
+        return self.pending[stage] if kind == "I" and self.pending is not None else 0
+
+    def change(self, stage: int, kind: str) -> int:
+        """Return the change of a rank's memory once the task has run."""
+        if kind in PART_KINDS:
+            return 0
+        if kind == "F":
+            return self.stash[stage]
+        if kind == "B" or self.pending is None:
+            return 0 if kind == "I" else -self.stash[stage]
+        return self.pending[stage] - self.stash[stage] if kind == "I" else -self.pending[stage]
+
+    @cached_property
+    def reserve(self) -> int:
+        """Return the extra memory of an input gradient, which must not keep it from running."""
+        return max(self.pending or (0,))
+
+    def peaks(self, schedule: Schedule) -> tuple[int, ...]:
+        """Return the most that each rank holds at the same time, in the order of its tasks."""
+        peaks: list[int] = []
+        for live, tasks, counts in zip(self.held, schedule.ranks, schedule.counts, strict=True):
+            peak = live
+            steps = {(s, kind): (self.rise(s, kind), self.change(s, kind)) for kind, s, _ in counts}
+            for task in tasks:
+                rise, change = steps[task[:2]]
+                peak = max(peak, live + rise)
+                live += change
+            peaks.append(peak)
+        return tuple(peaks)
+
+    def least(self, schedule: Schedule) -> int:
+        """Return the least memory of the fullest rank in any order: a microbatch in all its stages.
+
+        No backward of a microbatch runs before its last forward.
+        """
+        ranks = zip(self.held, schedule.stages_of, strict=True)
+        return max(held + sum(self.stash[s] for s in stages) for held, stages in ranks)
+
+
+def peak_activations(schedule: Schedule) -> tuple[float, ...]:
+    """Return each rank's most activations at once, in microbatches through 1/p of the model.
+
+    The stash of a chunk counts 1/V.
+
+    >>> from ppctl.schedule.families.one_f_one_b import one_f_one_b
+    >>> peak_activations(one_f_one_b(3, 8))
+    (3.0, 2.0, 1.0)
+    """
+    return tuple(peak / schedule.num_chunks for peak in Ledger.counted(schedule).peaks(schedule))
+
+
+def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+    """Return the most bytes of activations that each rank holds at once."""
+    costs.check(schedule.num_stages)
+    stages, chunks = range(schedule.num_stages), schedule.num_chunks
+    sizes = tuple(costs.stage_bytes(stage, chunks) for stage in stages)
+    return Ledger((0,) * schedule.num_ranks, sizes).peaks(schedule)  # type: ignore[arg-type]

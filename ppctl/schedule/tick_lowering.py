@@ -1,0 +1,169 @@
+"""The lowering pass of the spmd executor: a schedule in lockstep ticks, each value in a slot.
+
+Two programs run ticks (`schedule.tick_table`). Looped schedules of whole backwards run in
+forward-backward ticks ("fb"), all others in single-op ticks ("op").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from ppctl.errors import ScheduleError
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.ir import Schedule
+from ppctl.schedule.lockstep_ticks import (
+    Cells,
+    Counted,
+    Divided,
+    Passes,
+    TickShape,
+    counted,
+    counted_s,
+    pack,
+    passes_of,
+)
+from ppctl.schedule.remat import Remat
+from ppctl.schedule.tick_table import COLUMNS, FB_COLUMNS, Table, TickProgram, assign_slots, why_not
+from ppctl.schedule.vocabulary_parallel import without_vocabulary
+
+# of a divided vocabulary: 1 + the microbatch of each of `Passes`, the same on all ranks; 0: none
+PASS_COLUMNS = Passes._fields
+
+
+class TickPacking(NamedTuple):
+    """The tasks of a schedule in ticks of one shape."""
+
+    shape: TickShape
+    cells: Cells
+    counted: Counted  # the rows of cells that differ
+
+
+@dataclass(frozen=True)
+class Ticks:
+    """A schedule lowered for one setting of remat, which its program must have.
+
+    `table[t][r][columns.index(name)]` is a small integer; booleans are 0 and 1.
+    """
+
+    schedule: Schedule
+    program: TickProgram
+    packing: TickPacking
+    table: Table
+    num_slots: dict[str, int]  # fb: act, grad, stash; op: value (act or grad), stash, pending
+    remat: Remat  # decides which values have slots, and whether the last stage's F runs
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of the table's columns."""
+        columns = FB_COLUMNS if self.program == "fb" else COLUMNS
+        return columns + PASS_COLUMNS if self.schedule.divides_vocabulary else columns
+
+    @property
+    def has_backward(self) -> bool:
+        """Return whether any task is a backward, or a part of one."""
+        return self.schedule.has_backward
+
+    @property
+    def num_ticks(self) -> int:
+        """Return the length of the table."""
+        return len(self.cells)
+
+    @property
+    def shape(self) -> TickShape:
+        """Return whether a rank may run an F and then a B in a tick (fb), or only one task (op)."""
+        return self.packing.shape
+
+    @property
+    def cells(self) -> Cells:
+        """Return the tasks of each tick and rank."""
+        return self.packing.cells
+
+    def makespan_s(self, costs: Costs) -> float:
+        """Return the seconds of all ticks: each the slowest rank's, plus one transfer."""
+        return counted_s(self.packing.counted, costs, self.schedule.num_chunks)
+
+    def bubble_fraction(self, costs: Costs) -> float:
+        """Return the idle share of all ranks in lockstep, 0..1."""
+        schedule = self.schedule
+        tasks = (task for tasks in schedule.ranks for task in tasks)
+        busy = sum(costs.seconds(t.kind, t.stage, schedule.num_chunks) for t in tasks)
+        return 1 - busy / (self.makespan_s(costs) * schedule.num_ranks)
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """Return the forwards of `schedule`, with E, S and T of each part: that of an evaluation."""
+    ranks = tuple(tuple(task for task in tasks if task.kind in "FEST") for tasks in schedule.ranks)
+    return replace(schedule, name=f"{schedule.name} (forward only)", ranks=ranks)
+
+
+def runs_on_ring(schedule: Schedule) -> bool:
+    """Return whether `ticks` can lower `schedule`, so that executor=spmd can run it."""
+    return why_not(schedule) is None
+
+
+def runs_in_fb_ticks(schedule: Schedule) -> bool:
+    """Return whether placement is looped and backwards whole: a tick may run an F, then a B."""
+    hops = pairwise(schedule.rank_of)
+    is_loop = all(there == (here + 1) % schedule.num_ranks for here, there in hops)
+    return is_loop and schedule.kinds.isdisjoint("IW")
+
+
+def ticks(schedule: Schedule, costs: Costs, remat: Remat | str = Remat.FULL) -> Ticks:
+    """Return `schedule` in the tick shape that is faster for `costs`, with slots for every value.
+
+    With remat=full the stash of a stage is its input, which stays in the slot where it arrived, and
+    the last stage's forward is left to its backward, which recomputes it. Otherwise a forward
+    writes a separate stash, and the last stage's also the gradient of its output. A schedule of
+    forwards only keeps nothing.
+
+    Where the vocabulary is divided, every rank computes its part of the head right after the last
+    stage's forward, in the same tick, whatever the order of S and T: ranks in lockstep meet in
+    every tick. So that forward always runs, and the gradient of its output has a slot, as has the
+    first stage's input. ScheduleError for a schedule that a ring cannot carry, ConfigError for
+    another remat than none, layer or full.
+    """
+    packed = packings(schedule)
+    rows: dict[TickShape, Counted] = {shape: each.counted for shape, each in packed.items()}
+    return in_shape(schedule, packed[fastest(rows, costs, schedule.num_chunks)], Remat.of(remat))
+
+
+def packings(schedule: Schedule) -> dict[TickShape, TickPacking]:
+    """Return `schedule` in each tick shape it has. ScheduleError if no ring can carry it."""
+    reason = why_not(schedule)
+    if reason is not None:
+        raise ScheduleError(reason)
+    shapes: tuple[TickShape, ...] = ("fb", "op") if runs_in_fb_ticks(schedule) else ("op",)
+    stages, divided = without_vocabulary(schedule), how_divided(schedule)
+    cells: dict[TickShape, Cells] = {shape: pack(stages, shape) for shape in shapes}
+    return {
+        shape: TickPacking(shape, each, counted(each, divided)) for shape, each in cells.items()
+    }
+
+
+def how_divided(schedule: Schedule) -> Divided | None:
+    """Return how ticks have the parts of a schedule's vocabulary; None where it is whole."""
+    if not schedule.divides_vocabulary:
+        return None
+    return Divided(schedule.num_stages, runs_in_fb_ticks(schedule), schedule.kinds)
+
+
+def fastest(rows: Mapping[TickShape, Counted], costs: Costs, num_chunks: int) -> TickShape:
+    """Return the tick shape whose rows take least time at these costs."""
+    if len(rows) == 1:
+        return next(iter(rows))
+    return min(rows, key=lambda shape: counted_s(rows[shape], costs, num_chunks))
+
+
+def in_shape(schedule: Schedule, packing: TickPacking, remat: Remat) -> Ticks:
+    """Return `schedule` as it was packed, with slots for every value."""
+    program: TickProgram = "fb" if runs_in_fb_ticks(schedule) else "op"
+    table, num_slots = assign_slots(schedule, packing.cells, remat, program)
+    if schedule.divides_vocabulary:
+        passes = (passes_of(row, schedule.num_stages) for row in packing.cells)
+        columns = (tuple(0 if m is None else 1 + m for m in each) for each in passes)
+        rows = zip(table, columns, strict=True)
+        table = tuple(tuple(line + more for line in lines) for lines, more in rows)
+    return Ticks(schedule, program, packing, table, num_slots, remat)

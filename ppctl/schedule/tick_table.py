@@ -1,0 +1,195 @@
+"""The tables of ticks: for each rank its task, and the slots of the values it reads and writes.
+
+A single-op tick ("op") has one task of any kind, for split backwards and placements that turn.
+Every task but a W has one output, an activation or a gradient. After the tick it stays on its rank
+(the turn of a V), or goes one hop to rank r+1 or r-1, round the ring; its receiver's table says
+from where, and into which slot. Activations and gradients have one shape and share their slots.
+
+A forward-backward tick ("fb") has an F, then a B; activations go to rank r+1, gradients to rank
+r-1. Values that arrive can be read from the next tick on.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Literal
+
+from ppctl.schedule.ir import KINDS, Kind, Schedule, Task
+from ppctl.schedule.lockstep_ticks import Cells, Part, Slots
+from ppctl.schedule.remat import Remat
+
+TickProgram = Literal["fb", "op"]  # the program that runs the ticks, and so the table's columns
+HOPS = {"stay": 0, "next": 1, "previous": -1}
+FB_COLUMNS = (
+    # forward: run?, its stage's chunk, is that the first / the last; slot read, slots written
+    *("f", "f_chunk", "f_microbatch", "f_first", "f_last", "f_act", "f_stash", "f_grad"),
+    # backward: the same; slots read
+    *("b", "b_chunk", "b_microbatch", "b_first", "b_last", "b_stash", "b_grad"),
+    # after the tick: does an activation / a gradient arrive, and in which slot
+    *("act_arrives", "act_slot", "grad_arrives", "grad_slot"),
+)
+COLUMNS = (
+    # the task: 0 for none, else 1 + its place among KINDS; its stage as above
+    *("kind", "chunk", "microbatch", "first", "last"),
+    # slots that it reads: activation, gradient; slots that it reads or writes: stash, pending
+    *("act", "grad", "stash", "pending"),
+    # after the tick, for each hop: does a value arrive by it, and in which slot
+    *(f"{hop}_{what}" for hop in HOPS for what in ("arrives", "slot")),
+)
+Table = tuple[tuple[tuple[int, ...], ...], ...]  # [tick][rank][column]
+
+
+def why_not(schedule: Schedule) -> str | None:
+    """Return why ranks in a ring, with equally many stages, cannot run `schedule`, or None."""
+    num_ranks, name = schedule.num_ranks, schedule.name
+    use = "Use executor=mpmd, or a schedule with looped or V-shaped placement."
+    for stage, (here, there) in enumerate(pairwise(schedule.rank_of)):
+        if hop_between(here, there, num_ranks) is None:
+            return (
+                f"{name}: stages {stage} and {stage + 1} are on ranks {here} and {there}, but the "
+                f"spmd ring goes from rank {here} to {(here - 1) % num_ranks} and "
+                f"{(here + 1) % num_ranks}. {use}"
+            )
+    counts = [len(stages) for stages in schedule.stages_of]
+    if len(set(counts)) > 1:
+        held = f"the ranks hold {', '.join(map(str, counts))} stages"
+        return f"{name}: {held}, but executor=spmd needs the same number on each. {use}"
+    return None
+
+
+def hop_between(here: int, there: int, num_ranks: int) -> str | None:
+    """Return the hop from rank to rank, or None. Of two ranks either is next to the other.
+
+    >>> hop_between(2, 2, 4), hop_between(3, 0, 4), hop_between(2, 1, 4), hop_between(1, 0, 2)
+    ('stay', 'next', 'previous', 'next')
+    """
+    return next((hop for hop, step in HOPS.items() if (here + step) % num_ranks == there), None)
+
+
+def assign_slots(
+    schedule: Schedule, cells: Cells, remat: Remat, program: TickProgram
+) -> tuple[Table, dict[str, int]]:
+    """Return (table, number of slots of each kind).
+
+    The last stage's forward writes the gradient of its output unless remat=full, and always where
+    the vocabulary is divided.
+    """
+    slots = _RankSlots(schedule, remat, program)
+    idle = [0] * len(FB_COLUMNS if program == "fb" else COLUMNS)
+    table: list[tuple[tuple[int, ...], ...]] = []
+    for row in cells:
+        lines = [idle.copy() for _ in row]
+        # within a tick: all forwards, then all backwards, then the transfers
+        for place in (0, 1):
+            for rank, cell in enumerate(row):
+                task = cell[place]
+                if task is not None:
+                    slots.use(rank, task, lines[rank])
+        for task in (task for cell in row for task in cell if task is not None):
+            if task[:2] in slots.sent:
+                rank, arrives, store, value = slots.sent[task[:2]]
+                lines[rank][arrives] = 1
+                lines[rank][arrives + 1] = store[rank].put(value + task.microbatch)
+        table.append(tuple(map(tuple, lines)))
+    counts = {name: max(each.count for each in store) for name, store in slots.stores.items()}
+    return tuple(table), counts
+
+
+class _RankSlots:
+    """The slots of every rank: of activations and gradients by number, of others by task."""
+
+    def __init__(self, schedule: Schedule, remat: Remat, program: TickProgram):
+        trains, self.is_op = schedule.has_backward, program == "op"
+        self.last, self.is_divided = schedule.num_stages - 1, schedule.divides_vocabulary
+        self.keep_input = trains and remat.keeps_input_only  # forwards alone keep nothing
+        self.keep_stash = trains and not remat.keeps_input_only
+        self.head_in_forward = self.keep_stash or (trains and self.is_divided)
+        acts, grads, self.stashes, self.pendings = (
+            [Slots() for _ in schedule.ranks] for _ in range(4)
+        )
+        self.acts, self.grads = acts, acts if self.is_op else grads
+        self.stores = {"act": acts, "grad": grads, "stash": self.stashes}
+        if self.is_op:
+            self.stores = {"value": acts, "stash": self.stashes, "pending": self.pendings}
+        # numbers of microbatch 0's values: the input of each stage, the gradient of its output
+        num_stages, number = schedule.num_stages, schedule.num_microbatches
+        self.act = [stage * number for stage in range(num_stages)]
+        self.grad = [(num_stages + stage) * number for stage in range(num_stages)]
+        self.at = {kind: _columns(program, kind) for kind in KINDS}
+        self.facts = {
+            (stage, kind): self._facts(schedule, stage, kind)
+            for stage in range(num_stages)
+            for kind in KINDS
+        }
+        self.sent = self._sent(schedule)
+
+    def use(self, rank: int, task: Task, line: list[int]) -> None:
+        """Fill in a task's columns of `line`, and put or drop its slots."""
+        stage, kind, m = task
+        at, is_forward = self.at[kind], kind == "F"
+        if self.is_op and is_forward and self._is_left(stage):
+            return
+        for column, value in self.facts[stage, kind]:
+            line[column] = value
+        line[at["microbatch"]] = m
+        if kind == "W":
+            line[at["pending"]] = self.pendings[rank].drop((stage, m))
+            return
+        if kind == "I":
+            line[at["pending"]] = self.pendings[rank].put((stage, m))
+        if self.keep_stash:
+            stashes = self.stashes[rank]
+            line[at["stash"]] = stashes.put((stage, m)) if is_forward else stashes.drop((stage, m))
+        if (stage > 0 or self.is_divided) and (is_forward or not self.keep_stash):
+            acts, value = self.acts[rank], self.act[stage] + m
+            if stage == 0 and is_forward:  # it was embedded right before
+                acts.put(value)
+            stays = is_forward and self.keep_input
+            line[at["act"]] = acts.of[value] if stays else acts.drop(value)
+        grads, value = self.grads[rank], self.grad[stage] + m
+        if not is_forward and (stage < self.last or self.head_in_forward):
+            line[at["grad"]] = grads.drop(value)
+        elif is_forward and stage == self.last and self.head_in_forward and not self.is_op:
+            line[at["grad"]] = grads.put(value)
+
+    def _is_left(self, stage: int) -> bool:
+        """Return whether a stage's forward is left to its backward, which recomputes it."""
+        return stage == self.last and self.keep_input and not self.is_divided
+
+    def _facts(self, schedule: Schedule, stage: int, kind: Kind) -> list[tuple[int, int]]:
+        """Return (column, value) that are the same for every microbatch of a stage and kind."""
+        at, is_run = self.at[kind], int(kind != "F" or not self._is_left(stage))
+        return [
+            (at["kind"], 1 + KINDS.index(kind) if self.is_op else is_run),
+            (at["chunk"], schedule.chunk_of[stage]),
+            (at["first"], int(stage == 0)),
+            (at["last"], int(stage == self.last)),
+        ]
+
+    def _sent(self, schedule: Schedule) -> dict[Part, tuple[int, int, list[Slots], int]]:
+        """Return each output: (receiving rank, its column, its slots, number of microbatch 0's)."""
+        sent: dict[Part, tuple[int, int, list[Slots], int]] = {}
+
+        def arrives(name: str, here: int, there: int) -> int:
+            if not self.is_op:
+                return FB_COLUMNS.index(f"{name}_arrives")
+            return COLUMNS.index(f"{hop_between(here, there, schedule.num_ranks)}_arrives")
+
+        for stage, (here, there) in enumerate(pairwise(schedule.rank_of)):
+            act = there, arrives("act", here, there), self.acts, self.act[stage + 1]
+            grad = here, arrives("grad", there, here), self.grads, self.grad[stage]
+            sent |= {(stage, "F"): act, (stage + 1, "B"): grad, (stage + 1, "I"): grad}
+        if self.head_in_forward and self.is_op:
+            rank = schedule.rank_of[self.last]
+            sent[self.last, "F"] = rank, arrives("", rank, rank), self.grads, self.grad[self.last]
+        return sent
+
+
+def _columns(program: TickProgram, kind: Kind) -> dict[str, int]:
+    """Return the columns of a task's facts and slots by name."""
+    if program == "op":
+        return {name: i for i, name in enumerate(COLUMNS)}
+    way = "f" if kind == "F" else "b"
+    names = {name.removeprefix(f"{way}_"): i for i, name in enumerate(FB_COLUMNS)}
+    # a backward has one column for its stash, or the input from which it is recomputed
+    return {"act": names["stash"], **names, "kind": FB_COLUMNS.index(way)}

@@ -1,0 +1,201 @@
+"""The models that ppctl ships, by their settings, and the model that a config names."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any
+
+import jax.numpy as jnp
+
+from ppctl import config as settings
+from ppctl.config import Config
+from ppctl.config.field_checks import above_zero, at_least, choice
+from ppctl.config.groups.model_settings import FAMILIES
+from ppctl.config.stored_config import settings_from
+from ppctl.data import DataSet
+from ppctl.errors import ConfigError
+from ppctl.model import mlp as mlp_model
+from ppctl.model import transformer as transformer_model
+from ppctl.model.attention.attention_kernels import Kernel, choose
+from ppctl.model.attention.attention_kernels import attention as attention_of
+from ppctl.model.attention.rotary_positions import Rope, rotation
+from ppctl.model.attention_scores import Scoring
+from ppctl.model.lora import Lora
+from ppctl.model.stack import Stack
+from ppctl.training.pipeline.user_code import custom_stack
+
+
+def transformer(
+    *,
+    vocab_size: int,
+    dtype: Any = jnp.float32,
+    packed: bool = False,
+    lora: Lora | None = None,
+    **sizes: Any,
+) -> Stack:
+    """Return a decoder-only transformer as a `Stack`. inputs, targets: token ids [batch, tokens].
+
+    A target of -1 counts neither in the sum of losses nor in their number.
+
+    Args:
+        vocab_size: Number of token ids.
+        dtype: Of parameters.
+        packed: Sequences may hold several documents that do not attend to each other. The first
+            token of each is written as its complement, ~id.
+        lora: Adapters next to the linear maps of the blocks; only they are trained:
+            `ppctl.Lora(rank=16, alpha=32)`.
+        sizes: Fields of `ppctl.config.Transformer` (num_layers, d_model, window, ...: `ppctl train
+            --help model=transformer` lists them), with its defaults.
+
+    ConfigError: a size is unknown or does not fit the others.
+    """
+    sizes |= {"vocab_size": vocab_size}
+    model = _checked(settings.Transformer, sizes, drop=("name", "seq_len"))
+    return _transformer(model, vocab_size, dtype=dtype, packed=packed, lora=lora)
+
+
+def attention(
+    kernel: str = "auto",
+    *,
+    device: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> Kernel:
+    """Return causal grouped-query attention for custom models, by the transformer's kernels.
+
+    It maps q [batch, tokens, heads, width], k and v [batch, tokens, kv heads, width], with kv heads
+    dividing heads, to [batch, tokens, heads, width]. A fourth argument, int [batch, tokens],
+    numbers the documents of packed sequences, which do not attend to each other. It runs in both
+    executors, and compiles for described devices too.
+
+    Args:
+        kernel: auto, xla, chunked, cudnn or pallas, as `model.attention`.
+        device: A target device, by which auto chooses; None: the first attached one.
+        scale: Of the scores; None: 1 / sqrt(width).
+        softcap: c of scores c * tanh(score / c); None: no cap.
+        window: Last tokens that each attends to, itself included; None: all before it.
+
+    Calling it raises ConfigError if device, dtype or shapes do not allow the kernel.
+    """
+    # a wrong argument is refused when the model is made
+    choice("kernel", kernel, settings.Transformer.ATTENTIONS)
+    above_zero("scale", scale)
+    above_zero("softcap", softcap)
+    at_least("window", window, 1)
+    return attention_of(kernel, device, scoring=Scoring(scale, softcap, window))
+
+
+def mlp(*, input_dim: int, target_dim: int, dtype: Any = jnp.float32, **sizes: Any) -> Stack:
+    """Return a perceptron for regression: inputs [batch, input_dim], targets [.., target_dim].
+
+    dtype: of parameters. sizes: num_layers, d_model, activation (relu | tanh | gelu), as in
+    `ppctl.config.MLP`, with its defaults. ConfigError if a size is unknown or impossible.
+    """
+    known = asdict(_checked(settings.MLP, sizes, drop=("name",)))
+    del known["name"]
+    return mlp_model.mlp(**known, input_dim=input_dim, target_dim=target_dim, dtype=dtype)
+
+
+def _checked(schema: type, sizes: dict[str, Any], drop: tuple[str, ...]) -> Any:
+    """Return checked settings of a model. ConfigError for unknown, dropped or impossible sizes."""
+    names = [field.name for field in fields(schema) if field.name not in drop]
+    unknown = [name for name in sizes if name not in names]
+    if unknown:
+        raise ConfigError(f"{unknown[0]} is no size of this model. It has {', '.join(names)}.")
+    model = settings_from(schema, sizes, "model")
+    model.check()
+    return model
+
+
+def transformer_sizes(model: settings.Transformer, vocab_size: int) -> dict[str, Any]:
+    """Return a transformer's settings as fields of `ppctl.model.architecture.Architecture`."""
+    sizes = asdict(model)
+    for key in ("name", "seq_len", "family", "attention"):
+        del sizes[key]
+    sizes |= FAMILIES[model.family]._asdict()
+    sizes |= {"mlp_width": model.hidden_width, "vocab_size": vocab_size}
+    rope, scaling = model.rope, dict[str, Any]()
+    if rope.record is not None:
+        scaling = {"scaling": rope.scaling["rope_type"], **rope.record._asdict()}
+    if "original_max_position_embeddings" in scaling:
+        scaling["original_len"] = scaling.pop("original_max_position_embeddings")
+    return sizes | {"rope": Rope(rope.theta, **scaling), "local_theta": rope.local_theta}
+
+
+def _transformer(
+    model: settings.Transformer, vocab_size: int, *, device: Any = None, **how: Any
+) -> Stack:
+    """Return the stack of a transformer by its settings; how: dtype, packed and lora."""
+    sizes, mix = transformer_sizes(model, vocab_size), _mix(model.attention, device)
+    return transformer_model.transformer(**sizes, mix=mix, rotate=rotation(device), **how)
+
+
+def make_stack(config: Config, data: DataSet, compute: jnp.dtype, device: Any) -> Stack:
+    """Return the model that the config names, of the size that the data needs.
+
+    compute: the dtype of compute. device: a target device, attached or only described.
+    """
+    dtype = jnp.promote_types(compute, jnp.float32)  # of parameters
+    model = config.model
+    if isinstance(model, settings.Transformer):
+        how = {"packed": data.is_packed, "lora": lora_of(config.optim)}
+        vocab_size = _vocab_size(config, compute, device, data)
+        return _transformer(model, vocab_size, dtype=dtype, device=device, **how)
+    sizes = asdict(model)
+    del sizes["name"]
+    if isinstance(model, settings.CustomModel):
+        del sizes["seq_len"]
+        return custom_stack(**sizes, data=data, dtype=dtype, compute=compute, device=device)
+    input_dim, target_dim = data.input_dim, data.target_dim
+    if input_dim is None or target_dim is None:
+        what = f"data={data.name} states no input_dim and no target_dim"
+        raise ConfigError(f"model=mlp needs rows of numbers, but {what}.")
+    return mlp_model.mlp(**sizes, input_dim=input_dim, target_dim=target_dim, dtype=dtype)
+
+
+def _vocab_size(config: Config, compute: jnp.dtype, device: Any, data: DataSet) -> int:
+    """Return the transformer's vocabulary. ConfigError if data or kernels do not fit it."""
+    assert isinstance(config.model, settings.Transformer)
+    num_ids = data.vocab_size
+    if num_ids is None:
+        raise ConfigError(
+            f"model=transformer needs token ids, but data={data.name} states no vocab_size."
+        )
+    vocab_size = config.model.vocab_size or num_ids
+    if vocab_size < num_ids:
+        raise ConfigError(
+            f"model.vocab_size={vocab_size} is less than the {num_ids} token ids of "
+            f"data={data.name}. Use model.vocab_size=null, which takes the data's, or {num_ids} "
+            "or more."
+        )
+    attention_kernels(config, compute, device, data)  # refuses those that cannot run
+    return vocab_size
+
+
+def lora_of(optim: settings.AdamW | settings.SGD) -> Lora | None:
+    """Return the adapters that a config asks for, or None."""
+    if optim.train != "lora":
+        return None
+    targets = None if optim.lora_targets is None else tuple(optim.lora_targets)
+    return Lora(optim.lora_rank, optim.lora_alpha, targets)
+
+
+def _mix(wanted: str, device: Any) -> transformer_model.Mix:
+    return lambda axes, scoring: attention_of(wanted, device, axes, scoring)
+
+
+def attention_kernels(
+    config: Config, compute: jnp.dtype, device: Any, data: DataSet
+) -> tuple[str, ...]:
+    """Return the kernels of a transformer's layers on a device, the first layer's first.
+
+    ConfigError where one cannot run.
+    """
+    model = config.model
+    assert isinstance(model, settings.Transformer), "other models have no attention of ours"
+    cp, cap = config.mesh.cp, model.attention_softcap
+    length = model.seq_len if cp == 1 else -(-model.seq_len // (2 * cp))
+    scorings = [Scoring(None, cap, window) for window in dict.fromkeys(model.windows)]
+    of_model = model.attention, device, compute, model.head_width, length, cp
+    return tuple(dict.fromkeys(choose(*of_model, each, packed=data.is_packed) for each in scorings))

@@ -1,0 +1,88 @@
+"""Engines: one protocol to train, evaluate and compare with any executor."""
+# pyright: reportReturnType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+
+from ppctl.executors.mpmd.dispatch_plan import ProgramId
+from ppctl.schedule.ir import Task
+from ppctl.training.pipeline.engines.step_programs import Choose, StepPrograms
+
+Tree = Any
+Temporaries = Callable[[ProgramId | None], int]  # bytes on one device; None: one whole step
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory of a step's compiled programs on top of state and batch."""
+
+    temp_bytes: int  # bytes of the device that needs most
+    total_bytes: tuple[int, ...]  # bytes of a device of each rank, all included; 0: others' rank
+    text: str  # text of the compiled program; "" for a step of many programs
+
+
+class Engine(Protocol):
+    """A model, an optimizer and an executor on a mesh. `step` takes its opaque state's memory."""
+
+    def new_state(self, seed: int | None = None) -> Tree:
+        """Return the initial state: a function of model and seed. None: the seed of the request."""
+
+    def to_natural(self, state: Tree) -> Tree:
+        """Return a state in natural order on the whole mesh, as checkpoints hold it."""
+
+    def from_natural(self, state: Tree) -> Tree:
+        """Return the engine's state from one in natural order."""
+
+    def parameters(self, state: Tree) -> Sequence[Tree]:
+        """Return a state's staged parameters: one tree, or one a rank (None: other processes')."""
+
+    def share(self, rank: int) -> Tree:
+        """Return the shapes of one device's share of a rank's {"params", "optimizer", "step"}."""
+
+    @property
+    def examples(self) -> Sequence[int]:
+        """The examples of a global batch on this process's devices, ascending."""
+
+    def put(self, batch: Mapping[str, Any]) -> Tree:
+        """Place a global batch for `step`; `batch` holds only `examples`."""
+
+    def compile(self, *, evaluate: bool) -> Footprint:
+        """Compile the train step, and with `evaluate` the programs of `loss`."""
+
+    def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        """Return (next state, {"loss", "grad_norm", and "lr" if known}); after `compile`."""
+
+    def loss(self, state: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        """Return (mean loss of a batch, number of losses); after `compile(evaluate=True)`."""
+
+    def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        """Return (mean loss, gradients in natural order) of a batch."""
+
+    def memory(self, temporaries: Temporaries | None = None) -> tuple[Mapping[str, int], ...]:
+        """Return for each rank the bytes of one device by part, from shapes.
+
+        temporaries: those of each program; None: as compiled, if it is.
+        """
+
+    def programs(self, choose: Choose | None = None) -> StepPrograms:
+        """Return the traced programs of a step; `choose` selects among dispatched ones."""
+
+
+class TimedEngine(Engine, Protocol):
+    """An engine with a program for each task, so that each can be timed."""
+
+    def dispatched(self) -> list[list[tuple[str, Task | None]]]:
+        """Return for each rank the programs of a step in order: (module name, task or None)."""
+
+    def devices(self) -> list[int]:
+        """Return for each rank the id of its first device."""
+
+    def step_by_step(
+        self, state: Tree, batch: Tree
+    ) -> tuple[Tree, dict[str, jax.Array], dict[Task, float]]:
+        """Run `step`, one program at a time; return also the seconds of each task."""

@@ -1,0 +1,154 @@
+"""The engine of a request: the one place where executors are told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ppctl.executors.model_shapes import Model
+from ppctl.executors.parameter_layout import Layout, layer_specs, shapes_on_device
+from ppctl.executors.reference import reference
+from ppctl.executors.spmd.spmd_memory import spmd_bytes
+from ppctl.executors.spmd.spmd_program import Options, spmd
+from ppctl.model.parallel import WHOLE, StageAxes
+from ppctl.model.stack import Stack
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.ir import Schedule, Task
+from ppctl.schedule.simulator import simulate
+from ppctl.schedule.tick_lowering import Ticks, forward_only, ticks
+from ppctl.training.pipeline import optimizers as optim
+from ppctl.training.pipeline.engines.engine_protocol import Engine
+from ppctl.training.pipeline.engines.mpmd_engine import Mpmd
+from ppctl.training.pipeline.engines.one_program import OneProgram
+from ppctl.training.pipeline.engines.post_validation import PostValidated
+from ppctl.training.pipeline.engines.train_states import States
+from ppctl.training.pipeline.execution import Execution
+
+Tree = Any
+LossAndGrads = Callable[[Tree, Tree], tuple[jax.Array, Tree]]  # params, batch -> loss, gradients
+Loss = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]  # params, batch -> loss, number
+
+
+def make_engine(
+    stack: Stack,
+    model: Model,
+    states: States,
+    schedule: Schedule,
+    lowered: Ticks | None,
+    shapes: Tree,
+    optimizer: optax.GradientTransformation,
+    lr_schedule: optax.Schedule | None,
+    execution: Execution,
+    clip_norm: float | None,
+    costs: Costs,
+) -> Engine:
+    """Return the engine that runs a schedule.
+
+    stack: the whole model; model: as one device computes it; shapes: of a global batch; clip_norm:
+    of the optimizer's clipping; costs: relative, of tasks.
+    """
+    how = optimizer, lr_schedule
+    # 1. mpmd
+    if execution.dispatches_tasks:
+        both = schedule, forward_only(schedule)
+        training, evaluation = ((each, dispatch_order(each, costs)) for each in both)
+        engine = Mpmd(
+            states, shapes, model, (training, evaluation), *how, dict(execution.xla_flags)
+        )
+        if not execution.post_validation:
+            return engine
+        return PostValidated(engine, partial(optim.needs_no_clipping, max_norm=clip_norm))
+    # 2. the reference
+    if lowered is None:
+        functions, held = _by_reference(stack, model, states.layout, execution), {}
+    # 3. spmd
+    else:
+        functions = _in_ticks(model, states.layout, schedule, lowered, execution, costs)
+        gather = tick_options(states.layout, execution, model.dtype).gather
+        held = spmd_bytes(model, states.layout, lowered, gather, states.staged["params"]["layers"])
+    return OneProgram(states, shapes, *functions, *how, held, execution.xla_flags)
+
+
+def model_of(
+    stack: Stack,
+    states: States,
+    shapes: Tree,
+    num_microbatches: int,
+    execution: Execution,
+    dtype: jnp.dtype,
+    axes: StageAxes = WHOLE,
+) -> Model:
+    """Return the model as the tasks of one device see it; stack: divided over `axes`."""
+    mesh, layout = states.layout.mesh, states.layout
+    params = shapes_on_device(states.natural["params"], {} if layout.auto else layout.shards)
+    layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
+    size = shapes["inputs"].shape[0] // (mesh.shape["dp"] * mesh.shape["fsdp"] * num_microbatches)
+    microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype), shapes)
+    specs = None
+    if execution.dispatches_tasks and execution.gathers_by_layer and mesh.shape["fsdp"] > 1:
+        specs = layer_specs(states.layout.staged_specs(states.staged["params"])["layers"])
+    embed_head = params["embed_head"]
+    parts = {"embed_head": embed_head, "layers": layer}
+    auto_specs = layout.auto_specs(parts) if layout.auto else None
+    sizes = num_microbatches, execution.remat, execution.unroll, dtype, axes
+    divided = layout.own_embed_head(embed_head), specs, auto_specs
+    model = stack, embed_head, layer, microbatch, *sizes, *divided
+    return Model(*model, in_order=_is_gpu(layout))
+
+
+def _by_reference(
+    stack: Stack, model: Model, layout: Layout, execution: Execution
+) -> tuple[LossAndGrads, Loss]:
+    """Return the functions of gradients and of evaluation without a pipeline.
+
+    The reference takes layers only in natural order.
+    """
+
+    def gradients(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        loss, grads = of(with_grads=True)(layout.to_natural(params), batch)
+        return loss, layout.to_staged(grads)
+
+    how = {"num_microbatches": model.num_microbatches, "remat": execution.remat}
+    of = partial(reference, stack, **how, dtype=model.dtype)
+    return gradients, lambda params, batch: of(with_grads=False)(layout.to_natural(params), batch)
+
+
+def _in_ticks(
+    model: Model,
+    layout: Layout,
+    schedule: Schedule,
+    lowered: Ticks,
+    execution: Execution,
+    costs: Costs,
+) -> tuple[LossAndGrads, Loss]:
+    """Return the functions of gradients and of evaluation with ranks in lockstep."""
+    options = tick_options(layout, execution, model.dtype)
+    evaluation = ticks(forward_only(schedule), costs, execution.remat)
+    run = partial(spmd, model.stack, layout, options=options)
+    return run(lowered), run(evaluation)
+
+
+def tick_options(layout: Layout, execution: Execution, dtype: jnp.dtype) -> Options:
+    """Return the options of a program of ticks for the devices of a layout."""
+    return Options(
+        remat=execution.remat,
+        gather=execution.gather if layout.mesh.shape["fsdp"] > 1 else "step",  # "step": no gather
+        unroll=execution.unroll,
+        dtype=dtype,
+        loops=_is_gpu(layout),
+    )
+
+
+def _is_gpu(layout: Layout) -> bool:
+    return layout.mesh.devices.flat[0].platform in ("gpu", "cuda")
+
+
+def dispatch_order(schedule: Schedule, costs: Costs) -> list[Task]:
+    """Return the tasks by their start on free-running ranks, each after those that it reads."""
+    start_s = simulate(schedule, costs).start_s  # in an order that ranks can run: ties keep it
+    return sorted(start_s, key=start_s.__getitem__)

@@ -1,0 +1,397 @@
+"""The engine of the mpmd executor: a plan of programs on submeshes, an optimizer for each rank.
+
+The global norm is formed across ranks: each sums the squares of its gradients, the last rank adds
+them up and sends the norm back, with the other numbers of the step. The state is a tuple with a
+tree for each rank, of None for ranks of other processes. Ranks that share a leaf of embedding and
+head all apply the same update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import DictKey
+
+from ppctl.executors.auto_axes import tree_specs
+from ppctl.executors.device_mesh import RANK_AXES
+from ppctl.executors.model_shapes import Model
+from ppctl.executors.mpmd.dispatch_plan import (
+    Key,
+    PlanEntry,
+    ProgramId,
+    transfer_entry,
+    with_reductions,
+)
+from ppctl.executors.mpmd.mpmd_runtime import Runtime, Walk
+from ppctl.executors.mpmd.plan_tasks import roles, task_entries
+from ppctl.executors.mpmd.rank_programs import (
+    ProgramLibrary,
+    rank_entries,
+    rank_entry,
+    rank_roles,
+    reductions,
+    with_shared,
+)
+from ppctl.executors.mpmd.rank_trees import Division
+from ppctl.executors.parameter_layout import sharded_over
+from ppctl.executors.tree_bytes import shard_shapes
+from ppctl.model.stack import divisor
+from ppctl.model.trainable_parameters import trained_part
+from ppctl.schedule.ir import Schedule, Task
+from ppctl.training.pipeline.engines.engine_memory import by_part
+from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporaries
+from ppctl.training.pipeline.engines.plan_inputs import STATE, Given
+from ppctl.training.pipeline.engines.step_programs import Choose, StepPrograms, dispatched_programs
+from ppctl.training.pipeline.engines.train_states import States
+from ppctl.training.pipeline.optimizers import lr_numbers, lr_of, sum_of_squares
+from ppctl.training.pipeline.train_step import apply_gradients
+
+Tree = Any
+
+
+class Mpmd:
+    """An `Engine`. schedules: training and evaluation, each with its tasks in dispatch order."""
+
+    def __init__(
+        self,
+        states: States,
+        batch_shapes: Tree,
+        model: Model,
+        schedules: tuple[tuple[Schedule, Sequence[Task]], tuple[Schedule, Sequence[Task]]],
+        optimizer: optax.GradientTransformation,
+        lr_schedule: optax.Schedule | None = None,
+        compiler_options: Mapping[str, Any] | None = None,  # XLA's, as for jax.jit
+    ):
+        # 1. the request
+        self.layout = layout = states.layout
+        self.states, self.batch_shapes, self.model = states, batch_shapes, model
+        self.training, self.evaluation = schedules
+        self.metric_names = ("loss", "grad_norm", *(("lr",) if lr_schedule is not None else ()))
+        self.lr_numbers = lr_numbers(lr_schedule)
+        # 2. stages and ranks
+        have_embed_head, are_alike = model.own_embed_head is None, model.stack.are_alike
+        how = {"are_alike": are_alike, "have_embed_head": have_embed_head}
+        self.stage_roles = roles(layout.partition, **how)
+        self.roles = rank_roles(model, layout, self.stage_roles)
+        self.ranks = range(len(self.roles))
+        self.first, self.last = layout.rank_of[0], layout.rank_of[-1]
+        # 3. parameters on ranks, programs, values given
+        used = [model.used_by(here.has_first, here.has_last) for here in self.roles]
+        holders = [tuple(r for r in self.ranks if used[r][i]) for i in range(len(model.shared))]
+        self.division = Division(layout, model.embed_head, holders)
+        library = _Once(self, optimizer, lr_schedule).library
+        self.runtime = Runtime(self.division.submeshes, library, compiler_options)
+        self.has_parts = not have_embed_head
+        readers = {"inputs": [self.first], "targets": [self.last]}
+        self.given = Given(
+            *(self.division, self.runtime, states.staged, batch_shapes),
+            dict.fromkeys(readers, self.ranks) if self.has_parts else readers,
+            *(model.num_microbatches, self.lr_numbers, self.has_parts),
+        )
+        # 4. the rank whose copy of a step's numbers this process reads
+        self.read_at = next(r for r in (self.last, *self.ranks) if self.runtime.is_mine[r])
+        self.walks: dict[str, Walk] = {}
+
+    # states
+
+    def new_state(self, seed: int | None = None) -> Tree:
+        return self._alone(lambda: self._split(self.states.new(seed)))
+
+    def to_natural(self, state: Tree) -> Tree:
+        join = self.division.join
+        return self._alone(lambda: self.states.to_natural(join(state, self.states.staged)))
+
+    def from_natural(self, state: Tree) -> Tree:
+        return self._alone(lambda: self._split(self.states.to_staged(state)))
+
+    def _split(self, staged: Tree) -> Tree:
+        return self.division.split(jax.block_until_ready(staged))
+
+    def _alone(self, whole: Callable[[], Tree]) -> Tree:
+        """Return the result of `whole`, run alone: whole-mesh programs take no turns."""
+        self.runtime.wait()
+        self.runtime.connect()
+        return jax.block_until_ready(whole())
+
+    def parameters(self, state: Tree) -> Sequence[Tree]:
+        return tuple(of_rank["params"] for of_rank in state)
+
+    def share(self, rank: int) -> Tree:
+        shapes = self.given.shapes()
+        return shard_shapes({name: shapes[name, rank] for name in STATE})
+
+    @property
+    def examples(self) -> Sequence[int]:
+        return self.given.examples
+
+    def put(self, batch: Mapping[str, Any]) -> Tree:
+        return self.given.put(batch)
+
+    # steps
+
+    def compile(self, *, evaluate: bool) -> Footprint:
+        step = self.walk("step")
+        if evaluate:
+            self.walk("loss")
+        return self.footprint(step)
+
+    def footprint(self, step: Walk) -> Footprint:
+        """Return the footprint of a compiled plan of a step."""
+        state_and_batch = (sum(held.values()) for held in self.given.bytes())
+        terms = zip(state_and_batch, step.peak_bytes, self.runtime.is_mine, strict=True)
+        return Footprint(max(step.peak_bytes), tuple((a + b) * mine for a, b, mine in terms), "")
+
+    def memory(
+        self, temporaries: Temporaries | None = None, what: str = "step"
+    ) -> tuple[dict[str, int], ...]:
+        ops, kept = self.plan(what)
+        of = lambda program: 0 if program is None or temporaries is None else temporaries(program)  # noqa: E731
+        temps = None if temporaries is None else [of(op.program) for op in ops]
+        held = self.runtime.memory_breakdown(ops, self.given.shapes(), kept, temps)
+        pairs = zip(self.given.bytes(), held, strict=True)
+        return tuple(by_part(given | of_rank) for given, of_rank in pairs)
+
+    def programs(self, choose: Choose | None = None, what: str = "step") -> StepPrograms:
+        return dispatched_programs(self.runtime, self.plan(what), self.given.shapes(), choose)
+
+    def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        found = self.walk("step").run(self.given.values(state, batch))
+        return self.state_of(found), self.metrics_of(found)
+
+    def step_by_step(
+        self, state: Tree, batch: Tree
+    ) -> tuple[Tree, dict[str, jax.Array], dict[Task, float]]:
+        seconds: dict[Task, float] = {}
+        found = self.walk("step").timed(seconds).run(self.given.values(state, batch))
+        return self.state_of(found), self.metrics_of(found), seconds
+
+    def dispatched(self) -> list[list[tuple[str, Task | None]]]:
+        return self.walk("step").programs
+
+    def devices(self) -> list[int]:
+        return [submesh.devices.flat[0].id for submesh in self.division.submeshes]
+
+    def state_of(self, found: Mapping[Key, Tree], prefix: str = "") -> Tree:
+        """Return the state among the values of a walk; prefix: "next_" after `try`."""
+        return tuple({name: found[prefix + name, r] for name in STATE} for r in self.ranks)
+
+    def metrics_of(self, found: Mapping[Key, Tree]) -> dict[str, jax.Array]:
+        """Return the metrics among the values of a step's walk, readable in this process."""
+        return {name: found["numbers", self.read_at][name] for name in self.metric_names}
+
+    def loss(self, state: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        found = self.walk("loss").run(self.given.values(state, batch))
+        return found["loss", self.read_at], found["number", self.read_at]
+
+    def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        found = self.walk("grads").run(self.given.values(state, batch))
+        of_ranks = [found["mean_grads", r] for r in self.ranks]
+        shapes = trained_part(self.states.staged["params"], self.model.stack.trainable)
+        to_natural, join = jax.jit(self.layout.to_natural), self.division.join
+        return found["loss", self.read_at], self._alone(lambda: to_natural(join(of_ranks, shapes)))
+
+    def walk(self, what: str) -> Walk:
+        """Return the compiled plan of that name."""
+        if what not in self.walks:
+            given = self.given.shapes()
+            if what == "redo":
+                tried = self.walk("try").shapes
+                of_state = {key: shape for key, shape in given.items() if key[0] in STATE}
+                given = of_state | {key: tried[key] for key in self.outcome}
+            ops, kept = self.plan(what)
+            self.walks[what] = self.runtime.compile(ops, given, kept)
+        return self.walks[what]
+
+    def plan(self, what: str) -> tuple[list[PlanEntry], list[Key]]:
+        """Return (a plan, the keys of the values that it leaves).
+
+        step: a train step. loss: the mean loss and number of a batch, by forwards only. grads: loss
+        and gradients. try: a step in which each rank updates, unclipped, as soon as its gradients
+        are ready, before the norm is formed. redo: the update of a tried step, from the state
+        before it and its `outcome`.
+        """
+        # 1. the tasks
+        if what == "redo":
+            return self._updates("update", "numbers"), self.state_keys
+        schedule, order = self.evaluation if what == "loss" else self.training
+        before, after = rank_entries(self.layout, self.roles, with_grads=what != "loss")
+        keeps_input = self.model.stage.keeps_input
+        tasks = task_entries(schedule, order, self.stage_roles, keeps_input=keeps_input)
+        if what != "loss":
+            tasks = with_reductions(tasks, reductions(self.roles, self.stage_roles))
+        ops = [*before, *tasks, *self._mean()]
+        # 2. a loss, or a step
+        if what == "loss":
+            ops += [*self._sent("loss"), *self._sent("number")]
+            return ops, [("loss", self.read_at), ("number", self.read_at)]
+        if what == "step":
+            ops += [*after, *self._norm(), *self._sent("numbers")]
+            ops += self._updates("update", "numbers")
+            return ops, [("numbers", self.read_at), *self.state_keys]
+        # 3. gradients, or a tried step
+        ops += [*self._sent("number"), *after]
+        if what == "grads":
+            kept = [("mean_grads", r) for r in self.ranks]
+            for r in self.ranks:
+                ops.append(self._op("divide", r, [*self._grads(r), ("number", r)], [kept[r]]))
+            return ops + self._sent("loss"), [("loss", self.read_at), *kept]
+        ops += [*self._updates("try", "number"), *self._norm(), *self._sent("numbers")]
+        return ops, [*((f"next_{name}", r) for name, r in self.state_keys), *self.outcome]
+
+    @property
+    def state_keys(self) -> list[Key]:
+        return [(name, r) for r in self.ranks for name in STATE]
+
+    @property
+    def outcome(self) -> list[Key]:
+        """The values of a tried step that `redo` reads."""
+        return [key for r in self.ranks for key in (*self._grads(r), ("numbers", r))]
+
+    def _mean(self) -> list[PlanEntry]:
+        """Return entries from the sums of losses (of all parts of the vocabulary) to their mean."""
+        moves, reads = self._to_last("losses", self.ranks if self.has_parts else [self.last])
+        return [*moves, self._op("mean", self.last, reads, [("loss",), ("number",)])]
+
+    def _to_last(self, name: str, ranks: Sequence[int]) -> tuple[list[PlanEntry], list[Key]]:
+        """Return (moves of a value of some ranks to the last rank, keys of all of them there)."""
+        there = {r: (name if r == self.last else f"{name}_there", r) for r in ranks}
+        moves = [transfer_entry(r, (name, r), self.last, there[r]) for r in ranks if r != self.last]
+        return moves, [*there.values()]
+
+    def _norm(self) -> list[PlanEntry]:
+        """Return entries from gradients to a step's numbers; the last rank adds all squares."""
+        ops = [self._op("squares", r, [("grads", r)], [("squares", r)]) for r in self.ranks]
+        moves, squares = self._to_last("squares", self.ranks)
+        reads = [("loss",), ("number",), ("step", self.last), *self._rates(self.last), *squares]
+        return [*ops, *moves, self._op("combine", self.last, reads, [("numbers",)])]
+
+    def _updates(self, kind: str, numbers: str) -> list[PlanEntry]:
+        ops = []
+        for r in self.ranks:
+            state = [(name, r) for name in STATE]
+            writes = [(f"next_{name}", r) for name in STATE] if kind == "try" else state
+            rates = self._rates(r) if kind == "try" else []  # read before the step's numbers exist
+            ops.append(self._op(kind, r, [*state, *self._grads(r), *rates, (numbers, r)], writes))
+        return ops
+
+    def _rates(self, rank: int) -> list[Key]:
+        """Return the key of the learning rate's numbers on a rank, if it has any."""
+        return [] if self.lr_numbers is None else [("rates", rank)]
+
+    def _op(self, kind: str, rank: int, reads: list[Key], writes: list[Key]) -> PlanEntry:
+        return rank_entry(kind, self.roles[rank], rank, reads, writes)
+
+    def _sent(self, name: str) -> list[PlanEntry]:
+        """Return the moves of a value of the last rank to all, as (name, rank)."""
+        return [transfer_entry(self.last, (name,), r, (name, r)) for r in self.ranks]
+
+    def _grads(self, rank: int) -> list[Key]:
+        """Return the keys of a rank's gradients; shared leaves come from the rank that adds."""
+        return [("grads", rank)] + [("shared", rank)] * (self.roles[rank].shared == "gives")
+
+
+class _Once:
+    """The programs that follow the gradients: mean loss, global norm, update."""
+
+    def __init__(
+        self,
+        engine: Mpmd,
+        optimizer: optax.GradientTransformation,
+        lr_schedule: optax.Schedule | None,
+    ):
+        # 1. the specs of each rank's state
+        self.engine, self.optimizer, self.lr_schedule = engine, optimizer, lr_schedule
+        self.axes, self.auto = engine.layout.manual(RANK_AXES), engine.layout.auto
+        staged, described = engine.states.staged, engine.division.described
+        self.of_state = {
+            here: {name: described(tree, r, (DictKey(name),))[1] for name, tree in staged.items()}
+            for r, here in enumerate(engine.roles)
+        }
+        # 2. the programs
+        once = {"mean": self._mean, "divide": self._divide, "squares": self._squares}
+        once |= {"combine": self._combine, "update": self._update, "try": self._try}
+        self.library = ProgramLibrary(
+            engine.model,
+            {here: specs["params"] for here, specs in self.of_state.items()},
+            self.axes,
+            is_one_device=engine.division.submeshes[0].size == 1,
+            once=once,
+            once_specs=self._specs,
+        )
+
+    def _specs(self, program: ProgramId, name: str) -> Tree | None:
+        """Return the specs of a value that these programs read or write, else None."""
+        name = name.removeprefix("next_")
+        is_updated = name == "params" and program.kind in ("update", "try")
+        if name in ("optimizer", "step") or is_updated:
+            return self.of_state[program.shape][name]
+        if name == "mean_grads":
+            return self.of_state[program.shape]["params"]
+        is_number = name in ("loss", "number", "squares", "squares_there", "numbers", "rates")
+        return P() if is_number else None
+
+    def _mean(self, _: ProgramId, *losses: Tree) -> tuple:
+        total = lambda parts: jax.lax.psum(sum(a[0] for a in parts), self.axes)  # noqa: E731
+        loss, number = map(total, zip(*losses, strict=True))
+        return loss / divisor(number), number
+
+    def _scaled(self, grads: Tree, number: jax.Array, shared: Sequence[Tree]) -> Tree:
+        """Return gradients of the mean loss, with shared leaves from the rank that adds them."""
+        if shared:
+            embed_head = with_shared(self.engine.model, grads["embed_head"], *shared)
+            grads = grads | {"embed_head": embed_head}
+        number = divisor(number)
+        return jax.tree.map(lambda g: g / number.astype(g.dtype), grads)
+
+    def _divide(self, _: ProgramId, grads: Tree, *rest: Tree) -> tuple:
+        *shared, number = rest
+        return (self._scaled(grads, number, shared),)
+
+    def _squares(self, program: ProgramId, grads: Tree) -> tuple:
+        specs = tree_specs(self.library.specs(program, "grads"))
+        shards: dict[tuple[str, ...], list] = {}
+        for leaf, spec in zip(jax.tree.leaves(grads), specs, strict=True):
+            axes = tuple(axis for axis in sharded_over(spec) if axis not in self.auto)
+            shards.setdefault(axes, []).append(leaf)
+        sums = (jax.lax.psum(sum_of_squares(leaves), axes) for axes, leaves in shards.items())
+        return (sum(sums, start=jnp.zeros((), jnp.float32)),)
+
+    def _combine(
+        self, _: ProgramId, loss: jax.Array, number: jax.Array, step: jax.Array, *rest: jax.Array
+    ) -> tuple:
+        rates, squares = (None, rest) if self.engine.lr_numbers is None else (rest[0], rest[1:])
+        norm = jnp.sqrt(sum(squares)) / divisor(number)
+        return ({"loss": loss, "grad_norm": norm, "number": number} | self._lr(rates, step),)
+
+    def _lr(self, rates: Any, step: jax.Array) -> dict[str, jax.Array]:
+        return {} if self.lr_schedule is None else {"lr": lr_of(self.lr_schedule, rates, step)}
+
+    def _update(
+        self, _: ProgramId, params: Tree, optimizer: Tree, step: jax.Array, grads: Tree, *rest: Tree
+    ) -> tuple:
+        *shared, numbers = rest
+        state = {"params": params, "optimizer": optimizer, "step": step}
+        grads = self._scaled(grads, numbers["number"], shared)
+        norm, lr = numbers["grad_norm"], numbers.get("lr")
+        state = apply_gradients(self.optimizer, state, grads, norm, lr)
+        return state["params"], state["optimizer"], state["step"]
+
+    def _try(
+        self,
+        program: ProgramId,
+        params: Tree,
+        optimizer: Tree,
+        step: jax.Array,
+        grads: Tree,
+        *rest: Tree,
+    ) -> tuple:
+        """Return the update that holds if the norm turns out to need no clipping."""
+        *given, number = rest
+        shared, rates = (given, None) if self.engine.lr_numbers is None else (given[:-1], given[-1])
+        numbers = {"number": number, "grad_norm": jnp.zeros_like(number)} | self._lr(rates, step)
+        return self._update(program, params, optimizer, step, grads, *shared, numbers)

@@ -1,0 +1,155 @@
+"""The engine of executors whose step is one XLA program on the mesh: spmd and reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ppctl.executors.compiler_options import temp_bytes, total_bytes
+from ppctl.executors.device_mesh import DATA_AXES
+from ppctl.executors.tree_bytes import shard_bytes, shard_shapes
+from ppctl.executors.xla_flags import Flags
+from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporaries
+from ppctl.training.pipeline.engines.process_examples import examples_of, put_examples
+from ppctl.training.pipeline.engines.step_programs import Choose, StepPrograms, one_program
+from ppctl.training.pipeline.engines.train_states import States, shardings_of
+from ppctl.training.pipeline.optimizers import lr_numbers
+from ppctl.training.pipeline.train_step import train_step
+
+Tree = Any
+STATE_PARTS = {"parameters": "params", "optimizer": "optimizer"}
+
+
+@dataclass(frozen=True)
+class OneProgram:
+    """An `Engine` with a staged state; `loss_and_grads_of` and `loss_of` take staged parameters."""
+
+    states: States
+    batch_shapes: Tree  # shapes and dtypes of a global batch
+    loss_and_grads_of: Callable[[Tree, Tree], tuple[jax.Array, Tree]]
+    loss_of: Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
+    optimizer: optax.GradientTransformation
+    lr_schedule: optax.Schedule | None = None
+    held: Mapping[str, int] = field(default_factory=dict)  # bytes of the executor on a device
+    flags: Flags = ()  # compiler options
+    compiled: dict[str, jax.stages.Compiled] = field(default_factory=dict)
+
+    def new_state(self, seed: int | None = None) -> Tree:
+        return self.states.new(seed)
+
+    def to_natural(self, state: Tree) -> Tree:
+        return self.states.to_natural(state)
+
+    def from_natural(self, state: Tree) -> Tree:
+        return self.states.to_staged(state)
+
+    def parameters(self, state: Tree) -> Sequence[Tree]:
+        return (state["params"],)
+
+    def share(self, rank: int) -> Tree:
+        del rank  # all ranks hold equal shares
+        return shard_shapes(self.states.staged)
+
+    @property
+    def examples(self) -> Sequence[int]:
+        return self._examples
+
+    @cached_property
+    def _examples(self) -> tuple[int, ...]:
+        return examples_of(self.batch_sharding, self._batch_size)
+
+    def put(self, batch: Mapping[str, Any]) -> Tree:
+        shardings = dict.fromkeys(self.batch_shapes, self.batch_sharding)
+        return put_examples(shardings, self.examples, batch, self._batch_size)
+
+    @property
+    def _batch_size(self) -> int:
+        return self.batch_shapes["inputs"].shape[0]
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        return NamedSharding(self.states.layout.mesh, P(DATA_AXES))
+
+    @cached_property
+    def placed_batch(self) -> Tree:
+        """Shapes, dtypes and shardings of a placed batch."""
+        sharding = self.batch_sharding
+        shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)  # noqa: E731
+        return jax.tree.map(shape, self.batch_shapes)
+
+    @property
+    def train_step(self) -> Callable[..., tuple[Tree, dict[str, jax.Array]]]:
+        return train_step(self.loss_and_grads_of, self.optimizer, self.lr_schedule)
+
+    def trace_train_step(self) -> jax.stages.Traced:
+        """Trace the train step (state, batch, lr numbers) -> (state, metrics), state donated."""
+        everywhere = NamedSharding(self.states.layout.mesh, P())
+        out = shardings_of(self.states.staged), everywhere
+        step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
+        shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere)  # noqa: E731
+        return step.trace(self.states.staged, self.placed_batch, *map(shape, self._numbers))
+
+    @property
+    def _numbers(self) -> tuple[np.ndarray, ...]:
+        """The numbers of the learning rate that the train step takes, if any."""
+        numbers = lr_numbers(self.lr_schedule)
+        return () if numbers is None else (numbers,)
+
+    @cached_property
+    def _placed_numbers(self) -> tuple[jax.Array, ...]:
+        everywhere = NamedSharding(self.states.layout.mesh, P())
+        place = jax.make_array_from_callback
+        return tuple(place(a.shape, everywhere, a.__getitem__) for a in self._numbers)
+
+    def lower_train_step(self) -> jax.stages.Lowered:
+        """Return the train step lowered, ready to compile."""
+        return self.trace_train_step().lower()
+
+    def compile(self, *, evaluate: bool) -> Footprint:
+        self.compiled["step"] = step = self.compile_program(self.lower_train_step())
+        if evaluate:
+            lowered = jax.jit(self.loss_of).lower(self.states.staged["params"], self.placed_batch)
+            self.compiled["loss"] = self.compile_program(lowered)
+        ranks = self.states.layout.mesh.shape["pp"]
+        return Footprint(temp_bytes(step), (total_bytes(step),) * ranks, step.as_text() or "")
+
+    def compile_program(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Return a lowered program compiled with the options of training."""
+        return lowered.compile(dict(self.flags) or None)
+
+    def memory(self, temporaries: Temporaries | None = None) -> tuple[dict[str, int], ...]:
+        """Return bytes by part, equal for all ranks; compiled temporaries are the rest."""
+        staged, step = self.states.staged, self.compiled.get("step")
+        of_rank = {name: shard_bytes(staged[key]) for name, key in STATE_PARTS.items()}
+        of_rank |= {**self.held, "batch": shard_bytes(self.placed_batch)}
+        if temporaries is not None:
+            of_rank["temporaries"] = temporaries(None)
+        elif step is not None:
+            rest = total_bytes(step) - sum(of_rank.values())
+            if rest < 0:  # the program reads layers where the parameters are
+                of_rank["weights"] = max(0, of_rank.get("weights", 0) + rest)
+            of_rank["temporaries"] = max(0, rest)
+        return (of_rank,) * self.states.layout.mesh.shape["pp"]
+
+    def programs(self, choose: Choose | None = None) -> StepPrograms:
+        del choose  # there is one program
+        mesh = self.states.layout.mesh.shape
+        return one_program(self.trace_train_step(), mesh, self.compile_program)
+
+    def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        return self.compiled["step"](state, batch, *self._placed_numbers)
+
+    def loss(self, state: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        return self.compiled["loss"](state["params"], batch)
+
+    def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        loss, grads = jax.jit(self.loss_and_grads_of)(state["params"], batch)
+        return loss, jax.jit(self.states.layout.to_natural)(grads)

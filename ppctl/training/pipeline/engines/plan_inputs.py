@@ -1,0 +1,114 @@
+"""The values that plans of executor=mpmd start from: a state, a batch, and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ppctl.executors.device_mesh import DATA_AXES
+from ppctl.executors.mpmd.dispatch_plan import Key
+from ppctl.executors.mpmd.mpmd_runtime import Runtime
+from ppctl.executors.mpmd.rank_trees import Division
+from ppctl.executors.tree_bytes import shard_bytes
+from ppctl.training.pipeline.engines.process_examples import examples_of, put_examples
+
+Tree = Any
+STATE = ("params", "optimizer", "step")  # names in a rank's state
+
+
+@dataclass(frozen=True)
+class Given:
+    """The values of one engine by plan key: (name, rank), or (name, rank, microbatch)."""
+
+    division: Division
+    runtime: Runtime
+    staged: Mapping[str, Tree]  # shapes of the state in staged form
+    batch_shapes: Mapping[str, jax.ShapeDtypeStruct]
+    readers: Mapping[str, Sequence[int]]  # ranks that read "inputs", and "targets"
+    num_microbatches: int
+    rates: np.ndarray | None  # numbers of the learning rate, on all ranks
+    has_parts: bool  # whether each rank has a part of the vocabulary
+
+    @property
+    def ranks(self) -> range:
+        return range(len(self.division.submeshes))
+
+    # the batch
+
+    @cached_property
+    def examples(self) -> tuple[int, ...]:
+        """The examples of a global batch that this process reads."""
+        held = (examples_of(sharding, self._batch_size) for sharding in self._shardings.values())
+        return tuple(sorted(set().union(*held)))
+
+    def put(self, batch: Mapping[str, Any]) -> dict[Key, jax.Array]:
+        """Return a batch of only `examples` on the submeshes of the ranks that read it."""
+        found: dict[Key, jax.Array] = {}
+        for (name, rank), sharding in self._shardings.items():
+            put = put_examples({name: sharding}, self.examples, batch, self._batch_size)
+            found[name, rank] = put[name]
+        return found
+
+    @cached_property
+    def _shardings(self) -> dict[Key, NamedSharding]:
+        mesh = self.division.submeshes
+        pairs = ((name, rank) for name, ranks in self.readers.items() for rank in ranks)
+        return {(name, rank): NamedSharding(mesh[rank], P(DATA_AXES)) for name, rank in pairs}
+
+    @property
+    def _batch_size(self) -> int:
+        return self.batch_shapes["inputs"].shape[0]
+
+    # all values
+
+    @cached_property
+    def _numbers(self) -> dict[Key, np.ndarray]:
+        """Numbers of microbatches on the ranks that read them, of parts, of the learning rate."""
+        numbers = [np.asarray(m, np.int32) for m in range(self.num_microbatches)]
+        readers = {rank for ranks in self.readers.values() for rank in ranks}
+        found: dict[Key, np.ndarray] = {
+            ("m", r, m): number for r in readers for m, number in enumerate(numbers)
+        }
+        if self.has_parts:
+            found |= {("part", r): np.asarray(r, np.int32) for r in self.ranks}
+        if self.rates is not None:
+            found |= {("rates", r): self.rates for r in self.ranks}
+        return found
+
+    @cached_property
+    def _numbers_there(self) -> dict[Key, jax.Array | None]:
+        return {key: self.runtime.numbers(value, key[1]) for key, value in self._numbers.items()}
+
+    def values(self, state: Tree, batch: Mapping[Key, Tree]) -> dict[Key, Tree]:
+        """Return the values that plans start from."""
+        return {**batch} | self.of_state(state) | self._numbers_there
+
+    def of_state(self, state: Tree) -> dict[Key, Tree]:
+        """Return the values of a state: a tree for each rank."""
+        return {(name, r): tree for r, each in enumerate(state) for name, tree in each.items()}
+
+    def shapes(self) -> dict[Key, Tree]:
+        """Return the shapes of the values that plans start from, with shardings on a submesh."""
+        shape, described = self.runtime.shape, self.division.described
+        shapes: dict[Key, Tree] = {
+            key: shape(self.batch_shapes[key[0]], P(DATA_AXES)) for key in self._shardings
+        }
+        for name, tree in self.staged.items():
+            path = (jax.tree_util.DictKey(name),)
+            shapes |= {(name, r): shape(*described(tree, r, path)) for r in self.ranks}
+        return shapes | {key: shape(value, P()) for key, value in self._numbers.items()}
+
+    def bytes(self) -> list[dict[str, int]]:
+        """Return for each rank the bytes of its state and batch on one device, by name."""
+        found: list[dict[str, int]] = [{} for _ in self.ranks]
+        for (name, rank, *_), shapes in self.shapes().items():
+            if name in STATE or name in self.readers:
+                found[rank][name] = shard_bytes(shapes)
+        return found

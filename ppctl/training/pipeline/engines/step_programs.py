@@ -1,0 +1,154 @@
+"""The programs of a step in every form of a compiler: jaxpr, StableHLO, HLO."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+
+from ppctl.executors.compiler_options import temp_bytes
+from ppctl.executors.hlo_collectives import Collective, collectives
+from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, last_uses
+from ppctl.executors.mpmd.mpmd_runtime import Runtime
+from ppctl.executors.mpmd.plan_listing import ListedEntry, listed_entries
+from ppctl.executors.parameter_placement import runs_text
+from ppctl.executors.tree_bytes import shard_bytes
+from ppctl.schedule.ir import PART_KINDS
+from ppctl.schedule.schedule_text import WORDS
+
+FORMS = ("jaxpr", "stablehlo", "hlo")
+# from a plan's entries to the entries to show; None: all
+Choose = Callable[[Sequence[PlanEntry]], Collection[PlanEntry] | None]
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """A traced program of a step, lowered and compiled on demand."""
+
+    name: str
+    mesh: Mapping[str, int]  # axes of the devices that run it together
+    ranks: tuple[int, ...]  # ranks that run it
+    runs: int  # runs on a rank in a step, at most
+    traced: jax.stages.Traced
+    lower: Callable[[], jax.stages.Lowered]
+    compile: Callable[[], jax.stages.Compiled]
+
+    @cached_property
+    def lowered(self) -> jax.stages.Lowered:
+        return self.lower()
+
+    @cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        return self.compile()
+
+    @cached_property
+    def hlo(self) -> str:
+        return self.compiled.as_text() or ""
+
+    @cached_property
+    def collectives(self) -> list[Collective]:
+        """The collectives of the compiled program, with their bytes and number of runs."""
+        return collectives(self.hlo, self.mesh)
+
+    @property
+    def temp_bytes(self) -> int:
+        """Bytes of temporaries on one device."""
+        return temp_bytes(self.compiled)
+
+    def text(self, form: str) -> str:
+        """Return the program in one of FORMS."""
+        if form == "jaxpr":
+            return f"{self.traced.jaxpr}\n"
+        return self.lowered.as_text() if form == "stablehlo" else self.hlo
+
+
+class Transfers(NamedTuple):
+    """The values that go from rank to rank in a step of executor=mpmd."""
+
+    sender: int
+    receiver: int
+    number: int
+    bytes: int  # bytes from one device
+
+
+class StepPrograms(NamedTuple):
+    """The programs of a step; dispatch and transfers are those of executor=mpmd."""
+
+    programs: list[StepProgram]
+    dispatch: list[ListedEntry]
+    transfers: list[Transfers]
+
+
+def compile_all(programs: Sequence[StepProgram]) -> None:
+    """Compile missing programs in parallel."""
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(lambda program: program.compiled, programs))
+
+
+def one_program(
+    traced: jax.stages.Traced,
+    mesh: Mapping[str, int],
+    compiled: Callable[[jax.stages.Lowered], jax.stages.Compiled],
+) -> StepPrograms:
+    """Return the programs of a step that is one program of all ranks."""
+    ranks, compile = tuple(range(mesh["pp"])), lambda: compiled(step.lowered)
+    step = StepProgram("step", mesh, ranks, 1, traced, traced.lower, compile)
+    return StepPrograms([step], [], [])
+
+
+def dispatched_programs(
+    runtime: Runtime,
+    plan: tuple[list[PlanEntry], list[Key]],
+    given: dict[Key, Any],
+    choose: Choose | None,
+) -> StepPrograms:
+    """Return the programs and transfers of a dispatched plan; given: shapes of its first values."""
+    # 1. the entries to show
+    ops, kept = plan
+    shapes = runtime.shapes(ops, given)
+    listed = list(zip(ops, last_uses(ops, {*kept, *given}), strict=True))
+    wanted = None if choose is None else choose(ops)
+    if wanted is not None:
+        listed = [(op, freed) for op, freed in listed if op in wanted]
+    # 2. their programs
+    users: dict[Any, list[PlanEntry]] = {}
+    for op, _ in listed:
+        if op.program is not None:
+            users.setdefault(op.program, []).append(op)
+    programs = [
+        StepProgram(
+            _name(these),
+            runtime.submeshes[0].shape,
+            ranks := tuple(sorted({op.rank for op in these})),
+            max(sum(op.rank == rank for op in these) for rank in ranks),
+            runtime.traced[program][0],
+            partial(runtime.lower, program),
+            lambda program=program, these=these: runtime.compiled_first(these)[program],
+        )
+        for program, these in users.items()
+    ]
+    # 3. their transfers
+    sent: dict[tuple[int, int], list[int]] = {}
+    for op, _ in listed:
+        if op.sender is not None and op.sender != op.rank:
+            sent.setdefault((op.sender, op.rank), []).append(shard_bytes(shapes[op.reads[0]]))
+    transfers = [Transfers(*ranks, len(sizes), sum(sizes)) for ranks, sizes in sorted(sent.items())]
+    return StepPrograms(programs, listed_entries(listed), transfers)
+
+
+def _name(ops: Sequence[PlanEntry]) -> str:
+    """Return a program's kind and the stages or ranks that run it, which identify it."""
+    op = ops[0]
+    assert op.program is not None, "a move has no program"
+    if op.task is not None:
+        stages = sorted({each.task.stage for each in ops if each.task is not None})
+        place = "part" if op.task.kind in PART_KINDS else "stage"
+        return f"{WORDS[op.task.kind]} of {place} {runs_text(stages)}"
+    if op.program.kind == "reduce":
+        return f"reduce of stage {runs_text(sorted({s for each in ops for _, s in each.reads}))}"
+    return f"{op.program.kind} of rank {runs_text(sorted({each.rank for each in ops}))}"

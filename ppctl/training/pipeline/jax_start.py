@@ -1,0 +1,93 @@
+"""JAX started by a run's settings: platform, simulated devices, dtype and other processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+import jax
+from jax.sharding import Mesh
+
+from ppctl.config import Config
+from ppctl.config import Mesh as MeshSettings
+from ppctl.errors import ConfigError
+from ppctl.executors.device_mesh import make_mesh
+from ppctl.launch import join_processes as distributed
+from ppctl.launch import xla_stderr
+from ppctl.training.pipeline.gpu_memory import set_memory_fraction
+
+MOST_SIMULATED = 4096  # devices of one process: JAX starts them in seconds, 16,384 in minutes
+CPU_FLAGS = (  # by default XLA aborts when a simulated device is 40 s late at a collective
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+    "--xla_cpu_collective_timeout_seconds=600",
+)
+
+
+def mesh(
+    *, dp: int = 1, pp: int = 1, fsdp: int = 1, tp: int = 1, cp: int = 1, order: str = "auto"
+) -> Mesh:
+    """Return a mesh of dp*pp*fsdp*tp*cp devices.
+
+    The axes are copies of the pipeline (dp), its ranks (pp), shards of parameters (fsdp), shards of
+    each layer's computation (tp) and parts of each sequence (cp). If JAX has not started yet, a
+    machine without accelerators simulates as many CPU devices.
+
+    order: the axes from the slowest links to the fastest, as "pp-dp-fsdp", which "auto" takes on
+    several hosts of GPUs or slices of TPUs: the first goes over as many hosts as its size allows,
+    then the next.
+
+    ConfigError: there are fewer devices, or no such axes.
+    """
+    settings = MeshSettings(dp, pp, fsdp, tp, cp, order)
+    settings.check()
+    simulate(settings.num_devices)
+    return make_mesh(dp, pp, fsdp, tp, cp, order)
+
+
+def start_jax(config: Config, dtype: str, num_devices: int | None = None) -> None:
+    """Make the settings that JAX reads when it starts, and join the run's other processes, if any.
+
+    num_devices: simulated CPU devices; None: those of the mesh.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    missing = [flag for flag in CPU_FLAGS if flag.split("=")[0] not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
+    is_away = config.plan.topology is not None  # then no attached device is used
+    platform = config.run.platform or ("cpu" if is_away else None)
+    if platform is not None:
+        jax.config.update("jax_platforms", platform)
+    set_memory_fraction(config.run.memory_fraction)
+    if dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    if config.run.distributed != "off":
+        _join(config)
+    elif not is_away:
+        simulate(config.mesh.num_devices if num_devices is None else num_devices)
+
+
+def simulate(num_devices: int) -> None:
+    """Let JAX simulate num_devices CPU devices when it starts, unless it simulates more."""
+    if num_devices > MOST_SIMULATED:
+        raise ConfigError(
+            f"{num_devices} devices are more than the {MOST_SIMULATED} that a machine can "
+            "simulate. Use a smaller mesh, or plan.topology, which describes other devices."
+        )
+    simulated: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue] made at run time
+    if simulated < num_devices:
+        with contextlib.suppress(RuntimeError):  # JAX has started: make_mesh counts its devices
+            jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+def _join(config: Config) -> None:
+    """Join the other processes, each with its share of simulated devices, at least one."""
+    run = config.run
+    if distributed.is_joined():
+        return
+    if run.platform in (None, "cpu"):
+        count = distributed.known_count(run.num_processes, is_cpu=run.platform == "cpu")
+        if count is not None:
+            jax.config.update("jax_num_cpu_devices", max(1, config.mesh.num_devices // count))
+    xla_stderr.divert(f"on {socket.gethostname()}" if run.process_id is None else run.process_id)
+    place = run.coordinator, run.num_processes, run.process_id
+    distributed.join(*place, heartbeat_s=run.heartbeat_s)

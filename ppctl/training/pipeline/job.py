@@ -1,0 +1,349 @@
+"""From a config to a training job: data, model and pipeline.
+
+Impossible requests are refused here, cheapest check first, before anything is compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from ppctl import config as settings
+from ppctl.config import Config
+from ppctl.config.code_digests import Sources, sources
+from ppctl.config.schedule_from_config import Pipeline as ScheduledPipeline
+from ppctl.config.schedule_from_config import pipeline_of, trained_share
+from ppctl.data import BUILDERS, BUILDERS_BY_SIZE, DataSet
+from ppctl.executors.described_devices import check_gpu_shape, check_size, described_mesh
+from ppctl.executors.device_mesh import AXES, check_tp_of_hosts, make_mesh, repeated_mesh
+from ppctl.executors.model_shapes import Model
+from ppctl.executors.reference import reference
+from ppctl.executors.stage.jaxpr_flops import RelativeCosts, matmul_flops, relative_costs
+from ppctl.executors.tree_bytes import tree_bytes
+from ppctl.model.attention_scores import Scoring
+from ppctl.model.stack import Stack, init
+from ppctl.schedule.costs import Costs, task_costs
+from ppctl.schedule.families.registry import BASELINE, build
+from ppctl.schedule.ir import Schedule
+from ppctl.schedule.partition.partition import Partition, explicit, stages_text, uniform
+from ppctl.schedule.remat import Remat
+from ppctl.schedule.search.auto_choice import Choice
+from ppctl.schedule.search.placement_costs import Placed
+from ppctl.schedule.tick_lowering import Ticks
+from ppctl.training.pipeline import known_hardware as hardware_of
+from ppctl.training.pipeline import optimizers as optim
+from ppctl.training.pipeline.auto_schedule import ModelCosts
+from ppctl.training.pipeline.built_in_models import make_stack
+from ppctl.training.pipeline.gpu_memory import check_memory_fraction
+from ppctl.training.pipeline.jax_start import start_jax
+from ppctl.training.pipeline.known_hardware import described_device
+from ppctl.training.pipeline.pipeline import Pipeline, pipeline
+from ppctl.training.pipeline.pipeline_request import divided_stack
+from ppctl.training.pipeline.user_code import custom_data
+
+Tree = Any
+DEFAULT_DTYPE = "float32"
+UNEVEN_NOTICE = 1.25  # times the mean stage's cost above which equal stages are shown too
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """A config's request, built: its data, and its model pipelined over its mesh."""
+
+    config: Config
+    data: DataSet
+    pipe: Pipeline
+    sources: Mapping[str, Sources]  # imported user code of the parts (model, data)
+    counted_stack: Stack | None = None  # the model for the request's hardware, if already made
+    choice: Choice | None = None  # the candidates of schedule=auto
+
+    @property
+    def num_eval_batches(self) -> int:
+        """The number of batches of an evaluation."""
+        return num_eval_batches(self.config.run, self.data)
+
+    @cached_property
+    def counted_model(self) -> Model:
+        """The model with the kernels of the request's hardware, for counting; it need not run."""
+        pipe, model, stack = self.pipe, self.pipe.model, self.counted_stack
+        if stack is None:
+            other = self._other_hardware
+            if other is None or not isinstance(self.config.model, settings.Transformer):
+                return model
+            stack = stack_for(other, self.config, self.data, pipe.dtype, pipe.mesh.devices.flat[0])
+        return replace(model, stack=divided_stack(stack, model.axes, pipe.batch_shapes))
+
+    @cached_property
+    def counted_device(self) -> Any:
+        """A device of the request's hardware, by which kernels of `counted_model` are chosen."""
+        device, other = self.pipe.mesh.devices.flat[0], self._other_hardware
+        if other is None:
+            return _device_of(self.config, device)
+        return described_device(other) or device
+
+    @property
+    def _other_hardware(self) -> settings.Hardware | None:
+        """The hardware of the request if the mesh's devices are of another kind."""
+        kind = self.pipe.mesh.devices.flat[0].device_kind
+        return hardware_of.described_only(self.config.hardware, kind)
+
+
+def num_eval_batches(run: settings.Run, data: DataSet) -> int:
+    """Return run.eval_batches, or as many as are held out, at least 1, at most run.EVAL_BATCHES."""
+    if run.eval_batches is not None:
+        return run.eval_batches
+    return max(1, min(run.EVAL_BATCHES, data.num_eval_examples // data.batch_size))
+
+
+def stack_for(
+    hardware: settings.Hardware, config: Config, data: DataSet, dtype: jnp.dtype, device: Any
+) -> Stack:
+    """Return the model as this hardware would run it; without a description of it, `device`."""
+    return make_stack(config, data, dtype, described_device(hardware) or device)
+
+
+def _mesh_of(config: Config, *, on_one_device: bool) -> Mesh:
+    """Return the mesh of attached devices or of a topology. ConfigError if they are too few."""
+    axes, order, topology = config.mesh.sizes, config.mesh.order, config.plan.topology
+    if on_one_device:
+        return repeated_mesh(*axes)
+    if topology is None:
+        return make_mesh(*axes, order=order)
+    gpu = hardware_of.gpu_target(hardware_of.of_topology(config.hardware, topology))
+    if not config.plan.only_predicts_topology:
+        return described_mesh(axes, topology, gpu, hardware_of.gpu_names(), order)
+    if gpu is not None:
+        check_gpu_shape(topology, gpu.name)
+    check_size(axes, topology, math.prod(config.plan.topology_shape))
+    return repeated_mesh(*axes)  # for shapes only
+
+
+def _device_of(config: Config, device: Any) -> Any:
+    """Return the device by which kernels are chosen: of a predicted topology, else `device`."""
+    if not config.plan.only_predicts_topology or config.plan.topology is None:
+        return device
+    hardware = hardware_of.of_topology(config.hardware, config.plan.topology)
+    return device if hardware is None else described_device(hardware) or device
+
+
+def _check_hosts(config: Config) -> None:
+    """Raise ConfigError where tp would go over several hosts of the hardware that is described."""
+    if not isinstance(config.hardware, settings.Hardware):
+        return
+    number, mesh = config.mesh.num_devices, config.mesh
+    of_host = hardware_of.host_devices(config.hardware, config.plan.topology)
+    if of_host is not None and number > of_host:
+        sizes: dict[str, int] = dict(zip(AXES, mesh.sizes, strict=True))
+        check_tp_of_hosts(sizes, mesh.order, number, of_host)
+
+
+def assemble(
+    config: Config,
+    *,
+    default_dtype: str = DEFAULT_DTYPE,
+    on_one_device: bool = False,
+    only_planned: bool = False,
+) -> TrainingJob:
+    """Return the training job of a config. ConfigError, ScheduleError or DataError if impossible.
+
+    only_planned: it does not train, so that settings may be for the hardware that hardware=
+    describes. on_one_device: the first device stands for all of the mesh; shapes and programs of
+    one device are those of the mesh, but the job does not train.
+    """
+    # 1. a schedule that follows from its settings, before JAX starts
+    is_auto = isinstance(config.schedule, settings.Auto) and config.executor.IS_PIPELINED
+    by_costs = is_auto or (config.schedule.vocab == "parallel" and config.executor.DISPATCHES_TASKS)
+    planned = None if by_costs else plan(config)
+    _check_hosts(config)
+    # 2. devices
+    dtype_name = config.run.dtype or default_dtype
+    start_jax(config, dtype_name, num_devices=1 if on_one_device else None)
+    mesh = _mesh_of(config, on_one_device=on_one_device)
+    device = _device_of(config, mesh.devices.flat[0])
+    check_memory_fraction(config, device, only_planned=only_planned)
+    # 3. data, model and optimizer
+    data, dtype = open_data(config), jnp.dtype(dtype_name)
+    stack = make_stack(config, data, dtype, device)
+    optimizer, lr_schedule = make_optimizer(config)
+    how = {key: value for key, value in asdict(config.executor).items() if key != "name"}
+    how |= {"executor": config.executor.name, "dtype": dtype, "seed": config.run.seed}
+    how |= {"clip_norm": config.optim.clip_norm, "lr_schedule": lr_schedule}
+    shapes = batch_shapes(data)
+    pipelined = partial(pipeline, stack, mesh=mesh, batch=shapes, optimizer=optimizer, **how)
+    # 4. other schedules, by the model's costs; the pipeline
+    if planned is None and not is_auto:
+        planned = plan(config, costs_of_parts(config, stack, data, dtype))
+    planned = planned or plan_auto(config, pipelined)
+    partition: str | list[int] = config.partition.name
+    if isinstance(config.partition, settings.Explicit):
+        partition = [len(layers) for layers in planned.partition]
+    order = planned.schedule if planned.ticks is None else planned.ticks
+    pipe = pipelined(schedule=order, partition=partition)
+    # 5. the user's code
+    parts = {"model": config.model, "data": config.data}
+    code = {name: sources(each.target) for name, each in parts.items() if each.name == "custom"}
+    return TrainingJob(config, data, pipe, code, choice=planned.choice)
+
+
+class Planned(NamedTuple):
+    """The order of tasks, and the layers of each stage."""
+
+    schedule: Schedule
+    ticks: Ticks | None  # of executor=spmd
+    partition: Partition
+    choice: Choice | None  # of schedule=auto
+
+
+def plan(config: Config, costs: Costs | None = None) -> Planned:
+    """Return schedule, ticks and partition of a config. Neither JAX nor data is touched.
+
+    partition=balanced takes embedding and head as free. costs: of tasks, by which executor=mpmd
+    orders those of parts of the vocabulary.
+    """
+    of = None if costs is None else lambda rank_of: Placed(costs)
+    planned = _pipeline_of(config, of)
+    return Planned(planned.schedule, planned.ticks, divide(config, planned.schedule.rank_of), None)
+
+
+def _pipeline_of(config: Config, *costs: Any) -> ScheduledPipeline:
+    trained, num_layers = trained_share(config.model, config.optim), config.model.num_layers
+    how = config.schedule, config.executor, config.mesh.pp, num_layers, trained
+    return pipeline_of(*how, *costs)
+
+
+def costs_of_parts(config: Config, stack: Stack, data: DataSet, dtype: jnp.dtype) -> Costs:
+    """Return the costs of tasks where every rank has a part of embedding and head, by FLOPs."""
+    remat = Remat.of(config.executor.remat)
+    costs = task_costs(remat, trained_share(config.model, config.optim))
+    relative = relative_costs(stack, batch_shapes(data), dtype, recompute=remat.recomputes)
+    return relative.with_parts(costs)
+
+
+def plan_auto(config: Config, pipelined: Callable[..., Pipeline]) -> Planned:
+    """Return the same for schedule=auto, by the seconds and bytes of the model's stages.
+
+    pipelined: makes the request's pipeline of a schedule and a partition.
+    """
+    request = config.schedule
+    assert isinstance(request, settings.Auto), "other schedules follow from their settings"
+    baseline = build(BASELINE, config.mesh.pp, request.num_microbatches)
+    probe = pipelined(schedule=baseline, partition="balanced")
+    costs = ModelCosts(probe, lambda rank_of: divide(config, rank_of, probe.relative_costs))
+    is_capped, in_ticks = request.max_memory_gib is not None, config.executor.IN_TICKS
+    seconds_of = costs.layers(with_bytes=is_capped and not in_ticks).on
+    bytes_of = costs.in_ticks_bytes if is_capped and in_ticks else None
+    chosen = _pipeline_of(config, seconds_of, bytes_of)
+    partition = divide(config, chosen.schedule.rank_of, probe.relative_costs)
+    return Planned(chosen.schedule, chosen.ticks, partition, chosen.choice)
+
+
+def divide(config: Config, rank_of: Sequence[int], costs: RelativeCosts | None = None) -> Partition:
+    """Return the layers of each stage; costs: of partition=balanced, None: of equal layers only."""
+    num_layers = config.model.num_layers
+    if isinstance(config.partition, settings.Explicit):
+        return explicit(num_layers, len(rank_of), config.partition.layers)
+    if isinstance(config.partition, settings.Balanced):
+        return (costs or RelativeCosts((1.0,) * num_layers, 0.0, 0.0)).balanced(rank_of)
+    return uniform(num_layers, len(rank_of))
+
+
+def partition_text(job: TrainingJob) -> str | None:
+    """Return a line about the layers of stages and their costs; None for even, default stages."""
+    name, pipe = job.config.partition.name, job.pipe
+    partition, costs = pipe.partition, pipe.relative_costs
+
+    def unevenness(partition: Partition) -> float:
+        of_stages = costs.of_stages(partition)
+        return max(of_stages) * len(of_stages) / sum(of_stages)
+
+    text = f"largest stage {unevenness(partition):.2f} times the mean"
+    if name == "uniform":
+        if pipe.layout.is_even and unevenness(partition) <= UNEVEN_NOTICE:
+            return None
+        best = unevenness(costs.balanced(pipe.schedule.rank_of))
+        text += f", {best:.2f} with partition=balanced" if best < unevenness(partition) else ""
+    stages = stages_text([len(layers) for layers in partition])
+    embed_head = f"embedding {costs.embed:.1f}, head {costs.head:.1f} times a layer"
+    return f"{stages}; {name} ({embed_head}; {text})"
+
+
+def batch_shapes(data: DataSet) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shapes and dtypes of a global batch; reads one example."""
+    example = next(data.batches(rows=(0,)))
+    shape = lambda a: jax.ShapeDtypeStruct((data.batch_size, *a.shape[1:]), a.dtype)  # noqa: E731
+    return {name: shape(example[name]) for name in ("inputs", "targets")}
+
+
+def make_optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """Return the config's optimizer without clipping, and its learning rates."""
+    given = asdict(config.optim)
+    schedule_settings = {key: given.pop(key) for key in ("lr", "min_lr_fraction", "warmup_steps")}
+    lr_schedule = optim.LrSchedule(**schedule_settings, num_steps=config.run.num_steps)
+    for key in ("clip_norm", "train", "lora_rank", "lora_alpha", "lora_targets"):
+        del given[key]
+    return optim.OPTIMIZERS[given.pop("name")](lr_schedule, **given), lr_schedule
+
+
+def open_data(config: Config, *, sizes_only: bool = False) -> DataSet:
+    """Return the config's data set; sizes_only: as quickly as its sizes can be known."""
+    given = {**asdict(config.data), "seed": config.run.seed}
+    name = given.pop("name")
+    if name not in ("regression", "custom"):
+        assert not isinstance(config.model, settings.MLP), "config.check refuses text for an MLP"
+        given["seq_len"] = config.model.seq_len
+    if name == "custom":
+        return custom_data(**given)
+    return (BUILDERS_BY_SIZE if sizes_only else BUILDERS)[name](**given)
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """FLOPs of the model in one step: matrix products of forward and backward, no recomputation."""
+
+    full: int  # with attention to the whole sequence, as most publications count
+    causal: int  # with attention to earlier tokens in the window, all that a kernel must compute
+
+
+def model_flops(job: TrainingJob) -> ModelFlops:
+    """Return the FLOPs of a step, with attention in its plain form whatever the kernel."""
+    pipe, model = job.pipe, job.config.model
+    stack, masked = pipe.stack, 0
+    if isinstance(model, settings.Transformer):
+        if model.attention != "xla":
+            plain = replace(job.config, model=replace(model, attention="xla"))
+            stack = make_stack(plain, job.data, pipe.dtype, pipe.mesh.devices.flat[0])
+        num_examples, num_tokens = pipe.batch_shapes["inputs"].shape
+        causal = (Scoring(window=window).num_pairs(num_tokens) for window in model.windows)
+        pairs = sum(num_tokens**2 - num_pairs for num_pairs in causal)
+        # FLOPs a pair and unit of width: 4 of scores and their product with values, 8 backward
+        masked = 12 * num_examples * model.num_heads * model.head_width * pairs
+    loss_and_grads = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype=pipe.dtype)
+    params = jax.eval_shape(lambda: init(stack, 0))
+    full = matmul_flops(loss_and_grads, params, pipe.batch_shapes)
+    return ModelFlops(full, full - masked)
+
+
+def state_bytes(job: TrainingJob) -> int:
+    """Return the bytes of a whole state, and so of a checkpoint."""
+    return tree_bytes(job.pipe.states.natural)
+
+
+def unit_of_work(job: TrainingJob) -> tuple[str, int]:
+    """Return the metric of speed and its units a step: tokens of text, else examples."""
+    inputs = job.pipe.batch_shapes["inputs"].shape
+    is_text = job.data.vocab_size is not None
+    return ("tokens_per_s", math.prod(inputs)) if is_text else ("rows_per_s", inputs[0])
+
+
+def without_pipeline(config: Config) -> Config:
+    """Return the same request for the reference executor on one device."""
+    mesh, partition = settings.Mesh(), settings.Uniform()
+    return replace(config, mesh=mesh, partition=partition, executor=settings.Reference())

@@ -1,0 +1,75 @@
+"""The checks of a job before anything of it is compiled, the same for every command."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from ppctl import config as settings
+from ppctl.data import DataSet
+from ppctl.errors import ConfigError
+from ppctl.executors.tree_bytes import shard_bytes
+from ppctl.reports.terminal_output import size_text
+from ppctl.training.pipeline.job import TrainingJob, num_eval_batches
+from ppctl.training.pipeline.known_hardware import stated_bytes
+from ppctl.training.pipeline.mixing import NUM_TRIED
+from ppctl.training.pipeline.pipeline import Pipeline
+
+
+def check_job(job: TrainingJob) -> list[str]:
+    """Return notes: of few evaluation batches, and why a model was not tried for mixing examples.
+
+    ConfigError or DataError: the job cannot run here, or not as intended.
+    """
+    check_room(job.pipe)
+    notes = check_evaluations(job.config.run, job.data), check_examples(job)
+    return [note for note in notes if note is not None]
+
+
+def check_room(pipe: Pipeline) -> None:
+    """Raise ConfigError where parameters and moments alone do not fit the attached devices.
+
+    Simulated devices share the machine's memory. `ppctl plan` predicts the rest of a step's memory.
+    """
+    held, device = shard_bytes(pipe.states.staged), pipe.mesh.devices.flat[0]
+    if device.platform == "cpu":
+        local = sum(each.process_index == jax.process_index() for each in pipe.mesh.devices.flat)
+        held, here = held * local, f"this machine, whose {local} simulated devices share it,"
+    else:
+        here = f"a {device.device_kind}"
+    most = stated_bytes(device)
+    if most is not None and held > most:
+        raise ConfigError(
+            f"Parameters and moments of {pipe.num_parameters:,} parameters take "
+            f"{size_text(held)}, and {here} has {size_text(most)}. Use a smaller model, or more "
+            "devices (mesh.pp, mesh.fsdp); `ppctl plan` runs nothing."
+        )
+
+
+def check_evaluations(run: settings.Run, data: DataSet) -> str | None:
+    """Return a note if a run evaluates on fewer batches than usual, else None.
+
+    DataError if it would evaluate on more examples than are held out.
+    """
+    if run.eval_every is None:
+        return None
+    number = num_eval_batches(run, data)
+    data.eval_batches(number)  # raises at the call, and reads nothing
+    if run.eval_batches is not None or number == run.EVAL_BATCHES:
+        return None
+    return (
+        f"evaluates on {number} batch{'es' * (number > 1)} of data.batch_size={data.batch_size}, "
+        f"not the usual {run.EVAL_BATCHES}: {data.num_eval_examples} examples are held out."
+    )
+
+
+def check_examples(job: TrainingJob) -> str | None:
+    """Return why a user's model was not tried for mixing examples, or None.
+
+    ConfigError if it mixes them.
+    """
+    model = job.config.model
+    if not isinstance(model, settings.CustomModel):
+        return None
+    examples = job.data.read(np.arange(min(NUM_TRIED, job.data.num_examples)))
+    return job.pipe.check_examples(f"model.target={model.target}", examples)

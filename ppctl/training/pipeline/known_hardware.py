@@ -1,0 +1,198 @@
+"""The hardware of a config: descriptions in `conf/hardware/`, and links measured by `doctor`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import typing
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ppctl.config.config_dirs import ROOT
+from ppctl.config.groups.hardware_settings import AutoHardware, Hardware
+from ppctl.errors import ConfigError
+from ppctl.executors.described_devices import GpuTarget
+
+NOMINAL = "host"  # its numbers are of no machine in particular
+
+
+def known() -> dict[str, Hardware]:
+    """Return the hardware that ppctl describes, by name.
+
+    >>> known()["h100"].peak_flops["bfloat16"]
+    989400000000000.0
+    """
+    return copy.deepcopy(_known())  # a caller may change its copy
+
+
+@cache
+def _known() -> dict[str, Hardware]:
+    files = sorted((ROOT / "conf/hardware").glob("*.yaml"))
+    return {file.stem: _read(file) for file in files if file.stem != "auto"}
+
+
+def _read(file: Path) -> Hardware:
+    """Return the description in a file of conf/hardware/, as Hydra reads it."""
+    values: dict[str, Any] = yaml.safe_load(file.read_text())
+    hints = typing.get_type_hints(Hardware)
+    for name in hints.keys() & values.keys():
+        if hints[name] in (float, float | None):
+            values[name] = float(values[name])  # to YAML 1.1, 1e12 is text
+        elif name in ("peak_flops", "reached", "network"):
+            values[name] = {key: _number(value) for key, value in values[name].items()}
+    return Hardware(**{name: values[name] for name in hints if name in values})
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, int) else float(value)
+
+
+def of_device(device_kind: str) -> Hardware | None:
+    """Return the hardware with devices of this device_kind, or None.
+
+    >>> of_device("TPU v5 lite").name, of_device("Quadro")
+    ('v5e', None)
+    """
+    return next((each for each in known().values() if device_kind in each.device_kinds), None)
+
+
+def resolved(
+    request: Hardware | AutoHardware, device_kind: str, topology: str | None = None
+) -> Hardware:
+    """Return a request's hardware; for `auto` that of plan.topology ("v5e:4x4"), else of devices.
+
+    ConfigError for unknown hardware, or a topology of other hardware than the request's.
+    """
+    there = of_device(device_kind) if topology is None else of_topology(request, topology)
+    if isinstance(request, Hardware):
+        is_other = there is None or not set(request.device_kinds) & set(there.device_kinds)
+        if topology is not None and is_other:
+            raise ConfigError(
+                f"hardware={request.name} is not what plan.topology={topology} names. Use "
+                "hardware=auto, or another topology."
+            )
+        return request
+    if there is None:
+        which = device_kind if topology is None else f"plan.topology={topology}"
+        raise ConfigError(
+            f"hardware=auto: nothing is known of {which}. Use hardware=NAME "
+            f"({', '.join(known())}), or describe it: DIR/hardware/NAME.yaml and --config-dir "
+            "DIR."
+        )
+    return there
+
+
+def described_only(request: Hardware | AutoHardware, device_kind: str) -> Hardware | None:
+    """Return a request's hardware unless it is auto or that of the attached devices, then None.
+
+    >>> described_only(known()["h100"], "cpu").name, described_only(known()["host"], "cpu")
+    ('h100', None)
+    """
+    if isinstance(request, AutoHardware) or device_kind in request.device_kinds:
+        return None
+    return request
+
+
+def of_topology(request: Hardware | AutoHardware, topology: str) -> Hardware | None:
+    """Return the hardware of plan.topology; None if unknown (libtpu knows TPUs by itself)."""
+    chip = topology.partition(":")[0]
+    return request if isinstance(request, Hardware) and request.name == chip else known().get(chip)
+
+
+def host_devices(hardware: Hardware, topology: str | None) -> int | None:
+    """Return the devices of a host, for GPUs as in plan.topology; None: all devices.
+
+    >>> host_devices(known()["h100"], "h100:4x2"), host_devices(known()["h100"], None)
+    (2, 8)
+    """
+    if topology is None or hardware.cuda is None:
+        return hardware.host_devices
+    return int(topology.rpartition("x")[2])
+
+
+def gpu_target(hardware: Hardware | None) -> GpuTarget | None:
+    """Return the facts that XLA's compiler for NVIDIA GPUs needs; None for other hardware."""
+    if hardware is None or hardware.gpu is None:
+        return None
+    facts = hardware.name, hardware.device_kinds[0], hardware.memory_bytes_per_s
+    return GpuTarget(*facts, **hardware.gpu._asdict())
+
+
+@dataclass(frozen=True)
+class DescribedDevice:
+    """The facts of a device by which kernels are chosen, named as by jax.Device."""
+
+    platform: str
+    device_kind: str
+    compute_capability: str | None = None
+
+
+def described_device(hardware: Hardware) -> DescribedDevice | None:
+    """Return a device of this hardware; None unless it is an NVIDIA GPU or a TPU.
+
+    >>> described_device(known()["h100"]).compute_capability, described_device(known()["host"])
+    ('9.0', None)
+    """
+    kind = hardware.device_kinds[0] if hardware.device_kinds else ""
+    if hardware.gpu is not None:
+        return DescribedDevice("gpu", kind, hardware.gpu.capability)
+    return DescribedDevice("tpu", kind) if kind.startswith("TPU") else None
+
+
+def gpu_names() -> list[str]:
+    """Return the names of the hardware that a topology of GPUs may have."""
+    return [name for name, hardware in known().items() if hardware.cuda is not None]
+
+
+def peak_flops(hardware: Hardware, dtype: str) -> float | None:
+    """Return the peak dense FLOP/s of one device in a dtype of compute, or None if unknown.
+
+    >>> peak_flops(known()["h200"], "bfloat16"), peak_flops(known()["h200"], "float64")
+    (989400000000000.0, None)
+    """
+    return hardware.peak_flops.get(dtype)
+
+
+def links_of(path: str | Path) -> tuple[float, float]:
+    """Return (latency in seconds, bytes/s) of links as `ppctl doctor --json` wrote them to a file.
+
+    ConfigError if the file cannot be read or lacks them.
+    """
+    # 1. the file
+    where = f"costs.doctor={path}"
+    remedy = f"Write it: ppctl doctor mesh=1x2 --json > {path}"
+    try:
+        document = json.loads(Path(path).expanduser().read_text())
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read: {error.strerror}. {remedy}") from error
+    except (ValueError, RecursionError) as error:  # of text and of JSON
+        raise ConfigError(f"{where} is not JSON. {remedy}") from error
+    # 2. its numbers
+    costs = document.get("costs", {}) if isinstance(document, dict) else {}
+    if costs is None:
+        raise ConfigError(
+            f"{where} has no link between pipeline ranks: it is of mesh.pp=1. {remedy}"
+        )
+    match costs:
+        case {
+            "transfer_s": int() | float() as latency_s,
+            "transfer_bytes_per_s": int() | float() as speed,
+        } if 0 <= latency_s < math.inf and 0 < speed < math.inf:
+            return float(latency_s), float(speed)
+    raise ConfigError(
+        f"{where} is not what `ppctl doctor --json` writes: it has no costs.transfer_s of at "
+        f"least 0 with costs.transfer_bytes_per_s above 0. {remedy}"
+    )
+
+
+def stated_bytes(device: Any) -> int | None:
+    """Return the memory that a device states, or None; a simulated one has all of the machine's."""
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return (device.memory_stats() or {}).get("bytes_limit")

@@ -1,0 +1,365 @@
+"""A model pipelined over a mesh: the object that trains, for the command line and scripts.
+
+`pipeline` checks a request and builds a `Pipeline`; the engine that runs it is made here and
+nowhere else.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from ppctl.executors.model_shapes import Model
+from ppctl.executors.parameter_layout import Layout
+from ppctl.executors.stage.jaxpr_flops import RelativeCosts, relative_costs
+from ppctl.executors.tree_bytes import tree_bytes
+from ppctl.model.network import Network
+from ppctl.model.stack import Stack, init
+from ppctl.model.trainable_parameters import checked_flags, trained_part, trained_share
+from ppctl.reports.terminal_output import size_text
+from ppctl.schedule.costs import Costs, task_costs
+from ppctl.schedule.families.registry import BASELINE
+from ppctl.schedule.ir import Schedule
+from ppctl.schedule.partition.partition import Partition
+from ppctl.schedule.simulator import simulate
+from ppctl.schedule.tick_lowering import Ticks, ticks
+from ppctl.training.pipeline import optimizers as optim
+from ppctl.training.pipeline import pipeline_request as request
+from ppctl.training.pipeline.engines.engine_protocol import Engine, Footprint
+from ppctl.training.pipeline.engines.make_engine import make_engine, model_of
+from ppctl.training.pipeline.engines.step_programs import StepPrograms
+from ppctl.training.pipeline.engines.train_states import States
+from ppctl.training.pipeline.execution import Execution, check_lowering, execution_of, in_arguments
+from ppctl.training.pipeline.mixing import MOST_BYTES, few_examples, refuse_mixing
+from ppctl.training.pipeline.train_step import init_state
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A model, its optimizer and a schedule on a mesh. Made by `pipeline`.
+
+    A state is a pytree of sharded arrays that Orbax saves; `step` takes its memory. A batch is
+    {"inputs", "targets"}: arrays [batch, ...] of the shapes that the pipeline was made for, on the
+    host or placed by `put`.
+    """
+
+    stack: Stack
+    work: Work
+    states: States
+    optimizer: optax.GradientTransformation
+    dtype: jnp.dtype  # of compute
+    batch_shapes: Tree  # shapes and dtypes of a global batch
+    engine: Engine
+    model: Model  # as the tasks of one device see it
+    lr_schedule: optax.Schedule | None = None
+    examples: Tree = None  # a few of the batch that it was made with
+
+    # its parts
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.states.layout.mesh
+
+    @property
+    def layout(self) -> Layout:
+        return self.states.layout
+
+    @property
+    def partition(self) -> Partition:
+        """The layers of each stage."""
+        return self.states.layout.partition
+
+    @property
+    def batch_size(self) -> int:
+        return self.batch_shapes["inputs"].shape[0]
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.work.schedule
+
+    @property
+    def ticks(self) -> Ticks | None:
+        """The schedule in ticks; None unless executor=spmd."""
+        return self.work.ticks
+
+    @property
+    def execution(self) -> Execution:
+        return self.work.execution
+
+    @property
+    def task_costs(self) -> Costs:
+        """Relative costs of tasks."""
+        return self.work.task_costs
+
+    @property
+    def relative_costs(self) -> RelativeCosts:
+        """The costs of layers, embedding and head in layers, by FLOPs; 0 for parts on all ranks."""
+        return self.work.relative_costs()
+
+    @cached_property
+    def trained_share(self) -> float:
+        """The share of the layers' weights that is trained, 0..1."""
+        return trained_share(self.states.natural["params"]["layers"], self.stack.trains("layers"))
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return sum(a.size for a in jax.tree.leaves(self.states.natural["params"]))
+
+    @cached_property
+    def num_trained(self) -> int:
+        """The number of parameters that are trained."""
+        trained = trained_part(self.states.natural["params"], self.stack.trainable)
+        return sum(a.size for a in jax.tree.leaves(trained))
+
+    # training
+
+    def init(self, seed: int | None = None) -> Tree:
+        """Return the initial state, a function of model and seed, independent of the layout."""
+        self._try_examples()
+        return self.engine.new_state(seed)
+
+    def step(self, state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, dict[str, jax.Array]]:
+        """Return (next state, {"loss", "grad_norm"}), with "lr" where an lr_schedule was given.
+
+        Compiled at the first call, unless `compile` did it. The state's memory is reused.
+        """
+        if "step" not in self._done:
+            self.compile()
+        return self.engine.step(state, self.put(batch))
+
+    def loss(self, state: Tree, batch: Mapping[str, Any]) -> jax.Array:
+        """Return the mean loss of a batch, by forwards only."""
+        if "loss" not in self._done:
+            self.compile(evaluate=True)
+        return self.engine.loss(state, self.put(batch))[0]
+
+    def loss_and_grads(self, state: Tree, batch: Mapping[str, Any]) -> tuple[jax.Array, Tree]:
+        """Return (mean loss, gradients in natural order) of a batch; the state stays."""
+        return self.engine.loss_and_grads(state, self.put(batch))
+
+    def compile(self, *, evaluate: bool = False) -> Footprint:
+        """Compile the train step, with `evaluate` also `loss`; return the step's memory."""
+        self._try_examples()
+        footprint = self.engine.compile(evaluate=evaluate)
+        self._done.update({"step", "loss"} if evaluate else {"step"})
+        return footprint
+
+    def check_examples(self, name: str, examples: Mapping[str, Any]) -> str | None:
+        """Return why the model could not be tried for mixing the examples of a batch, or None.
+
+        Untried if the model states that it mixes or not, or the batch is computed as a whole.
+        name: of the model, for messages; examples: a few of a batch.
+
+        ConfigError: the model mixes them, so that microbatches would train another function.
+        """
+        self._done.add("examples")
+        num_parts = self.schedule.num_microbatches * self.mesh.shape["dp"] * self.mesh.shape["fsdp"]
+        if self.stack.mixes_examples is not None or num_parts == 1:
+            return None
+        size = tree_bytes(self.states.natural["params"])
+        if size > MOST_BYTES:
+            return (
+                f"{name} was not tried for mixing the examples of a batch: its parameters take "
+                f"{size_text(size)}, more than the {size_text(MOST_BYTES)} of one device for it."
+            )
+        few = few_examples(examples, self.batch_shapes)
+        return refuse_mixing(name, self.stack, few, self.dtype)
+
+    def _try_examples(self) -> None:
+        if "examples" in self._done:
+            return
+        with in_arguments():
+            note = self.check_examples("The model", self.examples)
+        if note is not None:
+            warnings.warn(note, stacklevel=3)
+
+    @cached_property
+    def _done(self) -> set[str]:
+        """The names of what is tried or compiled already: "examples", "step", "loss"."""
+        return set()
+
+    def put(self, batch: Mapping[str, Any]) -> Tree:
+        """Return a global batch on the devices of its step, unless it is there already.
+
+        ConfigError: the batch has other names or shapes than the pipeline was made for.
+        """
+        is_put = lambda a: isinstance(a, jax.Array) and len(a.sharding.device_set) > 1  # noqa: E731
+        if batch and all(map(is_put, batch.values())):
+            return dict(batch)
+        request.check_batch(batch, self.batch_shapes)
+        rows, shapes = list(self.engine.examples), self.batch_shapes
+        return self.engine.put({n: np.asarray(batch[n], a.dtype)[rows] for n, a in shapes.items()})
+
+    def to_natural(self, state: Tree) -> Tree:
+        """Return a state in natural order, as in checkpoints: layers [L, ...] in model order."""
+        return self.engine.to_natural(state)
+
+    def from_natural(self, state: Tree) -> Tree:
+        """Return the pipeline's state of one in natural order."""
+        return self.engine.from_natural(state)
+
+    # its memory and time
+
+    def memory(self) -> tuple[Mapping[str, int], ...]:
+        """Return each rank's bytes a device by part: by shapes; "temporaries" once compiled."""
+        return self.engine.memory()
+
+    def programs(self) -> StepPrograms:
+        """Return the traced programs of a step (jaxpr, StableHLO, HLO, collectives, transfers)."""
+        return self.engine.programs()
+
+    def bubble(self, costs: Costs | None = None) -> float | None:
+        """Return the idle share of all ranks that the schedule predicts for this executor, 0..1.
+
+        costs: seconds of tasks; None: `task_costs`, in equal stages. None without a pipeline.
+        """
+        if not self.execution.is_pipelined:
+            return None
+        costs = self.task_costs if costs is None else costs
+        if self.ticks is not None:
+            return self.ticks.bubble_fraction(costs)
+        return simulate(self.schedule, costs).bubble_fraction
+
+
+def pipeline(
+    stack: Stack | Network,
+    *,
+    mesh: Mesh,
+    schedule: str | Schedule | Ticks = BASELINE,
+    num_microbatches: int | None = None,
+    batch: Tree,
+    optimizer: optax.GradientTransformation,
+    executor: str = "spmd",
+    partition: str | Sequence[int] = "uniform",
+    vocab: str = "whole",
+    dtype: Any = jnp.float32,
+    clip_norm: float | None = None,
+    lr_schedule: optax.Schedule | None = None,
+    seed: int = 0,
+    num_layers: int | None = None,
+    layers: str = "marks",
+    **options: Any,
+) -> Pipeline:
+    """Return a model pipelined over a mesh.
+
+    Args:
+        stack: A `Stack`, a built-in model (`ppctl.transformer`, `ppctl.mlp`), or a `Network`, cut
+            into `num_layers` layers at its marks (layers="marks") or by clustering ("auto").
+        mesh: Axes dp, pp, fsdp, tp, cp, as `ppctl.mesh` makes it.
+        schedule: The name of a family, a custom `Schedule`, or `Ticks`, a lowered schedule.
+        num_microbatches: Microbatches of a step; required with a name, otherwise the schedule's.
+        batch: {"inputs", "targets"}: a global batch, or its shapes and dtypes.
+        optimizer: An optimizer of optax that treats each parameter by itself.
+        executor: spmd (one program) | mpmd (one for each kind of task) | reference (no pipeline).
+        partition: uniform | balanced (by FLOPs) | the number of layers of each stage.
+        vocab: whole (embedding and head on first and last stage) | parallel (on all ranks).
+        dtype: Of compute; parameters have the model's.
+        clip_norm: Clip gradients by the global norm of the whole model; None: no clipping.
+        lr_schedule: Optax's learning rate of a step, for the metrics.
+        seed: Default of `init`.
+        options: Settings of the executor (remat, gather, ...) and of the schedule (num_chunks=2).
+
+    Impossible requests raise ConfigError or ScheduleError, before any compiling.
+    """
+    # 1. the request: executor, batch, schedule, model
+    execution, knobs = execution_of(executor, mesh, options)
+    shapes, dtype = request.shapes_of(batch), jnp.dtype(dtype)
+    plan = request.schedule_for(schedule, mesh.shape["pp"], num_microbatches, knobs)
+    request.check_batch_size(shapes, plan.num_microbatches, mesh)
+    stack = request.layered_stack(stack, shapes, num_layers, layers, dtype)
+    # 2. the order of tasks by their relative costs; layers on stages, stages on devices
+    work = _work(stack, shapes, dtype, schedule, plan, vocab, execution)
+    divided, layout = _laid_out(stack, work, mesh, partition, shapes)
+    # 3. the state, and the engine that runs its steps
+    optimizer = optim.clipped(optimizer, clip_norm)
+    initial = lambda seed: init_state(init(stack, seed), optimizer, stack.trainable)  # noqa: E731
+    states = States(layout, initial, seed)
+    how = plan.num_microbatches, work.execution, dtype, work.execution.axes
+    model = model_of(divided, states, shapes, *how)
+    _check_updates_and_split(optimizer, states, stack, work, model)
+    how = optimizer, lr_schedule, work.execution, clip_norm, work.task_costs
+    engine = make_engine(stack, model, states, work.schedule, work.ticks, shapes, *how)
+    few = few_examples(batch, shapes)
+    return Pipeline(stack, work, states, optimizer, dtype, shapes, engine, model, lr_schedule, few)
+
+
+def _check_updates_and_split(
+    optimizer: optax.GradientTransformation, states: States, stack: Stack, work: Work, model: Model
+) -> None:
+    """Raise ConfigError if updates mix parameters, or a split layer cannot be split."""
+    trained = trained_part(states.natural["params"], stack.trainable)
+    optim.check_separable(optimizer, trained, by_rank=work.execution.dispatches_tasks)
+    if work.execution.is_pipelined:
+        request.check_split(stack, work.schedule, states.layout.partition, model)
+
+
+class Work(NamedTuple):
+    """The tasks of a step and how they are run.
+
+    task_costs: F = I = W = 1, plus recomputation, W of the trained share; of parts by FLOPs.
+    relative_costs: of layers, embedding and head, in layers, by FLOPs.
+    """
+
+    schedule: Schedule
+    ticks: Ticks | None  # of executor=spmd
+    execution: Execution
+    task_costs: Costs
+    relative_costs: Callable[[], RelativeCosts]
+
+
+def _work(
+    stack: Stack,
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    dtype: jnp.dtype,
+    requested: str | Schedule | Ticks,
+    plan: Schedule,
+    vocab: str,
+    execution: Execution,
+) -> Work:
+    """Return the work of a step: with vocab=parallel on all ranks, for executor=spmd in ticks."""
+    initial, recompute = jax.eval_shape(lambda: init(stack, 0)), execution.remat.recomputes
+    checked_flags(initial, stack.trainable)
+    relative = cache(lambda: relative_costs(stack, shapes, dtype, recompute=recompute))
+    costs = task_costs(execution.remat, trained_share(initial["layers"], stack.trains("layers")))
+    if vocab != "whole" or plan.divides_vocabulary:
+        costs = relative().with_parts(costs)
+    if vocab != "whole":
+        plan = request.divided_vocabulary(plan, vocab, requested, execution, costs)
+    execution = replace(execution, axes=request.with_vocabulary_of(plan, execution))
+    lowered = requested if isinstance(requested, Ticks) else None
+    if lowered is not None:
+        check_lowering(lowered, execution)
+    elif execution.in_ticks:
+        lowered = ticks(plan, costs, execution.remat)
+    of_stages = (lambda: relative().without_embed_head) if plan.divides_vocabulary else relative
+    return Work(plan, lowered, execution, costs, of_stages)
+
+
+def _laid_out(
+    stack: Stack,
+    work: Work,
+    mesh: Mesh,
+    partition: str | Sequence[int],
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+) -> tuple[Stack, Layout]:
+    """Return the model as one device computes it, and the layout of its layers on the mesh."""
+    execution, schedule, divided = work.execution, work.schedule, stack
+    with in_arguments():
+        if execution.is_pipelined:
+            divided = request.divided_stack(stack, execution.axes, shapes)
+        shards, auto = request.shards_over_tp(stack, divided, execution.axes)
+        if auto:
+            request.check_division_by_xla(execution, mesh)
+    layers = request.partition_for(partition, stack.num_layers, schedule, work.relative_costs)
+    return divided, Layout(mesh, layers, schedule.rank_of, shards, auto)

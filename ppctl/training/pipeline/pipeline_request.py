@@ -1,0 +1,262 @@
+"""The checks of a request for a pipeline: schedule, batch, partition and model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from ppctl.errors import ConfigError
+from ppctl.executors.model_shapes import Model
+from ppctl.executors.parameter_layout import Shard, shards_of
+from ppctl.executors.stage.jaxpr_flops import RelativeCosts
+from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
+from ppctl.model.network import Network
+from ppctl.model.parallel import StageAxes
+from ppctl.model.stack import Stack, init
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.families.registry import build
+from ppctl.schedule.ir import Schedule
+from ppctl.schedule.partition.divisibility import check_sequences
+from ppctl.schedule.partition.partition import Partition, explicit, uniform
+from ppctl.schedule.tick_lowering import Ticks
+from ppctl.schedule.validation import validate
+from ppctl.schedule.vocabulary_parallel import with_vocabulary
+from ppctl.training.pipeline.execution import Execution, in_arguments
+from ppctl.training.pipeline.stated_sharding import checked_specs
+
+Tree = Any
+
+
+def shapes_of(batch: Tree) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shapes and dtypes of a global batch."""
+    if not isinstance(batch, Mapping) or not {"inputs", "targets"} <= set(batch):
+        found = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+        raise ConfigError(
+            f'batch is {found}; it must be {{"inputs": [batch, ...], "targets": [batch, ...]}}.'
+        )
+    shape = lambda a: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype))  # noqa: E731
+    shapes = {name: shape(batch[name]) for name in ("inputs", "targets")}
+    sizes = {name: a.shape[:1] for name, a in shapes.items()}
+    if sizes["inputs"] != sizes["targets"] or not sizes["inputs"]:
+        inputs, targets = (shapes[name].shape for name in ("inputs", "targets"))
+        raise ConfigError(f"inputs {inputs} and targets {targets} differ in batch size.")
+    return shapes
+
+
+def check_batch(batch: Mapping[str, Any], shapes: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Raise ConfigError where a batch has other names or shapes than these."""
+    actual = {name: tuple(np.shape(batch[name])) for name in shapes if name in batch}
+    wanted = {name: a.shape for name, a in shapes.items()}
+    if actual != wanted:
+        raise ConfigError(f"The batch has shapes {actual}, but the pipeline was made for {wanted}.")
+
+
+def schedule_for(
+    schedule: str | Schedule | Ticks,
+    num_ranks: int,
+    num_microbatches: int | None,
+    knobs: Mapping[str, float],
+) -> Schedule:
+    """Return the schedule of a request, validated."""
+    if isinstance(schedule, str):
+        if num_microbatches is None:
+            example = 2 * num_ranks
+            raise ConfigError(f"schedule={schedule} needs num_microbatches, such as {example}.")
+        return build(schedule, num_ranks, num_microbatches, **knobs)
+    plan = schedule.schedule if isinstance(schedule, Ticks) else validate(schedule)
+    if knobs:
+        why = f"knobs of a named schedule, but {plan.name} is made already"
+        raise ConfigError(f"{', '.join(knobs)}: {why}. Leave it out.")
+    if num_microbatches not in (None, plan.num_microbatches):
+        why = f"num_microbatches={num_microbatches}, but the schedule has {plan.num_microbatches}"
+        raise ConfigError(f"{why}. Leave it out.")
+    if plan.num_ranks != num_ranks:
+        why = f"The mesh has pp={num_ranks}, but the schedule has {plan.num_ranks} ranks"
+        raise ConfigError(f"{why}. Use pp={plan.num_ranks}.")
+    return plan
+
+
+def check_batch_size(
+    shapes: Mapping[str, jax.ShapeDtypeStruct], num_microbatches: int, mesh: Mesh
+) -> None:
+    """Raise ConfigError where the batch cannot be divided."""
+    size, dp, fsdp = shapes["inputs"].shape[0], mesh.shape["dp"], mesh.shape["fsdp"]
+    multiple = num_microbatches * dp * fsdp
+    if size % multiple:
+        product = f"num_microbatches*dp*fsdp = {num_microbatches}*{dp}*{fsdp} = {multiple}"
+        remedy = f"Use {-(-size // multiple) * multiple}, or fewer microbatches."
+        raise ConfigError(f"batch size {size} is not a multiple of {product}. {remedy}")
+
+
+def layered_stack(
+    model: Stack | Network,
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    num_layers: int | None,
+    layers: str,
+    dtype: jnp.dtype,
+) -> Stack:
+    """Return a model as a stack of layers: a network is cut into them."""
+    if isinstance(model, Stack):
+        if num_layers not in (None, model.num_layers):
+            why = f"num_layers={num_layers}, but the stack has {model.num_layers} layers"
+            raise ConfigError(f"{why}. Leave it out.")
+        return model
+    if num_layers is None:
+        raise ConfigError(
+            "A Network needs num_layers: one more than its stage_boundary marks, or any "
+            "(layers=auto)."
+        )
+    if layers not in ("marks", "auto"):
+        raise ConfigError(f"layers={layers} is not one of marks, auto.")
+    inputs = jax.ShapeDtypeStruct((2, *shapes["inputs"].shape[1:]), shapes["inputs"].dtype)
+    wide = jnp.promote_types(dtype, jnp.float32)  # of parameters
+    how = {"inputs": inputs, "dtype": wide, "compute": dtype}
+    with in_arguments():
+        return stack_of(TracedNetwork(model, num_layers, auto=layers == "auto", **how))
+
+
+def divided_vocabulary(
+    plan: Schedule, vocab: str, schedule: Any, execution: Execution, costs: Costs
+) -> Schedule:
+    """Return a family's schedule with embedding and head on all ranks; ConfigError for others."""
+    if vocab != "parallel":
+        raise ConfigError(f"vocab={vocab} is not one of whole, parallel.")
+    if not isinstance(schedule, str):
+        why = f"vocab=parallel is of a schedule family, not of a custom {type(schedule).__name__}"
+        raise ConfigError(f"{why}. Give it with_vocabulary(schedule).")
+    return with_vocabulary(plan, 0 if execution.in_ticks else None, costs)
+
+
+def with_vocabulary_of(plan: Schedule, execution: Execution) -> StageAxes:
+    """Return the division of stages, with the ranks that divide this schedule's vocabulary."""
+    if not plan.divides_vocabulary or not execution.is_pipelined:
+        return execution.axes
+    return replace(execution.axes, vocab_ranks=plan.num_ranks)
+
+
+def divided_stack(
+    stack: Stack, axes: StageAxes, shapes: Mapping[str, jax.ShapeDtypeStruct]
+) -> Stack:
+    """Return the model as one device computes it; whole, where XLA divides it by its `sharding`.
+
+    ConfigError if its stages cannot be divided.
+    """
+    if axes.num_devices * axes.vocab_ranks == 1:
+        return stack
+    # 1. over ranks, by the vocabulary
+    if axes.vocab_ranks > 1 and not stack.has_vocabulary:
+        raise ConfigError(
+            f"schedule.vocab=parallel divides embedding and head over {axes.vocab_ranks} ranks "
+            "by their vocabulary, as model=transformer has one; this model states none "
+            "(Stack.has_vocabulary). Use schedule.vocab=whole."
+        )
+    if axes.vocab_ranks > 1 and (stack.divided is None or _divided(stack, axes).parts is None):
+        raise ConfigError(
+            f"schedule.vocab=parallel divides embedding and head over {axes.vocab_ranks} ranks, "
+            "but Stack.divided(axes) of this model returns a stack without parts. Give it parts "
+            "(ppctl.VocabularyParts), or use schedule.vocab=whole."
+        )
+    # 2. over tp and cp
+    if stack.divided is None and stack.sharding is None:
+        raise ConfigError(
+            f"mesh.tp={axes.tp} mesh.cp={axes.cp} divide the stages of models that say how "
+            "(Stack.divided, or sharding for tp), as model=transformer does; this one does not. "
+            "Use mesh.tp=1 mesh.cp=1, and more of mesh.pp or mesh.fsdp."
+        )
+    if stack.divided is None and axes.cp > 1:
+        raise ConfigError(
+            f"mesh.cp={axes.cp} divides the sequences of models that say how (Stack.divided); "
+            "this one gives PartitionSpecs over tp alone (sharding). Use mesh.cp=1, and more of "
+            "mesh.tp, mesh.pp or mesh.fsdp."
+        )
+    if stack.divided is None:
+        return stack
+    num_tokens = shapes["inputs"].shape[1] if len(shapes["inputs"].shape) > 1 else 1
+    check_sequences(axes.cp, num_tokens)
+    return replace(_divided(stack, axes), trainable=stack.trainable)
+
+
+def check_division_by_xla(execution: Execution, mesh: Mesh) -> None:
+    """Raise ConfigError where XLA cannot divide a model over tp: in spmd, and with gather=layer."""
+    if execution.in_ticks:
+        raise ConfigError(
+            f"mesh.tp={mesh.shape['tp']} divides a model by its PartitionSpecs (sharding) with "
+            "executor=mpmd only: in the one program of executor=spmd XLA's collectives would "
+            "stand in branches that other ranks skip. Use executor=mpmd, or divide the model by "
+            "hand (Stack.divided with ppctl.parallel)."
+        )
+    if execution.gathers_by_layer and mesh.shape["fsdp"] > 1:
+        raise ConfigError(
+            f"gather=layer with fsdp={mesh.shape['fsdp']} and tp={mesh.shape['tp']}: layers are "
+            "gathered one by one where the model divides itself over tp (Stack.divided), not "
+            "where XLA does (Stack.sharding). Use gather=step."
+        )
+
+
+def divided_by_xla(stack: Stack, axes: StageAxes) -> bool:
+    """Return whether XLA divides a model over tp: it states shardings but no `divided`."""
+    return axes.tp > 1 and stack.divided is None and stack.sharding is not None
+
+
+def shards_over_tp(
+    stack: Stack, divided: Stack, axes: StageAxes
+) -> tuple[dict[tuple[str, ...], Shard], tuple[str, ...]]:
+    """Return (the parameters that tp divides, the axes over which XLA does it).
+
+    divided: the result of `divided_stack`. ConfigError if the PartitionSpecs do not fit.
+    """
+    if axes.vocabulary_parts == 1:
+        return {}, ()
+    params, by_xla = jax.eval_shape(lambda: init(stack, 0)), divided_by_xla(stack, axes)
+    specs = checked_specs(params, divided.sharding, axes.tp, is_padded=not by_xla)
+    return shards_of(params, specs, axes.tp, axes.vocab_ranks), ("tp",) if by_xla else ()
+
+
+@lru_cache(64)
+def _divided(stack: Stack, axes: StageAxes) -> Stack:
+    """Memoize stack.divided(axes): caches downstream are keyed by the identity of its functions."""
+    assert stack.divided is not None
+    return stack.divided(axes)
+
+
+def partition_for(
+    partition: str | Sequence[int],
+    num_layers: int,
+    schedule: Schedule,
+    costs: Callable[[], RelativeCosts],
+) -> Partition:
+    """Return the layers of each stage."""
+    if isinstance(partition, str) and partition not in ("uniform", "balanced"):
+        raise ConfigError(
+            f"partition={partition} is not one of uniform, balanced, or the layers of each stage."
+        )
+    with in_arguments():
+        if partition == "uniform":
+            return uniform(num_layers, schedule.num_stages)
+        if partition == "balanced":
+            return costs().balanced(schedule.rank_of)
+        return explicit(num_layers, schedule.num_stages, partition)
+
+
+def check_split(stack: Stack, schedule: Schedule, partition: Partition, model: Model) -> None:
+    """Raise ConfigError for the first stage with a split backward whose layer cannot be split."""
+    stages = sorted({task.stage for rank in schedule.ranks for task in rank if task.kind == "I"})
+    for s in stages:
+        held = partition[s]
+        if not held:
+            continue
+        try:
+            for l in held:
+                model.traced(lambda l=l: model.stage.layers[0 if stack.are_alike else l].split)
+        except ConfigError as error:
+            which = f"layer {held[0]}" if len(held) == 1 else f"layers {held[0]}-{held[-1]}"
+            raise ConfigError(f"stage {s} ({which}): {error}") from error
+        if stack.are_alike:
+            return  # all stages run the same layer

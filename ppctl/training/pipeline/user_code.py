@@ -1,0 +1,281 @@
+"""Models and data sets of the user: functions named by dotted paths, and checks of their results.
+
+Modules are looked for in the current directory first; those of ppctl's recipes
+(recipes.documents...) also next to these. Results are checked before anything is compiled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ppctl.config.config_dirs import ROOT
+from ppctl.data import Batch, DataSet
+from ppctl.data.array_dataset import from_arrays
+from ppctl.errors import ConfigError
+from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
+from ppctl.model.network import Network
+from ppctl.model.stack import Stack
+
+NUM_TRIED = 2  # examples of the batch that a model is tried on
+NEED_ALL = (Stack, DataSet)  # results of functions that must take every argument
+WORDS: dict[Any, str] = {Mapping: "a dict of arrays with inputs and targets"}  # by kind of result
+
+
+def custom_stack(
+    target: str,
+    num_layers: int,
+    options: Mapping[str, Any],
+    *,
+    data: DataSet,
+    dtype: jnp.dtype,
+    layers: str = "marks",
+    mixes_examples: bool = False,
+    compute: jnp.dtype | None = None,
+    device: Any = None,
+) -> Stack:
+    """Return the model of model.target(num_layers, dtype, data, **options), a network as a stack.
+
+    dtype, compute: of parameters, and of compute with them. device: a target device, passed if the
+    function has a `device` parameter. ConfigError if the call fails, or its result takes no example
+    of `data`, or cannot be cut.
+    """
+    # 1. the call
+    key, auto = f"model.target={target}", layers == "auto"
+    given = {"num_layers": num_layers, "dtype": dtype, "data": data}
+    stack = _call_target((Stack, Network), key, target, given, options, {"device": device})
+    # 2. a network is cut into layers
+    head = "head"  # the author's name of it
+    if isinstance(stack, Network):
+        head = f"the Network's loss, {getattr(stack.loss, '__name__', 'which has no name')},"
+        inputs = data.read(np.arange(NUM_TRIED))["inputs"]
+        how = {"inputs": jax.ShapeDtypeStruct(inputs.shape, inputs.dtype), "dtype": dtype}
+        cut = partial(TracedNetwork, stack, num_layers, auto=auto, compute=compute or dtype, **how)
+        stack = stack_of(call_user_code(key, "cutting it into layers", cut))
+    elif auto:
+        why = f"{key} returns a Stack, which has its layers"
+        raise ConfigError(f"{why}: model.layers=auto is for a ppctl.Network.")
+    # 3. the layers fit
+    if stack.num_layers != num_layers:
+        raise ConfigError(
+            f"{key} returns a Stack of {stack.num_layers} layers, but "
+            f"model.num_layers={num_layers}. Let num_layers say how many there are."
+        )
+    _check_stack(key, stack, data.read(np.arange(NUM_TRIED)), head)
+    return replace(stack, mixes_examples=True) if mixes_examples else stack
+
+
+def custom_data(
+    target: str, batch_size: int, eval_fraction: float, options: Mapping[str, Any], *, seed: int
+) -> DataSet:
+    """Return the data set of data.target(batch_size, seed, eval_fraction, **options).
+
+    A function that returns arrays by name may take fewer arguments. ConfigError or DataError if the
+    call fails, or its result is no data set of such batches.
+    """
+    key = f"data.target={target}"
+    given = {"batch_size": batch_size, "seed": seed, "eval_fraction": eval_fraction}
+    data = _call_target((DataSet, Mapping), key, target, given, options)
+    if isinstance(data, Mapping):
+        data = from_arrays(data, source=key, **given)
+    if data.batch_size != batch_size:
+        raise ConfigError(
+            f"{key} makes batches of {data.batch_size}, but data.batch_size={batch_size}."
+        )
+    if data.num_examples < batch_size:
+        count = f"{data.num_examples} examples to train on"
+        raise ConfigError(f"{key} has {count}, fewer than data.batch_size={batch_size}.")
+    _check_reading(key, data)
+    return data
+
+
+def _call_target(
+    kinds: tuple[type[Any], ...],
+    key: str,
+    target: str,
+    given: Mapping[str, Any],
+    options: Mapping[str, Any],
+    offered: Mapping[str, Any] | None = None,
+) -> Any:
+    """Return the result of a target; ConfigError unless it is of one of these kinds.
+
+    The function gets the arguments of `given` that it names; others are an error if the result is
+    one of NEED_ALL. Of `offered` it gets those that it names, unless they are among the options.
+    """
+    function, part = _function(key, target), key.partition(".")[0]
+    # 1. the arguments
+    both = sorted(given.keys() & options.keys())
+    if both:
+        raise ConfigError(f"{part}.options.{both[0]} is given by ppctl itself. Leave it out.")
+    parameters = inspect.signature(function).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    arguments = {name: value for name, value in given.items() if takes_any or name in parameters}
+    missing = [name for name in given if name not in arguments]
+    wanted = parameters.keys() - options.keys()
+    arguments |= {name: value for name, value in (offered or {}).items() if name in wanted}
+    # 2. the call
+    try:
+        inspect.signature(function).bind(**arguments, **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"{key} is called with {', '.join([*given, *options])}, which it does not take so: "
+            f"{error}. Let it take {', '.join(given)} by name; the rest is "
+            f"+{part}.options.NAME=VALUE."
+        ) from error
+    result = call_user_code(key, "calling it", lambda: function(**arguments, **options))
+    # 3. the result
+    if not isinstance(result, kinds):
+        names = (WORDS.get(each, f"a {each.__module__}.{each.__qualname__}") for each in kinds)
+        raise ConfigError(f"{key} returns {_kind(result)}, not {' or '.join(names)}.")
+    if missing and isinstance(result, NEED_ALL):
+        raise ConfigError(
+            f"{key} returns {_kind(result)}, and does not take {', '.join(missing)}, which would "
+            f"be ignored. Let it take {', '.join(given)} by name."
+        )
+    return result
+
+
+def _function(key: str, target: str) -> Callable[..., Any]:
+    module_name, _, name = target.rpartition(".")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = _module(module_name)
+    except Exception as error:  # any error of the user's code
+        if isinstance(error, ModuleNotFoundError) and _is_missing(module_name, error):
+            places = f"neither in {here} nor where Python looks for packages"
+            raise ConfigError(f"{key}: there is no module {error.name}, {places}.") from error
+        raise ConfigError(f"{key}: importing {module_name} fails: {_error_text(error)}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = inspect.getmembers(module, inspect.isfunction)
+        have = ", ".join(n for n, f in functions if f.__module__ == module_name)
+        raise ConfigError(f"{key}: {module_name} has no function {name}. It has {have or 'none'}.")
+    return function
+
+
+def _module(name: str) -> ModuleType:
+    """Return the module of this name; if recipes.* are not found, the one that ppctl ships."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        shipped = ROOT.joinpath(*name.split(".")).with_suffix(".py")
+        if not (_is_missing(name, error) and name.startswith("recipes.") and shipped.is_file()):
+            raise
+    spec = importlib.util.spec_from_file_location(name, shipped)
+    assert spec is not None, shipped
+    assert spec.loader is not None, shipped
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _is_missing(name: str, error: ModuleNotFoundError) -> bool:
+    """Return whether this module or a package around it is missing, and not one of its imports."""
+    return error.name is not None and (name + ".").startswith(error.name + ".")
+
+
+def call_user_code(key: str, what: str, call: Callable[[], Any]) -> Any:
+    """Return the result of `call`; ConfigError for any error of the user's code."""
+    try:
+        return call()
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"{key}: {what} fails: {_error_text(error)}") from error
+
+
+def _error_text(error: Exception) -> str:
+    """Return an error with the line that raised it, if that is not JAX's or ppctl's."""
+    trace = traceback.extract_tb(error.__traceback__)
+    lines = [(line.filename, line.lineno) for line in trace if not _is_of_a_library(line.filename)]
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        lines = [(error.filename, error.lineno)]
+    where = f" ({Path(lines[-1][0]).name}:{lines[-1][1]})" if lines else ""
+    message = str(error).splitlines()[0] if str(error) else "no message"
+    return f"{type(error).__name__}: {message}{where}"
+
+
+def _is_of_a_library(file: str) -> bool:
+    is_of_ppctl = Path(__file__).parents[1] in Path(file).parents
+    return is_of_ppctl or "site-packages" in file or "importlib" in file
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+def _check_stack(key: str, stack: Stack, batch: Batch, head: str) -> None:
+    """Raise ConfigError if a stack's functions do not fit each other or the batch; head: a name."""
+    shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in batch.items()}
+    random = jax.eval_shape(lambda: jax.random.key(0))
+
+    def shaped(what: str, *args: Any) -> Any:
+        functions = getattr(stack, what)
+        functions = functions if isinstance(functions, tuple) else (functions,)
+        calls = (partial(jax.eval_shape, function, *args) for function in functions)
+        return [call_user_code(key, what, call) for call in calls][-1]
+
+    # 1. parameters
+    index = jax.eval_shape(lambda: jnp.zeros((), jnp.int32))
+    embed_head, layer = shaped("init_embed_head", random), shaped("init_layer", random, index)
+    for what, tree in (("init_embed_head", embed_head), ("init_layer", layer)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                is_of = f"{what}{jax.tree_util.keystr(path)} is of {leaf.dtype}"
+                raise ConfigError(f"{key}: {is_of}, and parameters are trained: use dtype.")
+    # 2. embedding, layer and head
+    x = shaped("embed", embed_head, shapes["inputs"])
+    if not isinstance(x, jax.ShapeDtypeStruct) or x.shape[:1] != (NUM_TRIED,):
+        raise ConfigError(
+            f"{key}: embed makes {_shape(x)} of {NUM_TRIED} examples; it must make one array "
+            "[examples, ...], which goes from stage to stage."
+        )
+    y = shaped("layer", layer, x)
+    if not isinstance(y, jax.ShapeDtypeStruct) or (y.shape, y.dtype) != (x.shape, x.dtype):
+        what = f"{key}: layer makes {_shape(y)} of {_shape(x)}"
+        raise ConfigError(f"{what}; it must keep shape and dtype.")
+    losses = shaped("head", embed_head, y, shapes["targets"])
+    is_pair = isinstance(losses, tuple) and len(losses) == 2
+    if not is_pair or any(getattr(loss, "shape", None) != () for loss in losses):
+        what = f"{key}: {head} returns {_shape(losses)}"
+        raise ConfigError(f"{what}; it must return (sum of losses, number of losses).")
+
+
+def _shape(tree: Any) -> str:
+    return str(jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", tree)).replace("'", "")
+
+
+def _check_reading(key: str, data: DataSet) -> None:
+    """Raise ConfigError unless examples are arrays that depend on their numbers only."""
+    both: Batch = call_user_code(key, "reading examples 0 and 1", lambda: data.read(np.arange(2)))
+    if not isinstance(both, dict) or not both.keys() >= {"inputs", "targets"}:
+        names = ", ".join(both) if isinstance(both, dict) else _kind(both)
+        raise ConfigError(f"{key} reads {names}; it must read a dict with inputs and targets.")
+    for name, array in both.items():
+        is_array = isinstance(array, np.ndarray)
+        if not is_array or array.shape[:1] != (2,):
+            kind = f"{array.dtype}{list(array.shape)}" if is_array else _kind(array)
+            what = f"{key} reads {name} of 2 examples as {kind}"
+            raise ConfigError(f"{what}; it must be a numpy array [2, ...].")
+    second: Batch = call_user_code(key, "reading example 1", lambda: data.read(np.arange(1, 2)))
+    for name, array in both.items():
+        if not np.array_equal(second[name][0], array[1]):
+            raise ConfigError(
+                f"{key}: {name} of example 1 are others when it is read alone; an example must "
+                "depend on its number alone, or no run could be repeated or resumed."
+            )

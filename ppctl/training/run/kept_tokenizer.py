@@ -1,0 +1,117 @@
+"""A run's copy of its tokenizer and of the tokens that end texts: the original may change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ppctl.config import Config
+from ppctl.data.chat_templates import FILE as TEMPLATE
+from ppctl.data.tokenizer import BYTES, FILE, SETTINGS
+from ppctl.errors import DataError
+
+SOURCE = "source"  # folder of a run directory with the files that an export copies
+MODEL_CONFIG, GENERATION = "config.json", "generation_config.json"
+OF_A_FILE = (SETTINGS, TEMPLATE, "special_tokens_map.json")  # settings next to a tokenizer.json
+OLDER_FILES = ("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
+TOKENIZER_FILES = (FILE, *OF_A_FILE, *OLDER_FILES)
+
+
+def kept_tokenizer(run_dir: Path) -> Path | None:
+    """Return the folder of a run's own tokenizer, None where it has none."""
+    folders = run_dir, run_dir / SOURCE
+    return next((folder for folder in folders if (folder / FILE).is_file()), None)
+
+
+def changed_tokenizer(config: Config) -> str | None:
+    """Return how data.tokenizer differs from the run's copy; None if equal or there is no copy."""
+    folder = Path(config.run.dir) / SOURCE
+    if not (folder / FILE).is_file():
+        return None
+    files = _files(config)
+    changed = [name for name in files if _content(folder / name) != files[name].read_bytes()]
+    if not changed:
+        return None
+    request = f"data.tokenizer={getattr(config.data, 'tokenizer', BYTES)}"
+    return f"{request} is not what {folder} keeps of the start of this run: {', '.join(changed)}"
+
+
+def configured_ends(run_dir: Path) -> tuple[int, ...]:
+    """Return the tokens that end a text by the files of a run's model: its eos_token_id.
+
+    generation_config.json comes first, as in `transformers`. DataError if a file cannot be read.
+    """
+    for file in (run_dir / SOURCE / GENERATION, run_dir / SOURCE / MODEL_CONFIG):
+        if not file.is_file():
+            continue
+        try:
+            ends = ends_of(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, AttributeError) as error:
+            raise DataError(f"{file} cannot be read ({error}). Restore or remove it.") from error
+        if ends is None:
+            what = f"{file}: eos_token_id is no token id and no list of them"
+            raise DataError(f"{what}. Correct it, or remove it.")
+        if ends:
+            return ends
+    return ()
+
+
+def ends_of(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return the token ids that end a text by a config; None for values that are no ids.
+
+    >>> ends_of({"eos_token_id": [1, 106]}), ends_of({"eos_token_id": 2}), ends_of({})
+    ((1, 106), (2,), ())
+    """
+    given = config.get("eos_token_id")
+    ids = [] if given is None else given if isinstance(given, list) else [given]
+    return tuple(ids) if all(type(each) is int for each in ids) else None
+
+
+def keep_tokenizer(config: Config) -> None:
+    """Write the files of data.tokenizer, or of run.start_from's, into the run directory.
+
+    With the tokenizer of run.start_from come its end tokens.
+    """
+    folder = Path(config.run.dir) / SOURCE
+    files = {name: file.read_bytes() for name, file in _files(config).items()}
+    start = None if config.run.start_from is None else Path(config.run.start_from)
+    of_start = None if start is None else kept_tokenizer(start)
+    if start is not None and of_start is not None:
+        if not hasattr(config.data, "tokenizer"):
+            files = {name: file.read_bytes() for name, file in _tokenizer_files(of_start).items()}
+        if files.get(FILE) == (of_start / FILE).read_bytes():
+            files |= _generation_config(start)
+    for name, content in files.items():
+        if _content(folder / name) != content:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+
+
+def _generation_config(run_dir: Path) -> dict[str, bytes]:
+    """Return the generation config of a run's model; without one, that of its config.json."""
+    content, ends = _content(run_dir / SOURCE / GENERATION), configured_ends(run_dir)
+    if content is None and ends:
+        content = json.dumps({"eos_token_id": [*ends]}).encode()
+    return {} if content is None else {GENERATION: content}
+
+
+def _files(config: Config) -> Mapping[str, Path]:
+    """Return the files of data.tokenizer by their names in a directory; {} for bytes."""
+    name = getattr(config.data, "tokenizer", BYTES)
+    if name == BYTES:
+        return {}
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _tokenizer_files(path)
+    near = {each: path.parent / each for each in OF_A_FILE}
+    return {FILE: path} | {each: file for each, file in near.items() if file.is_file()}
+
+
+def _tokenizer_files(folder: Path) -> dict[str, Path]:
+    return {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+
+
+def _content(file: Path) -> bytes | None:
+    return file.read_bytes() if file.is_file() else None

@@ -1,0 +1,276 @@
+"""The training loop: steps, evaluations, checkpoints and their records."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ppctl.data.dataset_description import description
+from ppctl.errors import NonFiniteError, SaveError
+from ppctl.launch import join_processes as distributed
+from ppctl.reports import measured_timeline_file as timeline_io
+from ppctl.reports.bubble_names import shared_cores_text
+from ppctl.reports.run_status import WARM_UP_STEPS
+from ppctl.schedule.simulator import Timeline
+from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.pipeline.engines.engine_protocol import Footprint
+from ppctl.training.pipeline.evaluation import evaluate
+from ppctl.training.pipeline.job import ModelFlops, TrainingJob, model_flops, unit_of_work
+from ppctl.training.pipeline.mfu import mfu, mfu_peak_flops
+from ppctl.training.run import measured_timeline as timeline
+from ppctl.training.run import profiler
+from ppctl.training.run.heartbeat import Heartbeat
+from ppctl.training.run.metrics import Metrics
+from ppctl.training.run.prediction_check import StepPrediction
+from ppctl.training.run.run_environment import checkpoint_metadata, num_cores, writing
+from ppctl.training.run.step_clock import StepClock
+from ppctl.training.run.traced_tasks import write_tasks
+
+Tree = Any
+MOST_TIMES = 1000  # step times kept for their median
+
+
+class Dispatched(NamedTuple):
+    """A step in flight."""
+
+    finished: int  # steps, this one included
+    numbers: Tree
+    dispatched_s: float  # of time.perf_counter
+    done: Future[float]
+
+
+def metadata(job: TrainingJob, finished: int) -> dict[str, Any]:
+    """Return the metadata of a checkpoint after `finished` steps."""
+    data = description(job.data, job.pipe.batch_shapes)
+    return checkpoint_metadata(job.config, finished, job.sources, data)
+
+
+@dataclass
+class Loop:
+    """The training loop. A step's numbers are read one step later: devices never wait for them."""
+
+    job: TrainingJob
+    footprint: Footprint  # of the compiled step
+    compile_time_s: float
+    checkpoints: Checkpoints
+    metrics: Metrics
+    heartbeat: Heartbeat
+    prediction: StepPrediction
+    clock: StepClock
+    step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_TIMES))
+    last: dict[str, Any] = field(default_factory=dict)  # the newest record
+    _is_empty_noted: bool = False  # whether a batch without losses was noted
+    _unread: Dispatched | None = None
+
+    def run(self, state: Tree, start: int, stop_requested: Callable[[int], int | None]) -> int:
+        """Train from step `start`, save the last one, and return the exit code.
+
+        stop_requested(finished): the signal that requests the run to end after this step, or None.
+        """
+        config, engine = self.job.config.run, self.job.pipe.engine
+        save_every, eval_every = config.checkpoint.every, config.eval_every
+        measured = min(start + WARM_UP_STEPS, config.num_steps - 1) if config.timeline else None
+        batches = self.job.data.batches(start, engine.examples)
+        self.last = {"step": start}
+        with profiler.traced(self._profile_window()) as window:
+            for step in range(start, config.num_steps):
+                # 1. train
+                finished = step + 1
+                self.heartbeat.note("read", finished)
+                batch = engine.put(next(batches))
+                self.heartbeat.note("run", finished)
+                state = self._train_step(state, batch, step, window, is_measured=step == measured)
+                # 2. look after the save under way, the trace and evaluations
+                with self._saving(finished):
+                    self.checkpoints.poll()
+                if window.is_due(finished):
+                    self._read()
+                    self._show_profile(window.finish())
+                if eval_every is not None and finished % eval_every == 0:
+                    self._evaluate(state, finished)
+                # 3. save, and stop
+                stop_signal = stop_requested(finished)  # once: a later signal finds nothing saved
+                is_last = stop_signal is not None or finished == config.num_steps
+                if is_last or (save_every is not None and finished % save_every == 0):
+                    self._save(state, finished, is_last=is_last, stop_signal=stop_signal)
+                if is_last:
+                    return 0 if stop_signal is None else 128 + stop_signal
+        return 0
+
+    def _profile_window(self) -> profiler.Window:
+        """Return the steps that the profiler traces; only process 0 traces its devices."""
+        config = self.job.config.run
+        steps = (config.profile_steps if distributed.is_lead() else None) or range(0)
+        start = steps.start if steps else None
+        return profiler.Window(Path(config.dir) / "profile", start, len(steps))
+
+    def _train_step(
+        self, state: Tree, batch: Tree, step: int, window: profiler.Window, *, is_measured: bool
+    ) -> Tree:
+        """Dispatch a step, read the one before, return the state; a measured step runs alone."""
+        pipe, engine = self.job.pipe, self.job.pipe.engine
+        if step == window.start:
+            self._read()  # no step before the window in its trace
+        dispatched_s, measured = time.perf_counter(), None
+        if is_measured:
+            self._read()
+            timed: Any = engine  # config.check lets only one whose tasks are programs be measured
+            state, numbers, measured = timeline.timed_step(timed, pipe.schedule, state, batch)
+        else:
+            with window.step(step):
+                state, numbers = engine.step(state, batch)
+        done = self.clock.watch(numbers)
+        self._read()
+        self._unread = Dispatched(step + 1, numbers, dispatched_s, done)
+        if measured is not None and distributed.is_lead():
+            self._read()  # writing the timeline is no part of the step
+            self._show_timeline(measured)
+        return state
+
+    def summary(self, exit_code: int) -> dict[str, Any]:
+        """Return the run in one JSON object."""
+        config = self.job.config
+        status = "interrupted" if exit_code else "finished"
+        times = {"compile_time_s": self.compile_time_s}
+        return {"status": status, "run_dir": config.run.dir, **times, **self.last}
+
+    def _read(self) -> None:
+        """Wait for the step in flight, check its numbers and log them."""
+        if self._unread is None:
+            return
+        (finished, numbers, dispatched_s, done), self._unread = self._unread, None
+        step_time_s = self.clock.step_time_s(dispatched_s, done)
+        loss, grad_norm, lr = (float(numbers[name]) for name in ("loss", "grad_norm", "lr"))
+        self.step_times_s.append(step_time_s)
+        self.last = {"step": finished, "loss": loss, "grad_norm": grad_norm, "lr": lr}
+        self.last |= {"step_time_s": step_time_s, **self._speeds(step_time_s)}
+        with writing(Path(self.job.config.run.dir)):
+            self.metrics.log(self.last)
+        if loss == grad_norm == 0 and not self._is_empty_noted:
+            self._is_empty_noted = True
+            self.metrics.note(
+                f"note: step {finished} has loss 0 and gradient 0: nothing is to be predicted in "
+                "its batch (prompts and padding alone), and only the optimizer's momentum and "
+                "decay change the parameters."
+            )
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            # neither depends on the learning rate of this step: the state before it is lost too
+            what = f"loss={loss}, grad_norm={grad_norm}"
+            raise self._non_finite(finished, what, newest_good=finished - 2)
+
+    def _non_finite(self, finished: int, what: str, *, newest_good: int) -> NonFiniteError:
+        """Return the error for step `finished`, with the checkpoint to go back to."""
+        with suppress(SaveError):
+            self.checkpoints.wait()
+        steps, optim = self.checkpoints.steps(), self.job.config.optim
+        good = [step for step in steps if step <= newest_good]
+        kept = f"the checkpoint of step {good[-1]} is good" if good else "no checkpoint is good"
+        lost = ", ".join(str(step) for step in steps if step > newest_good)
+        away = f"; move {lost} away: resuming from there fails again" if lost else ""
+        return NonFiniteError(
+            f"step {finished}: {what}. Training stopped; {kept} "
+            f"({self.checkpoints.directory}){away}. Try a smaller optim.lr (now {optim.lr}), "
+            f"more optim.warmup_steps (now {optim.warmup_steps}) or a smaller optim.clip_norm "
+            f"(now {optim.clip_norm})."
+        )
+
+    def _speeds(self, step_time_s: float) -> dict[str, Any]:
+        unit, count, flops, peak = self._work
+        return {
+            unit: count / step_time_s,
+            "model_flops_per_s": flops.full / step_time_s,
+            "mfu_fraction": mfu(flops.full, step_time_s, peak),
+            "mfu_causal_fraction": mfu(flops.causal, step_time_s, peak),
+            "compile_time_s": self.compile_time_s,
+            "ideal_bubble_fraction": self.prediction.ideal_bubble_fraction,
+            "predicted_bubble_fraction": self.prediction.bubble_fraction,
+            "predicted_step_time_s": self.prediction.step_time_s,
+            "predicted_memory_bytes": self.prediction.memory_bytes,
+            "memory_bytes": max(self.footprint.total_bytes),
+        }
+
+    @cached_property
+    def _work(self) -> tuple[str, int, ModelFlops, float | None]:
+        """Unit of speed, units and FLOPs of a step; peak FLOP/s of all devices."""
+        pipe, config = self.job.pipe, self.job.config
+        unit, count = unit_of_work(self.job)
+        device = pipe.mesh.devices.flat[0]
+        peak = mfu_peak_flops(config.hardware, device.device_kind, str(pipe.dtype))
+        all_peak = None if peak is None else peak * pipe.mesh.size
+        return unit, count, model_flops(self.job), all_peak
+
+    def _evaluate(self, state: Tree, finished: int) -> None:
+        self._read()
+        self.heartbeat.note("evaluate", finished)
+        eval_loss = evaluate(self.job.pipe.engine, self.job.data, self.job.num_eval_batches, state)
+        with writing(Path(self.job.config.run.dir)):
+            self.metrics.log_eval(finished, {"eval_loss": eval_loss})
+
+    def _save(self, state: Tree, finished: int, *, is_last: bool, stop_signal: int | None) -> None:
+        """Save the state if it is all finite, which a finite loss does not prove."""
+        self._read()
+        is_saved = self.job.config.run.checkpoint.enabled
+        if stop_signal is not None:
+            unsaved = f"leaving after step {finished}, unsaved"
+            what = f"saving step {finished} and leaving" if is_saved else unsaved
+            self.metrics.note(f"{signal.Signals(stop_signal).name}: {what}")
+        if not is_saved:
+            return
+        self.heartbeat.note("save", finished)
+        with self._saving(finished):
+            self.checkpoints.wait()  # for the save before
+        with self._saving(finished, is_last=is_last):
+            state = self.job.pipe.engine.to_natural(state)
+            if not self.checkpoints.save(finished, state, metadata(self.job, finished)):
+                what = "its update is not finite"
+                raise self._non_finite(finished, what, newest_good=finished - 1)
+            if is_last:
+                self.checkpoints.wait()
+
+    @contextmanager
+    def _saving(self, finished: int, *, is_last: bool = False) -> Iterator[None]:
+        """End training if the body fails to save, or print that (run.checkpoint.on_failure)."""
+        try:
+            yield
+        except SaveError as error:
+            if is_last:
+                raise
+            if self.job.config.run.checkpoint.on_failure == "stop":
+                raise SaveError(
+                    f"{error} Training stopped after step {finished}; "
+                    "run.checkpoint.on_failure=continue goes on."
+                ) from error
+            self.metrics.note(
+                f"note: {error} The next save tries again (run.checkpoint.on_failure=continue)."
+            )
+
+    def _show_timeline(self, measured: Timeline) -> None:
+        """Write and show the timeline of a measured step."""
+        directory = Path(self.job.config.run.dir) / "timeline"
+        bubbles = self.prediction.ideal_bubble_fraction, self.prediction.bubble_fraction
+        with writing(directory):
+            lines = timeline_io.write_timeline(directory, measured, *bubbles)
+        for line in lines:
+            self.metrics.note(line)
+        mesh = self.job.pipe.mesh
+        shared = shared_cores_text(len(mesh.local_devices), num_cores(mesh))
+        if shared is not None:
+            self.metrics.note(f"note      {shared}")
+
+    def _show_profile(self, directory: Path) -> None:
+        """Print where a trace is; write its tasks where the backend's trace has them."""
+        tasks_file, pipe = None, self.job.pipe
+        if pipe.ticks is not None:
+            num_steps, text = len(self.job.config.run.profile_steps or ()), self.footprint.text
+            tasks_file = write_tasks(directory, text, pipe.ticks, pipe.mesh, num_steps)
+        tasks = "" if tasks_file is None else f"; tasks by rank for Perfetto in {tasks_file}"
+        self.metrics.note(f"profile   {directory} (xprof, Perfetto){tasks}")

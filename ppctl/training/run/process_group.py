@@ -1,0 +1,195 @@
+"""The process group of one training run: equal settings, and no process that hangs.
+
+A failing process prints its number, and the others leave too. A killed or lost one is named by
+JAX's coordination service after run.heartbeat_s.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ppctl.config import Config
+from ppctl.errors import (
+    AgreedError,
+    CheckpointError,
+    ConfigError,
+    ElsewhereError,
+    LostError,
+    PpctlError,
+)
+from ppctl.executors.device_mesh import all_devices
+from ppctl.launch import join_processes as distributed
+from ppctl.launch import xla_stderr
+from ppctl.training.run.heartbeat import Heartbeat
+from ppctl.training.run.run_environment import writing
+from ppctl.training.run.trackers import flat
+
+# settings that may differ between processes
+LOCAL = ("run.process_id", "run.coordinator", "run.compilation_cache", "data.cache_dir")
+# texts of errors of collectives, and of the service, after the other side has gone
+LOST_CONTACT = re.compile(
+    r"gloo|nccl|connection (reset|closed|refused)|socket closed|broken pipe|heartbeat|coordination"
+    r"|another task|barrier|UNAVAILABLE|DEADLINE_EXCEEDED",
+    re.IGNORECASE,
+)
+
+
+@contextmanager
+def process_group(config: Config) -> Iterator[Heartbeat]:
+    """Join the process group of a run, after JAX's start, and yield this process's heartbeat.
+
+    Settings and versions are compared first: AgreedError on process 0, ElsewhereError on the others
+    where they differ. An error of the body gets the process's number, and lets the others leave.
+    """
+    if config.run.distributed == "off":
+        yield Heartbeat()
+        return
+    all_devices()  # a ConfigError without devices
+    process, count = jax.process_index(), jax.process_count()
+    heartbeat = Heartbeat(process=process)
+    try:
+        # 1. compare, and start the heartbeat
+        versions = {f"the version of {name}": version(name) for name in ("ppctl", "jax")}
+        compare(settings(config) | versions)
+        _check_divisible(config, count)
+        how = {"process": process, "num_processes": count, "slow_after_s": config.run.slow_after_s}
+        heartbeat = Heartbeat(_shared_directory(config), say=_say, **how)
+        heartbeat.start()
+        yield heartbeat
+        distributed.gather("")  # until all are done
+        heartbeat.stop()
+        distributed.gather("")
+    # 2. errors that all processes raise at the same point
+    except (AgreedError, ElsewhereError, CheckpointError) as error:
+        heartbeat.stop()
+        distributed.leave()  # waits for all: none must lose contact before it has printed why
+        _clear(heartbeat)
+        if process == 0 or not isinstance(error, CheckpointError):
+            raise
+        elsewhere = ElsewhereError()
+        elsewhere.exit_code = error.exit_code
+        raise elsewhere from error
+    # 3. errors of this process
+    except Exception as error:
+        raise _with_process_number(error, config, heartbeat) from error
+    distributed.leave()
+    _clear(heartbeat)
+
+
+def _clear(heartbeat: Heartbeat) -> None:
+    if heartbeat.directory is not None and heartbeat.process == 0:
+        shutil.rmtree(heartbeat.directory, ignore_errors=True)
+
+
+def _say(text: str) -> None:
+    print(f"ppctl: {text}", file=sys.stderr, flush=True)
+
+
+def compare(facts: Mapping[str, Any]) -> None:
+    """Raise AgreedError on process 0 and ElsewhereError on others where their facts differ."""
+    if not distributed.is_joined():
+        return
+    first, *others = (json.loads(text) for text in distributed.gather(json.dumps(dict(facts))))
+    for process, theirs in enumerate(others, 1):
+        for key in [*first, *theirs]:
+            both = (json.dumps(each[key]) if key in each else "not set" for each in (first, theirs))
+            expected, actual = both
+            if expected != actual:
+                if not distributed.is_lead():
+                    raise ElsewhereError
+                raise AgreedError(
+                    f"{key} is {expected} on process 0 and {actual} on process {process}. All "
+                    "processes need the same settings, data and versions."
+                )
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """Return every setting that all processes must share, by its key."""
+    return {key: value for key, value in flat(asdict(config)).items() if key not in LOCAL}
+
+
+def _check_divisible(config: Config, count: int) -> None:
+    if jax.default_backend() == "cpu" and config.mesh.num_devices % count:
+        raise _of_all(
+            f"mesh={config.mesh.text} has {config.mesh.num_devices} devices, which {count} "
+            f"processes cannot share evenly. Use a mesh of {count}, {2 * count}, ... devices, or "
+            "another number of processes."
+        )
+
+
+def _of_all(message: str) -> PpctlError:
+    """Return an error that all processes raise alike: process 0 prints it, the others leave."""
+    return AgreedError(message) if distributed.is_lead() else ElsewhereError()
+
+
+def _shared_directory(config: Config) -> Path:
+    """Return `processes` below run.dir, empty. ConfigError if not all processes share it."""
+    directory = Path(config.run.dir) / "processes"
+    problem, token = "", uuid.uuid4().hex
+    if distributed.is_lead():
+        try:
+            with writing(Path(config.run.dir)):
+                shutil.rmtree(directory, ignore_errors=True)
+                directory.mkdir(parents=True)
+                (directory / token).touch()
+        except ConfigError as error:
+            problem = str(error)
+    problem, token = json.loads(distributed.gather(json.dumps([problem, token]))[0])
+    if problem:
+        raise _of_all(problem)
+    seen = distributed.gather(str((directory / token).exists()))
+    missing = [str(process) for process, each in enumerate(seen) if each != "True"]
+    if missing:
+        raise _of_all(
+            f"run.dir={config.run.dir} is not the same directory on process 0 and on "
+            f"{', '.join(missing)}. Use a directory that all processes share."
+        )
+    if distributed.is_lead():
+        (directory / token).unlink()
+    return directory
+
+
+def _with_process_number(error: Exception, config: Config, heartbeat: Heartbeat) -> Exception:
+    """Return the error with the process's number, after the heartbeat has let the others know."""
+    if (reason := _lost_contact(error)) is not None:
+        what = f"lost contact with another process while {heartbeat.text} ({reason})"
+        xla_stderr.tell_lost(what)
+        time.sleep(config.run.heartbeat_s + 5)  # by then the service may end this process
+        return LostError(f"process {heartbeat.process}: {what}.")
+    if not isinstance(error, PpctlError):
+        text = f"{type(error).__name__}: {one_line(error)}"
+        heartbeat.fail(text)
+        return RuntimeError(f"process {heartbeat.process}: {text}")
+    # an error of all processes, such as non-finite numbers, is printed once
+    is_printed = heartbeat.fail(one_line(error)) or heartbeat.process == 0
+    text = f"process {heartbeat.process}: {error}"
+    numbered = PpctlError(text) if is_printed else ElsewhereError()
+    numbered.exit_code, numbered.kind = error.exit_code, error.kind
+    return numbered
+
+
+def _lost_contact(error: BaseException) -> str | None:
+    """Return the reason of an error if it is that another process has gone, else None."""
+    link: BaseException | None = error
+    while link is not None:
+        if not isinstance(link, PpctlError) and LOST_CONTACT.search(str(link)):
+            return one_line(link)[:150].rstrip(".")
+        link = link.__cause__
+    return None
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,143 @@
+"""Where a run starts: anew, or after its newest whole checkpoint of the same data and model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ppctl.config import Config
+from ppctl.config.changed_settings import Change, changes
+from ppctl.config.code_digests import changed_modules
+from ppctl.errors import CheckpointError, DamagedError
+from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.pipeline.job import TrainingJob
+from ppctl.training.run.kept_tokenizer import changed_tokenizer
+from ppctl.training.run.process_group import compare
+
+Tree = Any
+
+
+class Resumed(NamedTuple):
+    """The start of a run: its first step, and what it goes on with."""
+
+    step: int  # finished steps; 0: a new run
+    state: Tree | None  # in natural order; None: a new run
+    changed: Sequence[Change] = ()  # settings since the checkpoint
+
+    def lines(self) -> Iterator[str]:
+        """Yield a line for each setting that has changed."""
+        for change in self.changed:
+            yield f"changed   since step {self.step}: {change.arrow}"
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the changes as status.jsonl has them."""
+        return [change._asdict() for change in self.changed]
+
+
+def resume(
+    config: Config, job: TrainingJob, checkpoints: Checkpoints, say: Callable[[str], None]
+) -> Resumed:
+    """Return where to go on from; a damaged checkpoint is set aside for the one before it.
+
+    CheckpointError if run.resume or run.resume_with does not allow it.
+    """
+    while True:
+        try:
+            step, changed = _newest(config, job, checkpoints)
+            fingerprint = job.data.fingerprint
+            compare({"the data's fingerprint": fingerprint, "the step to go on from": step})
+            state = checkpoints.restore(step, job.pipe.states.natural) if step else None
+            return Resumed(step, state, changed)
+        except DamagedError as error:
+            name = checkpoints.set_aside(error.step)
+            older = checkpoints.latest()
+            then = "none is older" if older is None else f"trying step {older}"
+            say(f"{error.what}. It is now {name}; {then}")
+
+
+def _newest(config: Config, job: TrainingJob, checkpoints: Checkpoints) -> tuple[int, list[Change]]:
+    """Return the step to go on from, 0 for a new run, and the settings that have changed since."""
+    step, resume = checkpoints.latest(), config.run.resume
+    where = f"in {checkpoints.directory}"
+    # 1. no checkpoint: a new run
+    if step is None:
+        damaged = checkpoints.damaged()
+        if damaged and resume != "never":
+            raise CheckpointError(
+                f"There is no good checkpoint {where}, only {', '.join(damaged)}. "
+                "Use run.resume=never to start anew beside them, or another run.dir."
+            )
+        if resume == "must":
+            raise CheckpointError(
+                f"run.resume=must, but there is no checkpoint {where}. Use run.resume=auto."
+            )
+        return 0, []
+    # 2. a checkpoint that this request does not go on from
+    which = f"The checkpoint of step {step} {where}"
+    if resume == "never":
+        raise CheckpointError(
+            f"run.resume=never, but there is a checkpoint of step {step} {where}. "
+            "Use run.resume=auto or another run.dir."
+        )
+    if step == 0:
+        raise CheckpointError(
+            f"{which} is a model that was imported. Train it into another run.dir, with "
+            f"run.start_from={config.run.dir}."
+        )
+    if step > config.run.num_steps:
+        raise CheckpointError(
+            f"{which} is past run.num_steps={config.run.num_steps}. Use run.num_steps={step} or "
+            "more, or another run.dir."
+        )
+    # 3. settings and code since then
+    meta = checkpoints.meta(step)
+    changed = [*changes(meta["config"], config), *_code_changes(job, meta)]
+    _check_data(job, meta, changed, which)
+    _check_arrays(checkpoints.unlike(step, job.pipe.states.natural), changed, which)
+    _check_function(config, changed, which)
+    return step, changed
+
+
+def _code_changes(job: TrainingJob, meta: Mapping[str, Any]) -> Iterator[Change]:
+    """Yield the modules of the user's model and data whose code has changed."""
+    for part, before in meta["sources"].items():
+        now = job.sources.get(part, {})
+        for module in changed_modules(before, now):
+            digests = (each[module][1] if module in each else None for each in (before, now))
+            yield Change(f"{part}.code({module})", *digests)
+
+
+def _check_data(
+    job: TrainingJob, meta: Mapping[str, Any], changed: Sequence[Change], which: str
+) -> None:
+    if meta["data"]["fingerprint"] == job.data.fingerprint:
+        return
+    tokenizer = changed_tokenizer(job.config)
+    of_data = [] if tokenizer is None else [tokenizer]
+    others = "model.seq_len", "run.seed"
+    of_data += [each.text for each in changed if each.part == "data" or each.name in others]
+    raise CheckpointError(
+        f"{which} was trained on other data or another order "
+        f"({'; '.join(of_data) or 'the files have changed'}), so its position "
+        f"{meta['data']['next_step']} means nothing here. Restore that, or use another run.dir."
+    )
+
+
+def _check_arrays(unlike: Sequence[str], changed: Sequence[Change], which: str) -> None:
+    """Raise CheckpointError, naming changed settings, where the job needs other arrays."""
+    if not unlike:
+        return
+    others = f" (the first of {len(unlike)} arrays that differ)" if len(unlike) > 1 else ""
+    phrases = [*(each.text for each in changed if each.is_of_arrays), unlike[0] + others]
+    what = f"{which} holds other arrays: {'; '.join(phrases)}"
+    raise CheckpointError(f"{what}. Restore that, or use another run.dir.")
+
+
+def _check_function(config: Config, changed: Sequence[Change], which: str) -> None:
+    """Raise CheckpointError where the model has changed, unless run.resume_with=changed."""
+    phrases = [each.text for each in changed if each.is_of_function]
+    if phrases and config.run.resume_with != "changed":
+        raise CheckpointError(
+            f"{which} is of another model: {'; '.join(phrases)}. Restore that, use another "
+            "run.dir, or insist with run.resume_with=changed, which goes on from its parameters."
+        )

@@ -1,0 +1,72 @@
+"""The environment of a run (packages, devices, disk), and the metadata of its checkpoints."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from ppctl.config import Config
+from ppctl.errors import ConfigError
+
+PACKAGES = ("ppctl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of PACKAGES, by name."""
+    return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+
+
+def checkpoint_metadata(
+    config: Config, step: int, sources: Any, data: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the metadata of a checkpoint after `step` steps, as plain JSON; data: described."""
+    return {
+        "step": step,
+        "config": asdict(config),
+        "sources": sources,
+        "data": {**data, "next_step": step},
+        "rng": {"seed": config.run.seed, "data_order": "a function of seed and step"},
+        "versions": versions(),
+    }
+
+
+@contextmanager
+def writing(run_dir: Path) -> Iterator[None]:
+    """Raise ConfigError where the body cannot write to run_dir, as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "Use another run.dir, or make this one writable"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = "Free the disk, or use another run.dir"
+        what = f"run.dir={run_dir} cannot be written: {error.strerror}"
+        raise ConfigError(f"{what}. {remedy}.") from error
+
+
+def environment(mesh: Mesh) -> dict[str, Any]:
+    """Return versions, system and devices, as a start of a run records them."""
+    device = mesh.devices.flat[0]
+    return {
+        "versions": versions(),
+        "system": platform.platform(),
+        "platform": device.platform,
+        "device_kind": device.device_kind,
+        "num_devices": mesh.size,
+        "num_processes": jax.process_count(),
+        "num_cores": num_cores(mesh),
+    }
+
+
+def num_cores(mesh: Mesh) -> int | None:
+    """Return the cores of this machine that simulated devices share; None for other devices."""
+    return os.cpu_count() if mesh.devices.flat[0].platform == "cpu" else None

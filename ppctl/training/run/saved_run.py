@@ -1,0 +1,242 @@
+"""The record of a run, for scripts and notebooks: settings, numbers, parameters and the model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ppctl import config as settings
+from ppctl.config import Config
+from ppctl.config.code_digests import changed_modules, sources
+from ppctl.config.stored_config import model_and_data
+from ppctl.data import DataSet
+from ppctl.data.dataset_description import described
+from ppctl.errors import CheckpointError, ConfigError
+from ppctl.executors.reference import outputs_of, reference
+from ppctl.model.lora import Lora
+from ppctl.model.stack import Stack, init
+from ppctl.reports import run_status
+from ppctl.reports.foreign_files import read_settings
+from ppctl.reports.run_files import read_lines
+from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.checkpoint.manifest import array_types, differences
+from ppctl.training.checkpoint.stored_adapters import merged_params, stored_lora
+from ppctl.training.pipeline.built_in_models import make_stack
+from ppctl.training.pipeline.job import DEFAULT_DTYPE, open_data
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run directory. Made by `load_run`; everything is read on first use.
+
+    The user's model code is imported as by `ppctl train`, from the current directory first; if it
+    is not found, the error names the directory in which the run was started. Training data are not
+    read: checkpoints have the shapes of examples.
+    """
+
+    directory: Path
+
+    @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """All settings of the run's last start: {"model": {...}, "mesh": {...}, ...}."""
+        file = self.directory / "config.yaml"
+        try:
+            return read_settings(file)
+        except ValueError as error:
+            raise ConfigError(f"{file} cannot be read: {error}.") from error
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One record a step, oldest first: step, loss, grad_norm, lr, step_time_s, ..."""
+        return [*read_lines(self.directory / "metrics.jsonl", [])]
+
+    @cached_property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """One record an evaluation: step, eval_loss."""
+        return [*read_lines(self.directory / "eval.jsonl", [])]
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps of the finished checkpoints, ascending."""
+        return self._checkpoints().steps()
+
+    @cached_property
+    def data(self) -> DataSet:
+        """The data set of the run: `next(run.data.batches())`, `run.data.eval_batches(1)`."""
+        with self._own_code():
+            return open_data(self._config)
+
+    def params(self, step: int | None = None) -> Tree:
+        """Return the parameters of a checkpoint, whole, on the first device, adapters merged in.
+
+        Of a `Network`, the tree that its `init` returns. Of any other model {"embed_head":
+        embedding and head, "layers": arrays [L, ...] in model order}. step: None for the newest.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, it is damaged, or the model's code now has
+                other parameters.
+            ConfigError: The model's code cannot be imported.
+        """
+        natural = self._natural(self._step(step))
+        if not isinstance(self._config.model, settings.CustomModel):
+            return natural
+        export = self._fitting(self._step(step), natural).export
+        return natural if export is None else export(natural)
+
+    def adapters(self, step: int | None = None) -> tuple[Lora, Tree] | None:
+        """Return (settings, parameters with adapters next to kernels); None without adapters.
+
+        step, errors: as `params`.
+        """
+        number = self._step(step)
+        with self._checkpoints() as checkpoints:
+            lora = stored_lora(checkpoints, number)
+            if lora is None:
+                return None
+            return lora, checkpoints.restore_params(number, jax.devices()[0])
+
+    def predict(self, inputs: Any, step: int | None = None) -> Tree:
+        """Return the outputs for a batch of inputs [examples, ...], in the dtype of training.
+
+        Compiled once for each shape. step, errors: as `params`; and ConfigError for a `Stack`
+        without `outputs`.
+        """
+        stack, params = self._trained(step)
+        if stack.outputs is None:
+            raise ConfigError(
+                f"model.target={self.settings['model'].get('target')} returns a Stack without "
+                "outputs, only with a loss. Give it outputs=..., a function (embed_head, x), or "
+                "use run.loss(batch)."
+            )
+        return self._outputs(params, jnp.asarray(inputs))
+
+    def loss(self, batch: Mapping[str, Any], step: int | None = None) -> float:
+        """Return the mean loss of {"inputs", "targets"}: arrays [examples, ...]."""
+        _, params = self._trained(step)
+        arrays = {name: jnp.asarray(batch[name]) for name in ("inputs", "targets")}
+        return float(self._mean_loss(params, arrays)[0])
+
+    # its parts
+
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.directory / "checkpoints", keep=None)
+
+    @cached_property
+    def _config(self) -> Config:
+        return model_and_data(self.settings)
+
+    @cached_property
+    def _dtype(self) -> jnp.dtype:
+        name = self._config.run.dtype or DEFAULT_DTYPE
+        if name == "float64" and jnp.zeros(0, float).dtype != jnp.float64:
+            raise ConfigError(
+                f"{self.directory} is a run of run.dtype=float64, and JAX has 32 bits: "
+                'call jax.config.update("jax_enable_x64", True) first.'
+            )
+        return jnp.dtype(name)
+
+    @cached_property
+    def _outputs(self) -> Callable[..., Any]:
+        return jax.jit(outputs_of(self._stack, dtype=self._dtype))
+
+    @cached_property
+    def _mean_loss(self) -> Callable[..., Any]:
+        how = {"remat": "none", "dtype": self._dtype, "with_grads": False}
+        return jax.jit(reference(self._stack, num_microbatches=1, **how))
+
+    @cached_property
+    def _newest_used(self) -> dict[int, Tree]:
+        """The parameters last used, in natural order, by their step."""
+        return {}
+
+    def _step(self, step: int | None) -> int:
+        steps = self.steps
+        if not steps or step not in (None, *steps):
+            found = f"of steps {', '.join(map(str, steps))}" if steps else "none"
+            raise CheckpointError(
+                f"{self.directory} has no checkpoint of step {step}; there are {found}."
+            )
+        return steps[-1] if step is None else step
+
+    def _natural(self, step: int) -> Tree:
+        _ = self._dtype  # raises for float64 in a JAX of 32 bits
+        with self._checkpoints() as checkpoints:
+            return merged_params(checkpoints, step, jax.devices()[0])
+
+    def _trained(self, step: int | None) -> tuple[Stack, Tree]:
+        """Return the model, and parameters of a checkpoint that fit it."""
+        step = self._step(step)
+        if step not in self._newest_used:
+            natural = self._natural(step)
+            self._fitting(step, natural)
+            self._newest_used.clear()
+            self._newest_used[step] = natural
+        return self._stack, self._newest_used[step]
+
+    def _fitting(self, step: int, natural: Tree) -> Stack:
+        """Return the model. CheckpointError if its parameters differ from those of a checkpoint."""
+        stack = self._stack
+        wanted = jax.eval_shape(lambda: init(stack, 0))
+        unlike = differences(array_types(natural), array_types(wanted))
+        if unlike:
+            raise CheckpointError(
+                f"The model of {self.directory} has other parameters now than at step {step}: "
+                f"{unlike[0]} (the first of {len(unlike)}). Its code or cut has changed: restore "
+                f"{self.settings['model'].get('target')}."
+            )
+        return stack
+
+    @cached_property
+    def _stack(self) -> Stack:
+        """The model of the newest checkpoint's data; warns if its code has changed."""
+        config = self._config
+        with self._checkpoints() as checkpoints:
+            meta = checkpoints.meta(self._step(None))
+        data = described(meta["data"]) if "example" in meta["data"] else self.data
+        if isinstance(config.model, settings.Transformer):  # the run's kernel may not run here
+            config = replace(config, model=replace(config.model, attention="auto"))
+        with self._own_code():
+            stack = make_stack(config, data, self._dtype, jax.devices()[0])
+        if isinstance(config.model, settings.CustomModel):
+            before = meta["sources"].get("model", {})
+            changed = changed_modules(before, sources(config.model.target))
+            if changed:
+                warnings.warn(
+                    f"{', '.join(changed)} changed after {self.directory} was trained; it may "
+                    "compute something else.",
+                    stacklevel=4,
+                )
+        return stack
+
+    @contextmanager
+    def _own_code(self) -> Iterator[None]:
+        """Add to an error about a missing module the directory in which the run was started."""
+        try:
+            yield
+        except ConfigError as error:
+            key, starts = run_status.DIRECTORY, read_lines(self.directory / run_status.FILE, [])
+            places = [each[key] for each in starts if key in each]
+            if not places or not isinstance(error.__cause__, ModuleNotFoundError):
+                raise
+            where = f"{self.directory} was started in {places[-1]}"
+            raise ConfigError(
+                f"{error} {where}: go there, or name it in PYTHONPATH."
+            ) from error.__cause__
+
+
+def load_run(directory: str | Path) -> SavedRun:
+    """Return a run by its directory. ConfigError if that holds no run."""
+    path = Path(directory)
+    if not (path / "config.yaml").is_file():
+        raise ConfigError(f"{path} is no run: it has no config.yaml. `ppctl runs` lists runs.")
+    return SavedRun(path)

@@ -1,0 +1,73 @@
+"""The lines that describe a run before it starts: model, data, mesh, schedule, partition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ppctl.config import Transformer
+from ppctl.executors.device_mesh import hosts_text
+from ppctl.executors.xla_flags import text_of
+from ppctl.schedule.simulator import peak_activations, simulate
+from ppctl.training.pipeline.built_in_models import attention_kernels
+from ppctl.training.pipeline.job import TrainingJob, partition_text
+
+LOCKSTEP_NOTICE = 1.05  # times by which ticks stretch a schedule without a note
+
+
+def describe(job: TrainingJob, start: int) -> Iterator[str]:
+    """Yield the lines that describe a run before it starts."""
+    config, pipe = job.config, job.pipe
+    device, model = pipe.mesh.devices.flat[0], config.model
+    # 1. the model, its data and devices
+    kernels: tuple[str, ...] = ("xla",)
+    if isinstance(model, Transformer):
+        kernels = attention_kernels(config, pipe.dtype, device, job.data)
+    attention = "" if kernels == ("xla",) else f", attention by {' and '.join(kernels)}"
+    trained = "" if pipe.num_trained == pipe.num_parameters else f" ({pipe.num_trained:,} trained)"
+    size = f"{model.num_layers} layers, {pipe.num_parameters:,} parameters{trained}"
+    yield f"model     {model.name}, {size}, {pipe.dtype} compute{attention}"
+    yield f"data      {job.data.source}"
+    over = hosts_text(pipe.mesh)
+    hosts = "" if over is None else f", {over}"
+    yield f"mesh      {config.mesh.axes_text} on {pipe.mesh.size} x {device.device_kind}{hosts}"
+    # 2. what runs when
+    yield from _schedule_lines(job)
+    # 3. where its results go
+    where = f"resuming after step {start}" if start else "from the start"
+    yield f"run       {config.run.dir}, {where}"
+
+
+def _schedule_lines(job: TrainingJob) -> Iterator[str]:
+    """Yield the lines about schedule, executor and partition."""
+    pipe, schedule, ticks = job.pipe, job.pipe.schedule, job.pipe.ticks
+    # 1. the schedule
+    if not pipe.execution.is_pipelined:
+        yield f"executor  reference (no pipeline), {schedule.num_microbatches} microbatches"
+    else:
+        chunks = f"{schedule.num_chunks} chunk{'s' if schedule.num_chunks > 1 else ''} a rank"
+        many_ticks = "" if ticks is None else f"{ticks.num_ticks} ticks, "
+        yield (
+            f"schedule  {schedule.name}, {schedule.num_microbatches} microbatches, {chunks}, "
+            f"{many_ticks}at most {max(peak_activations(schedule)):g} live activations"
+        )
+    if job.choice is not None:
+        yield f"auto      {job.choice.summary}"
+    # 2. its programs
+    if pipe.execution.xla_flags:
+        yield f"xla       {text_of(pipe.execution.xla_flags)}"
+    if pipe.execution.dispatches_tasks:
+        barrier = ", no barrier before the optimizer" if pipe.execution.post_validation else ""
+        programs = "a program for each stage and kind of task, dispatched by the host"
+        yield f"executor  mpmd: {programs}{barrier}"
+    if ticks is not None:
+        stretch = ticks.makespan_s(pipe.task_costs) / simulate(schedule, pipe.task_costs).makespan_s
+        if stretch > LOCKSTEP_NOTICE:
+            yield (
+                f"note      {schedule.name} takes {stretch:.2f} times as long in the lockstep "
+                "ticks of executor=spmd as on free-running ranks; schedule=eager_1f1b and "
+                "interleaved take 1.00 times, with more activations"
+            )
+    # 3. the layers
+    text = partition_text(job)
+    if text is not None:
+        yield f"partition {text}"

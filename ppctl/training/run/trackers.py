@@ -1,0 +1,232 @@
+"""Trackers: TensorBoard, Weights & Biases and MLflow, each on a separate thread.
+
+Training neither waits for one nor ends by one: a failure prints a line and drops later records.
+Without a server they write into the run directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import yaml
+
+from ppctl.errors import ConfigError
+from ppctl.reports.foreign_files import from_json, read_file
+from ppctl.reports.run_files import TRACKERS_FILE
+from ppctl.reports.terminal_output import replace_file
+
+PROJECT = "ppctl"  # of Weights & Biases, and MLflow's experiment, where the environment names none
+MOST_ID_BYTES = 4096
+MOST_PARAMS = 100  # parameters in one request to MLflow
+WANDB_S = 20.0  # seconds in which Weights & Biases must answer at the start
+END_S = 30.0  # seconds in which a tracker must take the last records
+
+Values = Mapping[str, float]
+
+
+class Tracker(Protocol):
+    """A run at a tracker's. All calls come from one thread; any may raise."""
+
+    id: str | None  # key by which a later start continues the same run
+    place: str | None  # printed
+
+    def log(self, values: Values, step: int) -> None: ...
+    def end(self, *, is_finished: bool) -> None: ...
+
+
+class RunFacts(NamedTuple):
+    """The facts by which a tracker opens a run."""
+
+    run_dir: Path
+    name: str
+    settings: Mapping[str, Any]
+    id: str | None  # of an earlier start's run
+    first_step: int
+
+
+class TensorBoardRun:
+    """TensorBoard's log of one start of a run: scalars, and the settings as text.
+
+    A kill loses ten seconds. TensorBoard hides records of earlier starts from first_step on.
+    """
+
+    id: str | None = None
+    place: str | None = None
+
+    def __init__(self, run: RunFacts):
+        from tensorboardX import SummaryWriter
+
+        step = run.first_step
+        suffix = f".{step}"  # a resume within the same second must not overwrite
+        how: Any = {"purge_step": step, "flush_secs": 10, "filename_suffix": suffix}
+        self._writer = SummaryWriter(str(run.run_dir / "tensorboard"), **how)
+        text = textwrap.indent(yaml.safe_dump(dict(run.settings), sort_keys=False), "    ")
+        self._writer.add_text("run/config", text, step)  # indented: a block of Markdown
+
+    def log(self, values: Values, step: int) -> None:
+        for tag, value in values.items():
+            self._writer.add_scalar(tag, value, step)
+
+    def end(self, *, is_finished: bool) -> None:
+        del is_finished
+        self._writer.close()
+
+
+class WandbRun:
+    """A run of Weights & Biases: offline, unless WANDB_MODE or a stored key is set."""
+
+    def __init__(self, run: RunFacts):
+        import wandb
+
+        mode: Any = os.environ.get("WANDB_MODE")
+        mode = mode or ("online" if wandb.login(prompt=False) else "offline")
+        where = {"project": os.environ.get("WANDB_PROJECT", PROJECT), "dir": run.run_dir}
+        how = {"mode": mode, "id": run.id, "resume": "allow", "name": run.name}
+        quiet = wandb.Settings(silent=True, console="off", init_timeout=WANDB_S)
+        self._run = wandb.init(**where, **how, config=dict(run.settings), settings=quiet)
+        # a step metric: steps that a resumed run repeats are no error then
+        self._run.define_metric("*", step_metric="step")
+        self.id, offline = self._run.id, Path(self._run.dir).parent
+        self.place = str(self._run.url or mode)
+        if mode == "offline":
+            self.place = f"offline in {offline}: wandb sync {offline}"
+
+    def log(self, values: Values, step: int) -> None:
+        self._run.log({**values, "step": step})
+
+    def end(self, *, is_finished: bool) -> None:
+        self._run.finish(exit_code=0 if is_finished else 1)
+
+
+class MlflowRun:
+    """A run of MLflow, at MLFLOW_TRACKING_URI or in a database in the run directory."""
+
+    def __init__(self, run: RunFacts):
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        # 1. the server or database, and the experiment
+        local = f"sqlite:///{(run.run_dir / 'mlflow.db').absolute()}"
+        self.place = os.environ.get("MLFLOW_TRACKING_URI") or local
+        self._client = client = MlflowClient(tracking_uri=self.place)
+        project = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        experiment = client.get_experiment_by_name(project)
+        files = (run.run_dir / "mlflow").absolute().as_uri() if self.place == local else None
+        # 2. the run
+        if run.id is not None:
+            self.id = run.id
+            client.update_run(self.id, status="RUNNING")
+            return  # MLflow refuses a parameter with another value
+        where = experiment.experiment_id if experiment else client.create_experiment(project, files)
+        self.id = client.create_run(where, run_name=run.name).info.run_id
+        params = [Param(key, str(value)) for key, value in flat(run.settings).items()]
+        for first in range(0, len(params), MOST_PARAMS):
+            self._client.log_batch(self.id, params=params[first : first + MOST_PARAMS])
+
+    def log(self, values: Values, step: int) -> None:
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        metrics = [Metric(key, value, now_ms, step) for key, value in values.items()]
+        self._client.log_batch(self.id, metrics)
+
+    def end(self, *, is_finished: bool) -> None:
+        self._client.set_terminated(self.id, "FINISHED" if is_finished else "KILLED")
+
+
+OPTIONAL: dict[str, Callable[..., Any]] = {"wandb": WandbRun, "mlflow": MlflowRun}  # by package
+TRACKERS: dict[str, Callable[..., Any]] = {"tensorboard": TensorBoardRun, **OPTIONAL}
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise ConfigError for a tracker whose package is not installed."""
+    for name in names:
+        if name in OPTIONAL and find_spec(name) is None:
+            raise ConfigError(
+                f"run.trackers={','.join(names)} needs the package {name}, which is not installed. "
+                f"Use pip install 'ppctl[{name}]', or leave {name} out."
+            )
+
+
+class BackgroundTracker:
+    """A tracker on a separate thread, started by `begin`. note: prints a line from any thread."""
+
+    def __init__(self, name: str, note: Callable[[str], None], end_s: float = END_S):
+        self.name, self._note, self._end_s = name, note, end_s
+        self._jobs: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.is_finished = False  # whether the run reached its last step; set before `close`
+
+    def begin(self, run_dir: Path, name: str, settings: Mapping[str, Any], first_step: int) -> None:
+        """Open the run at the tracker, or go on with that of an earlier start."""
+        run = RunFacts(run_dir, name, settings, _known_ids(run_dir).get(self.name), first_step)
+        self._thread = threading.Thread(target=self._work, args=[run], name=self.name, daemon=True)
+        self._thread.start()
+
+    def log(self, values: Mapping[str, float | None], step: int, tag: Callable[[str], str]) -> None:
+        """Record each value that is known, by the tag of its key."""
+        known = {key: value for key, value in values.items() if key != "step" and value is not None}
+        tagged = {tag(key): value for key, value in known.items()}
+        self._jobs.put(lambda tracker: tracker.log(tagged, step))
+
+    def close(self) -> None:
+        """End the run at the tracker, after what is left to record. May be called again."""
+        if self._thread is None:
+            return
+        self._jobs.put(None)
+        self._thread.join(self._end_s)
+        if self._thread.is_alive():
+            late = f"{self.name} has not taken all records within {self._end_s:g} s"
+            self._note(f"note      {late}: the rest is left out")
+        self._thread = None
+
+    def _work(self, run: RunFacts) -> None:
+        try:
+            tracker = TRACKERS[self.name](run)
+            if tracker.id is not None:
+                with _ids_lock:
+                    ids = _known_ids(run.run_dir) | {self.name: tracker.id}
+                    replace_file(run.run_dir / TRACKERS_FILE, json.dumps(ids) + "\n")
+            if tracker.place is not None:
+                self._note(f"{self.name:<9} {tracker.place}")
+            while (job := self._jobs.get()) is not None:
+                job(tracker)
+            tracker.end(is_finished=self.is_finished)
+        except (Exception, SystemExit) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            self._note(f"note      {self.name} failed: {reason[:200]}. Training goes on without it")
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by their names with dots.
+
+    >>> flat({"model": {"d_model": 64}, "run": {"seed": 0}})
+    {'model.d_model': 64, 'run.seed': 0}
+    """
+    values: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        values |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return values
+
+
+_ids_lock = threading.Lock()
+
+
+def _known_ids(run_dir: Path) -> dict[str, str]:
+    """Return the ids of the run at trackers, by their names."""
+    with suppress(OSError, ValueError, RecursionError):
+        found = from_json(read_file(run_dir / TRACKERS_FILE, MOST_ID_BYTES))
+        if isinstance(found, dict):
+            return {name: id for name, id in found.items() if isinstance(id, str)}
+    return {}

@@ -1,0 +1,264 @@
+"""`ppctl train`: from a request to a run and its files. Read `_train` first.
+
+A run directory holds config.yaml, status.jsonl, metrics.jsonl, eval.jsonl, tensorboard/, profile/
+and checkpoints/<step>/.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from ppctl.config import Config
+from ppctl.errors import ConfigError
+from ppctl.executors import parameter_placement as placement
+from ppctl.executors.xla_flags import text_of
+from ppctl.launch import join_processes as distributed
+from ppctl.reports import run_status
+from ppctl.reports.run_files import MEMORY_FILE, SCHEDULE_FILE, check_run_dir
+from ppctl.reports.run_status import FINISHED, INTERRUPTED, HeldError, RunStatus
+from ppctl.reports.terminal_output import OutputConsole, replace_file
+from ppctl.schedule.schedule_text import to_csv
+from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.pipeline.engines.engine_protocol import Footprint
+from ppctl.training.pipeline.jax_start import start_jax
+from ppctl.training.pipeline.job import DEFAULT_DTYPE, TrainingJob, assemble
+from ppctl.training.pipeline.job_checks import check_job
+from ppctl.training.run.compilation_cache import counted_programs, keep_compiled
+from ppctl.training.run.heartbeat import Heartbeat
+from ppctl.training.run.kept_tokenizer import changed_tokenizer, keep_tokenizer
+from ppctl.training.run.loop import Loop
+from ppctl.training.run.metrics import Metrics, NoMetrics
+from ppctl.training.run.prediction_check import StepPrediction
+from ppctl.training.run.process_group import compare, process_group
+from ppctl.training.run.resume import Resumed, resume
+from ppctl.training.run.run_environment import environment, writing
+from ppctl.training.run.start_from import state_from
+from ppctl.training.run.start_lines import describe
+from ppctl.training.run.step_clock import StepClock
+from ppctl.training.run.stop_requests import stop_requests
+from ppctl.training.run.trackers import check_trackers
+
+Tree = Any
+Predict = Callable[[TrainingJob], StepPrediction]  # called before anything is compiled
+Say = Callable[[str], None]  # prints a line
+
+
+def train(config: Config, overrides: Sequence[str], *, predict: Predict, as_json: bool) -> int:
+    """Train a config, and return the exit code: 0 finished, 130 or 143 interrupted after saving.
+
+    overrides: as typed. predict: step time and memory before anything is compiled.
+
+    Raises PpctlError for impossible requests, NonFiniteError for a loss or gradient not finite.
+    """
+    run_dir = Path(config.run.dir)
+    check_run_dir(run_dir)
+    check_trackers(config.run.trackers)
+    writer = run_status.held_by(run_dir)
+    if writer is not None:  # it would lose the save that it is writing
+        raise _held(config, writer)
+    start_jax(config, config.run.dtype or DEFAULT_DTYPE)
+    note = keep_compiled(config)
+    with process_group(config) as heartbeat:
+        return _train(config, overrides, heartbeat, predict, note, as_json=as_json)
+
+
+def _train(
+    config: Config,
+    overrides: Sequence[str],
+    heartbeat: Heartbeat,
+    predict: Predict,
+    note: str | None,
+    *,
+    as_json: bool,
+) -> int:
+    is_lead, run_dir = distributed.is_lead(), Path(config.run.dir)
+    console = OutputConsole(stderr=as_json, quiet=not is_lead)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    # 1. put the job together
+    job = assemble(config)
+    for each in filter(None, (note, *check_job(job))):
+        say(f"note      {each}")
+    directory, keep = run_dir / "checkpoints", config.run.checkpoint.keep
+    saving = partial(Checkpoints, directory, keep=keep, gather=distributed.gather)
+    with _status(config) as status, saving() as checkpoints:
+        # 2. find where to start
+        start, restored, _ = resumed = resume(config, job, checkpoints, say)
+        if start == 0:
+            restored = state_from(config, job)
+        elif (differs := changed_tokenizer(config)) is not None:
+            say(f"note      {differs}; it makes the same tokens of this text, and is kept from now")
+        if start == config.run.num_steps:
+            steps = f"run.num_steps={start} steps"
+            say(f"{run_dir} has finished all {steps}. Use a larger run.num_steps to go on.")
+            if as_json and is_lead:
+                print(json.dumps({"status": FINISHED, "run_dir": config.run.dir, "step": start}))
+            return 0
+        # 3. describe and record the start
+        prediction = predict(job)
+        for line in (*describe(job, start), *resumed.lines(), prediction.line()):
+            say(line)
+        if status is not None:
+            _record_start(job, status, resumed, overrides)
+        # 4. compile, and place the state
+        footprint, compile_time_s = _compiled(job, console, say, start)
+        heartbeat.note("start", start)
+        compare({})  # waits for all: Gloo gives up on a process that is half a minute late
+        state = job.pipe.init() if restored is None else job.pipe.from_natural(restored)
+        del restored, resumed
+        placed = _show_placement(job, state, console) if config.run.show_placement else {}
+        # 5. train
+        with _metrics(config, start, console) as metrics, StepClock() as clock:
+            how = checkpoints, metrics, heartbeat, prediction, clock
+            loop = Loop(job, footprint, compile_time_s, *how)
+            exit_code = _run_loop(loop, state, start, console)
+        if status is not None:
+            with writing(run_dir):
+                status.end(**_ending(exit_code, loop.last["step"]))
+    # 6. sum up
+    _sum_up(loop, exit_code, say, placed if as_json and is_lead else None)
+    return exit_code
+
+
+def _run_loop(loop: Loop, state: Tree, start: int, console: OutputConsole) -> int:
+    """Run the training loop with its trackers, and return the exit code."""
+    config, trackers = loop.job.config, loop.metrics.trackers
+    for tracker in trackers:
+        tracker.begin(Path(config.run.dir), config.run.name, asdict(config), start + 1)
+    with stop_requests(console) as stop_requested:
+        exit_code = loop.run(state, start, stop_requested)
+    for tracker in trackers:
+        tracker.is_finished = exit_code == 0
+    return exit_code
+
+
+def _sum_up(loop: Loop, exit_code: int, say: Say, placed: Mapping[str, Any] | None) -> None:
+    """Print how the run went; placed: what its JSON states besides, None: no JSON."""
+    summary, run = loop.summary(exit_code), loop.job.config.run
+    if loop.step_times_s:
+        say(loop.prediction.compared(loop.step_times_s, max(loop.footprint.total_bytes)))
+    left = "checkpoints, metrics and logs" if run.checkpoint.enabled else "metrics and logs"
+    say(f"{summary['status']} at step {summary['step']}; {left} are in {Path(run.dir)}")
+    if placed is not None:
+        print(json.dumps({**summary, **placed}))
+
+
+def _status(config: Config) -> AbstractContextManager[RunStatus | None]:
+    """Return the record of this start, which locks the run directory; None except on process 0."""
+    if not distributed.is_lead():
+        return nullcontext()
+    try:
+        with writing(Path(config.run.dir)):
+            return RunStatus(Path(config.run.dir))
+    except HeldError as error:
+        raise _held(config, error.pid) from None
+
+
+def _held(config: Config, pid: int | None) -> ConfigError:
+    who, how = f"process {pid}", f": kill -INT {pid}, which saves"
+    if pid is None:
+        who, how = "another process", ". The lock of a machine that was lost ends after minutes"
+    return ConfigError(
+        f"run.dir={config.run.dir} is written by {who} now. Use another run.name, or end that "
+        f"run first{how}."
+    )
+
+
+def _record_start(
+    job: TrainingJob, status: RunStatus, start: Resumed, overrides: Sequence[str]
+) -> None:
+    """Write the settings of this start of the run, and that it has started."""
+    config, run_dir = job.config, Path(job.config.run.dir)
+    facts = environment(job.pipe.mesh) | {"xla_flags": text_of(job.pipe.execution.xla_flags)}
+    facts |= {run_status.DIRECTORY: os.getcwd(), run_status.OVERRIDES: [*overrides]}
+    if start.changed:
+        facts[run_status.CHANGED] = start.records()
+    with writing(run_dir):
+        (run_dir / "config.yaml").write_text(as_yaml(config))
+        if job.choice is not None:
+            (run_dir / SCHEDULE_FILE).write_text(to_csv(job.pipe.schedule.ranks))
+        keep_tokenizer(config)
+        status.begin(start.step, **facts)
+
+
+def as_yaml(config: Config) -> str:
+    """Return all settings of a config as YAML."""
+    return yaml.safe_dump(asdict(config), sort_keys=False)
+
+
+def _show_placement(job: TrainingJob, state: Tree, console: Console) -> dict[str, Any]:
+    """Print which device holds which parameters, and return the same as plain JSON."""
+    params = job.pipe.engine.parameters(state)
+    placed = placement.placement(params, job.pipe.layout, distributed.gather)
+    placement.print_placement(console, placed)
+    return {"placement": asdict(placed)}
+
+
+def _ending(exit_code: int, step: int) -> dict[str, Any]:
+    """Return the record of a run that ended in order.
+
+    >>> _ending(130, 7)
+    {'status': 'interrupted', 'step': 7, 'reason': 'SIGINT'}
+    """
+    if exit_code == 0:
+        return {"status": FINISHED, "step": step}
+    return {"status": INTERRUPTED, "step": step, "reason": signal.Signals(exit_code - 128).name}
+
+
+def _metrics(config: Config, start: int, console: Console) -> Metrics:
+    if not distributed.is_lead():
+        return NoMetrics()
+    how = {name: getattr(config.run, name) for name in ("num_steps", "log_every", "trackers")}
+    return Metrics(config.run.dir, start_step=start, console=console, **how)
+
+
+def _compiled(job: TrainingJob, console: Console, say: Say, start: int) -> tuple[Footprint, float]:
+    """Compile the step, record its memory, and return (its footprint, seconds of compiling)."""
+    began = time.perf_counter()
+    with counted_programs() as programs, _alive(console, "compiling"):
+        footprint = job.pipe.engine.compile(evaluate=job.config.run.eval_every is not None)
+    seconds, kept = time.perf_counter() - began, programs["kept"]
+    count = f"{kept} of {kept + programs['compiled']} programs"
+    say(f"compiled in {seconds:.1f} s" + f", {count} kept from an earlier start" * (kept > 0))
+    if distributed.is_lead():
+        run_dir = Path(job.config.run.dir)
+        with writing(run_dir):
+            memory = {"step": start, "ranks": job.pipe.memory()}
+            replace_file(run_dir / MEMORY_FILE, json.dumps(memory) + "\n")
+    return footprint, seconds
+
+
+@contextmanager
+def _alive(console: Console, what: str, every_s: float = 15.0) -> Iterator[None]:
+    """Show a spinner on a terminal, elsewhere a line now and then, while the body runs."""
+    if console.is_interactive:
+        with console.status(f"{what} ..."):
+            yield
+        return
+    console.print(f"{what} ...", markup=False, highlight=False)
+    began, done = time.perf_counter(), threading.Event()
+
+    def beat() -> None:
+        while not done.wait(every_s):
+            text = f"{what} ... {time.perf_counter() - began:.0f} s"
+            console.print(text, markup=False, highlight=False)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

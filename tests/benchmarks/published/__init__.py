@@ -1,0 +1,3 @@
+"""The planner's predictions next to steps that others have measured and published
+(docs/published.md).
+"""

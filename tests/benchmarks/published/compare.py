@@ -1,0 +1,171 @@
+"""Published steps next to their predictions, row by row, and how far off these are."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.published.constants import FITTED, Constants, is_fitted
+from benchmarks.published.request import DTYPE, Request, requests_of
+from benchmarks.published.rows import Row
+from benchmarks.published.step import chosen, memory_gib, work_of_request
+from ppctl.errors import ConfigError, ScheduleError
+from ppctl.training.pipeline.mfu import mfu
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A published row and its prediction; where it cannot be expressed, `refused` says why and the
+    rest is None.
+    """
+
+    id: str
+    system: str
+    source: str
+    gpu: str
+    has_pipeline: bool
+    is_fitted: bool  # whether the constants were fitted on it
+    published_step_s: float | None
+    predicted_step_s: float | None = None
+    ratio: float | None = None  # predicted over published
+    published_mfu_fraction: float | None = None  # of the step, counted as the row counts
+    predicted_mfu_fraction: float | None = None  # likewise
+    predicted_mfu_full_fraction: float | None = None  # all pairs of tokens in attention
+    predicted_mfu_causal_fraction: float | None = None
+    counts: str | None = None  # how the row counts: full | causal, and with recomputing
+    bubble_fraction: float | None = None
+    per_step_overhead_s: float | None = None
+    memory_gib: float | None = None  # predicted, of a device of the fullest rank
+    published_memory_gib: float | None = None
+    fits: bool | None = None
+    ran: bool | None = None  # None: the source does not say
+    layout: str | None = None
+    assumed: tuple[str, ...] = ()
+    refused: str | None = None
+
+    @property
+    def error(self) -> float | None:
+        return None if self.ratio is None else abs(self.ratio - 1)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far predictions are off, as fractions of the published steps."""
+
+    name: str
+    rows: int
+    median: float
+    ninth_decile: float  # of ten rows nine are at most so far off
+    worst: float
+
+
+def compare(rows: Sequence[Row], constants: Constants = FITTED) -> list[Compared]:
+    """Return every row with its prediction or the reason why there is none, in order."""
+    return [_compared(row, constants) for row in rows]
+
+
+def expressible(rows: Iterable[Row]) -> Iterator[tuple[Row, list[Request]]]:
+    """Yield the rows that have a prediction, with their requests."""
+    for row in rows:
+        try:
+            requests = requests_of(row)
+            work_of_request(requests[0])
+        except (ConfigError, ScheduleError):
+            continue
+        yield row, requests
+
+
+def _compared(row: Row, constants: Constants) -> Compared:
+    head = row.id, row.system, row.source, row.gpu_short, row.has_pipeline, is_fitted(row.id)
+    try:
+        request, time = chosen(requests_of(row), constants)
+    except (ConfigError, ScheduleError) as error:
+        return Compared(
+            *head,
+            row.published_s(),
+            published_memory_gib=row.memory_gib,
+            ran=row.ran,
+            refused=str(error),
+        )
+    peak = request.hardware.peak_flops[DTYPE]
+    published_s, size = row.published_s(peak), memory_gib(request)
+    full, causal = (row.step_flops(causal=causal) for causal in (False, True))
+    assert full is not None, "a row with a request has a model"
+    assert causal is not None, "likewise"
+    counted = (causal if row.counts_causal else full) * (4 / 3 if row.counts_recomputing else 1)
+    how = "causal" if row.counts_causal else "full"
+    return Compared(
+        *head,
+        published_s,
+        time.total_s,
+        None if published_s is None else time.total_s / published_s,
+        mfu(counted, published_s, peak * row.gpus),
+        mfu(counted, time.total_s, peak * row.gpus),
+        mfu(full, time.total_s, peak * row.gpus),
+        mfu(causal, time.total_s, peak * row.gpus),
+        how + (", recomputing too" if row.counts_recomputing else ""),
+        time.bubble_fraction,
+        time.overhead_s,
+        size,
+        row.memory_gib,
+        size <= request.device_gib,
+        row.ran,
+        layout_text(request),
+        request.assumed,
+    )
+
+
+def layout_text(request: Request) -> str:
+    """Return a layout in a few words: tp8 pp12 dp4, m=512 of 1."""
+    row = request.row
+    sizes = {"tp": row.tp, "pp": row.pp, "dp": request.dp, "fsdp": request.fsdp, "cp": row.cp}
+    axes = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+    chunks = f" x{request.num_chunks}" if request.num_chunks > 1 else ""
+    redone = f", {request.redone:.0%} recomputed" if request.redone else ""
+    return f"{axes}{chunks}, {request.num_microbatches:.4g} x {request.micro_batch}{redone}"
+
+
+def errors(compared: Iterable[Compared], name: str) -> Errors | None:
+    """Return the errors of rows; None of none."""
+    found = sorted(row.error for row in compared if row.error is not None)
+    if not found:
+        return None
+    ninth = found[-(-9 * len(found) // 10) - 1]
+    return Errors(name, len(found), statistics.median(found), ninth, found[-1])
+
+
+def summary(compared: Sequence[Compared]) -> list[Errors]:
+    """Return the errors with and without a pipeline: of all rows, of those fitted on, and of the
+    others.
+    """
+    found = list[Errors | None]()
+    for has_pipeline, name in ((True, "with a pipeline"), (False, "without a pipeline")):
+        rows = [row for row in compared if row.has_pipeline == has_pipeline]
+        found.append(errors(rows, name))
+        found += [
+            errors([row for row in rows if row.is_fitted == half], f"{name}, {text}")
+            for half, text in HALVES
+        ]
+    return [each for each in found if each is not None]
+
+
+HALVES = (True, "constants fitted on"), (False, "the other half")
+
+
+def outcomes(compared: Iterable[Compared]) -> tuple[int, int]:
+    """Return (rows whose source says whether they ran, of these right)."""
+    known = [row for row in compared if row.ran is not None and row.fits is not None]
+    return len(known), sum(row.ran == row.fits for row in known)
+
+
+def as_json(compared: Sequence[Compared], constants: Constants = FITTED) -> dict[str, Any]:
+    """Return the object that --json prints."""
+    known, right = outcomes(compared)
+    return {
+        "rows": [asdict(row) for row in compared],
+        "errors": [asdict(each) for each in summary(compared)],
+        "constants": asdict(constants),
+        "outcomes": {"known": known, "right": right},
+    }

@@ -1,0 +1,337 @@
+"""Models of `transformers` in, runs out, and back: `ppctl import`, `ppctl export`,
+`run.start_from`.
+"""
+
+import json
+import os
+import shutil
+import tracemalloc
+
+import jax
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from support.oracle import FOLDER, MODELS, in_double
+from support.selection import full_except
+
+import ppctl
+from ppctl import cli
+from ppctl.errors import CheckpointError, ConfigError
+from ppctl.language.export_model import export_model
+from ppctl.language.gguf_file import EMBED_HEAD, LAYER
+from ppctl.language.import_model import import_model
+from ppctl.language.transformers_config import model_settings
+from ppctl.training.run.kept_tokenizer import configured_ends
+
+NAMES = sorted(MODELS, key=lambda name: name not in ("gemma3", "qwen2", "llama3"))
+
+
+def tensors_of(directory):
+    found = {}
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, "numpy") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 it is no mapping
+    return found
+
+
+def umask():
+    """The umask of this process, which can only be read by setting it."""
+    own = os.umask(0o077)
+    os.umask(own)
+    return own
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A golden model to change: (directory, its config.json, its tensors, what writes them)."""
+    directory = tmp_path / "model"
+    shutil.copytree(FOLDER / "llama2", directory)
+
+    def write(config=None, tensors=None):
+        if config is not None:
+            (directory / "config.json").write_text(json.dumps(config))
+        if tensors is not None:
+            save_file(tensors, directory / "model.safetensors")
+
+    return (
+        directory,
+        json.loads((directory / "config.json").read_text()),
+        tensors_of(directory),
+        write,
+    )
+
+
+@pytest.mark.parametrize("name", full_except(NAMES, "llama3", "qwen2"))
+def test_what_is_imported_is_exported_bit_for_bit(name, tmp_path):
+    run, out = tmp_path / "run", tmp_path / "out"
+    import_model(FOLDER / name, run)
+    export_model(run, out)
+    before, after = tensors_of(FOLDER / name), tensors_of(out)
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert (tensor.dtype, tensor.shape) == (after[key].dtype, after[key].shape)
+        assert tensor.tobytes() == after[key].tobytes(), key
+    assert json.loads((out / "config.json").read_text()) == json.loads(
+        (FOLDER / name / "config.json").read_text()
+    )
+    assert {file.stat().st_mode & 0o777 for file in out.iterdir()} == {0o666 & ~umask()}
+    shutil.rmtree(
+        run / "source"
+    )  # as of a model that was trained from scratch: config.json is made of the settings
+    export_model(run, tmp_path / "made", dtype="bfloat16")
+    made, given = (
+        json.loads((each / "config.json").read_text())
+        for each in (tmp_path / "made", FOLDER / name)
+    )
+    assert model_settings(made) == model_settings(given)
+
+
+def test_training_goes_on_from_imported_parameters(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["import", str(FOLDER / "llama2"), "--out", "llama"]) == 0
+    words = [
+        "--config-dir",
+        "llama",
+        "recipes=imported",
+        "data=synthetic",
+        "data.vocab_size=90",
+        "data.batch_size=4",
+    ]
+    words += [
+        "executor=reference",
+        "mesh=1x1",
+        "schedule=gpipe",
+        "schedule.num_microbatches=1",
+        "model.seq_len=8",
+    ]
+    words += ["run.num_steps=1", "run.eval_every=null", "run.trackers=[]"]
+    assert cli.main(["train", *words]) == 0
+    imported, trained = ppctl.load_run("llama"), ppctl.load_run("runs/llama-trained")
+    first = next(trained.data.batches())
+    assert trained.metrics[0]["loss"] == pytest.approx(imported.loss(first), rel=1e-5)
+    moved = jax.tree.map(
+        lambda a, b: float(np.abs(a - b).max()), trained.params(), imported.params()
+    )
+    assert 0 < max(jax.tree.leaves(moved)) < 0.01
+    assert cli.main(["export", "runs/llama-trained", "--out", "out"]) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_parameters_of_another_model_and_none_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    import_model(FOLDER / "llama2", tmp_path / "llama")
+    small = [
+        "train",
+        "data=synthetic",
+        "mesh=1x1",
+        "executor=reference",
+        "schedule=gpipe",
+        "model.num_layers=1",
+    ]
+    assert cli.main([*small, "run.start_from=llama"]) == CheckpointError.exit_code
+    assert "run.start_from=llama is of another model: " in capsys.readouterr().err
+    assert cli.main([*small, "run.start_from=nothing"]) == CheckpointError.exit_code
+    assert (
+        "run.start_from=nothing has no checkpoint. Name a run directory" in capsys.readouterr().err
+    )
+    assert cli.main([*small, "run.dir=llama"]) == CheckpointError.exit_code
+    assert "is a model that was imported. Train it into another run.dir" in capsys.readouterr().err
+
+
+def without(tensors, name):
+    return {key: tensor for key, tensor in tensors.items() if key != name}
+
+
+MISTAKES = [  # changes of config.json, of tensors, what is said
+    (
+        {"model_type": "phi3"},
+        None,
+        "model_type=phi3 is none that ppctl knows. It has llama, mistral, qwen2",
+    ),
+    ({"attention_bias": True}, None, "attention_bias=True in config.json"),
+    ({"hidden_act": "relu"}, None, "hidden_act=relu in config.json is no activation"),
+    (
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+        None,
+        "rope_type=dynamic in config.json",
+    ),
+    ({"hidden_size": None}, None, "config.json states no hidden_size"),
+    (
+        {"intermediate_size": 40},
+        None,
+        r"layers.0.mlp.down_proj.weight is \[32, 48\], and config.json makes it \[32, 40",
+    ),
+    (
+        {},
+        lambda t: without(t, "lm_head.weight"),
+        r"lm_head.weight \[96, 32\] of the model is missing\.",
+    ),
+    (
+        {},
+        lambda t: t | {"model.extra.weight": t["lm_head.weight"]},
+        r"model.extra.weight \[96, 32\] is no tensor of",
+    ),
+    (
+        {},
+        lambda t: t | {"lm_head.weight": np.zeros((96, 32))},
+        "lm_head.weight in .* is F64, and parameters are kept",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "message"), MISTAKES, ids=[message[:30] for *_, message in MISTAKES]
+)
+def test_what_is_no_model_of_ours_is_refused_in_a_line(config, tensors, message, copy, tmp_path):
+    directory, before, own, write = copy
+    write({**before, **config}, None if tensors is None else tensors(own))
+    with pytest.raises(ConfigError, match=message) as caught:
+        import_model(directory, tmp_path / "run")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_places_that_are_no_models_are_refused(copy, tmp_path, capsys):
+    directory, _, _, _ = copy
+    (tmp_path / "file").write_text("")
+    for source, message in (
+        (tmp_path / "none", "none is not there. Name a model directory"),
+        (tmp_path / "file", "file is no directory"),
+        (tmp_path, "has no config.json"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            import_model(source, tmp_path / "run")
+    with pytest.raises(ConfigError, match="nothing is overwritten"):
+        import_model(directory, directory)
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"has no \*.safetensors"):
+        import_model(directory, tmp_path / "run")
+    for words, message in (
+        (["import"], "takes one directory to read, not none"),
+        (
+            ["import", "a"],
+            "ppctl import needs a directory to write: ppctl import DIR --out RUN_DIR",
+        ),
+        (["import", "a", "--out"], "argument --out: expected one argument"),
+        (
+            ["export", "a", "--out", "b", "--stap", "3"],
+            "--stap is not an option. Did you mean --step?",
+        ),
+        (["export", "a", "--out", "b", "--step", "x"], "--step x is no number"),
+        (["export", "a", "--out", "b"], "a is no run: it has no config.yaml"),
+    ):
+        assert cli.main(words) == ConfigError.exit_code
+        assert message in capsys.readouterr().err
+
+
+def test_a_model_that_transformers_has_not_is_refused(tmp_path):
+    run = tmp_path / "run"
+    import_model(FOLDER / "llama2", run)
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("activation: swiglu", "activation: silu"))
+    with pytest.raises(
+        ConfigError, match=r"the nearest has no .*model.activation=silu.* It cannot be exported"
+    ):
+        export_model(run, tmp_path / "out")
+
+
+@pytest.mark.full
+def test_the_host_holds_one_tensor_at_a_time(copy, tmp_path):
+    directory, config, _, write = copy
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8192, "head_dim": 128}
+    write({**config, **sizes})
+    kinds = {"q_proj": (512, 512), "k_proj": (512, 512), "v_proj": (512, 512), "o_proj": (512, 512)}
+    kinds |= {"gate_proj": (2048, 512), "up_proj": (2048, 512), "down_proj": (512, 2048)}
+    folder = {
+        name: "mlp" if shape[0] + shape[1] > 1024 else "self_attn" for name, shape in kinds.items()
+    }
+    tensors = {
+        name: np.ones((8192, 512), np.float32)
+        for name in ("model.embed_tokens.weight", "lm_head.weight")
+    }
+    tensors["model.norm.weight"] = np.ones(512, np.float32)
+    for l in range(2):
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{l}.{name}.weight"] = np.ones(512, np.float32)
+        for name, shape in kinds.items():
+            tensors[f"model.layers.{l}.{folder[name]}.{name}.weight"] = np.ones(shape, np.float32)
+    write(tensors=tensors)
+    largest, total = 8192 * 512 * 4, sum(tensor.nbytes for tensor in tensors.values())
+    assert total > 3 * largest
+    del tensors
+    tracemalloc.start()
+    import_model(directory, tmp_path / "run")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2 * largest
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_loads_what_is_exported_and_has_the_same_logits(name, tmp_path):
+    transformers, torch = (pytest.importorskip(module) for module in ("transformers", "torch"))
+    import_model(FOLDER / name, tmp_path / "run")
+    export_model(tmp_path / "run", tmp_path / "out")
+    expected = np.load(FOLDER / name / "expected.npz")
+    ids = torch.asarray(expected["ids"][:, :-1].astype(np.int64))
+    how = {"attn_implementation": "eager"}
+    with in_double():
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "out", dtype=torch.float64, **how
+        )
+        logits = model(ids, use_cache=False).logits.detach().numpy()
+    assert np.abs(logits - expected["logits_float64"]).max() < 1e-9
+    ours = ppctl.load_run(tmp_path / "run").predict(expected["ids"][:, :-1])
+    assert np.abs(ours - expected["logits_float32"]).max() < 1e-4
+
+
+@pytest.mark.full
+def test_a_gguf_file_is_the_model_that_was_written(copy, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    directory, config, tensors, _ = copy
+    parts = {model: part for part, model in (EMBED_HEAD | LAYER).items()}
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(10000.0)
+    writer.add_context_length(64)
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(5)
+    for name, tensor in tensors.items():
+        stem, number = name.removesuffix(".weight"), ""
+        if stem.startswith("model.layers."):
+            number, stem = stem.removeprefix("model.layers.").split(".", 1)
+        values = tensor.astype(np.float32)
+        if stem in (
+            "self_attn.q_proj",
+            "self_attn.k_proj",
+        ):  # as llama.cpp writes them: pairs are neighbours
+            values = values.reshape(4, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        writer.add_tensor(
+            f"blk.{number}.{parts[stem]}.weight" if number else f"{parts[stem]}.weight", values
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = import_model(tmp_path / "model.gguf", tmp_path / "run")
+    assert found.notes == ("the tokenizer (None, None) cannot be written as tokenizer.json",)
+    import_model(directory, tmp_path / "other")
+    runs = [ppctl.load_run(tmp_path / each) for each in ("run", "other")]
+    jax.tree.map(np.testing.assert_array_equal, *(run.params() for run in runs))
+    unlike = {
+        key
+        for key, value in runs[0].settings["model"].items()
+        if value != runs[1].settings["model"][key]
+    }
+    assert not unlike
+    assert configured_ends(tmp_path / "run") == (2, 5)
+    export_model(tmp_path / "run", tmp_path / "out")
+    assert json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"] == [
+        2,
+        5,
+    ]

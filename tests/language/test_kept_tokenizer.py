@@ -1,0 +1,97 @@
+"""A run keeps the tokenizer that it was trained with, for what is done with it when the original
+has moved.
+"""
+
+import json
+
+import pytest
+
+from ppctl import cli
+from ppctl.config import Config, Run, Text, Tokens
+from ppctl.language.export_model import _kept_files
+from ppctl.training.run.kept_tokenizer import configured_ends, keep_tokenizer, kept_tokenizer
+
+TEXT = "the cat sat on the mat, and the dog sat on the log.\n" * 60
+TRAIN = (
+    "train model.num_layers=1 model.d_model=8 model.num_heads=2 model.seq_len=16 "
+    "model.activation=swiglu mesh=1x1 schedule=gpipe schedule.num_microbatches=1 "
+    "executor=reference data=text data.path=text.txt data.batch_size=4 data.cache_dir=cache "
+    "data.tokenizer=t run.platform=cpu run.dtype=float32 run.trackers=[] run.eval_every=null "
+    "run.dir=run run.checkpoint.every=1"
+)
+
+
+def test_a_run_keeps_its_tokenizer(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT)
+    assert cli.main(["tokenize", "text.txt", "--vocab-size", "270", "--out", "t"]) == 0
+    text = (tmp_path / "t/tokenizer.json").read_text()
+    assert cli.main([*TRAIN.split(), "run.num_steps=1"]) == 0
+    assert (tmp_path / "run/source/tokenizer.json").read_text() == text
+
+    # a file that says the same otherwise is taken, and said to be another
+    (tmp_path / "t/tokenizer.json").write_text(json.dumps(json.loads(text)))
+    capsys.readouterr()
+    assert cli.main([*TRAIN.split(), "run.num_steps=2"]) == 0
+    differs = (
+        "data.tokenizer=t is not what run/source keeps of the start of this run: tokenizer.json"
+    )
+    assert f"note      {differs}; it makes the same tokens of this text" in capsys.readouterr().out
+
+    # one that makes other tokens of the text is refused
+    assert cli.main(["tokenize", "text.txt", "--vocab-size", "262", "--out", "t"]) == 0
+    capsys.readouterr()
+    assert cli.main([*TRAIN.split(), "run.num_steps=3", "model.vocab_size=270"]) == 2
+    assert f"was trained on other data or another order ({differs}" in capsys.readouterr().err
+
+    # and without the original all goes on
+    (tmp_path / "t").rename(tmp_path / "away")
+    assert cli.main(["generate", "run", "--prompt", "the cat", "--max-tokens", "3", "--json"]) == 0
+    assert cli.main(["evaluate", "run", "--limit", "2"]) == 0
+    assert cli.main(["evaluate", "run", "data.path=text.txt", "--limit", "2"]) == 0
+    assert cli.main(["export", "run", "--out", "out"]) == 0
+    assert json.loads((tmp_path / "out/tokenizer.json").read_text()) == json.loads(text)
+    assert (tmp_path / "out/tokenizer_config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("data", "keeps"),
+    [
+        (Tokens(path="tokens.bin"), ("tokenizer.json", "generation_config.json")),
+        (Text(path="text.txt", tokenizer="same"), ("tokenizer.json", "generation_config.json")),
+        (Text(path="text.txt", tokenizer="other"), ("tokenizer.json",)),
+        (Text(path="text.txt"), ()),
+    ],
+)
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_a_run_that_starts_from_another_keeps_what_ends_its_texts(
+    data, keeps, name, tmp_path, monkeypatch
+):
+    """With the same tokenizer, or one that the data does not name: of others the ids mean something
+    else.
+    """
+    monkeypatch.chdir(tmp_path)
+    for folder, text in (("first/source", "{}"), ("same", "{}"), ("other", "{ }")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "tokenizer.json").write_text(text)
+    (tmp_path / "first/source" / name).write_text('{"eos_token_id": [1, 106]}')
+    keep_tokenizer(Config(data=data, run=Run(dir="second", start_from="first")))
+    assert {file.name for file in (tmp_path / "second").rglob("*.json")} == {*keeps}
+    assert configured_ends(tmp_path / "second") == (
+        (1, 106) if "generation_config.json" in keeps else ()
+    )
+    assert (kept_tokenizer(tmp_path / "second") is not None) == ("tokenizer.json" in keeps)
+    if keeps:  # an export finds them when the first run has moved
+        assert {*_kept_files(None, tmp_path / "second/source")} == {*keeps}
+
+
+@pytest.mark.full
+def test_a_run_whose_tokenizer_moved_goes_on_with_its_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT)
+    assert cli.main(["tokenize", "text.txt", "--vocab-size", "270", "--out", "t"]) == 0
+    assert cli.main([*TRAIN.split(), "run.num_steps=1"]) == 0
+    (tmp_path / "t").rename(tmp_path / "away")
+    capsys.readouterr()
+    assert cli.main([*TRAIN.split(), "data.tokenizer=run/source", "run.num_steps=2"]) == 0
+    assert "changed   since step 1: data.tokenizer t -> run/source" in capsys.readouterr().out

@@ -1,0 +1,284 @@
+"""Runs of optim.train=lora: from an imported model, on any layout, to merged models and adapters
+that others load.
+"""
+
+import importlib.util
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from support.oracle import FOLDER
+from support.selection import full
+
+import ppctl
+from ppctl import cli
+from ppctl.errors import CheckpointError, ConfigError
+from ppctl.language.import_model import import_model
+
+SMALL = [
+    "data=synthetic",
+    "data.vocab_size=90",
+    "data.batch_size=8",
+    "schedule.num_microbatches=4",
+    "model.seq_len=8",
+]
+SMALL += ["run.trackers=[]", "run.eval_every=null", "optim.lr=0.05"]
+LORA = ["optim.train=lora", "optim.lora_rank=4", "optim.lora_alpha=8"]
+PIPED, ALONE = ["mesh=1x2", "schedule=1f1b"], ["executor=reference", "mesh=1x1", "schedule=gpipe"]
+
+
+def train(*words):
+    return cli.main(["train", "--config-dir", "base", "recipes=imported", *SMALL, *words])
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    import_model(FOLDER / "llama2", tmp_path / "base")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [ALONE],
+        full([PIPED, ALONE]),
+        full([[*PIPED, "executor=mpmd"], ["mesh=1x2x2", "schedule=zb_h1"]]),
+    ],
+)
+def test_a_run_of_adapters_from_an_imported_model(layouts, base, capsys):
+    """Begins as the base, resumes on other executors and meshes, refuses other settings, and is
+    exported both ways.
+    """
+    for num_steps, layout in enumerate(layouts, start=2):
+        assert train(*LORA, *layout, f"run.num_steps={num_steps}") == 0
+        assert "27,680 parameters (3,968 trained)" in capsys.readouterr().out
+    run, imported = ppctl.load_run("runs/base-trained"), ppctl.load_run("base")
+    first = next(run.data.batches())
+    assert run.metrics[0]["loss"] == pytest.approx(imported.loss(first), rel=1e-5)
+    assert [each["step"] for each in run.metrics] == [*range(1, len(layouts) + 2)]
+    lora, params = run.adapters()
+    assert (lora.rank, lora.alpha, lora.targets) == (4, 8.0, None)
+    for name in ("embedding", "head"):
+        np.testing.assert_array_equal(
+            params["embed_head"][name], imported.params()["embed_head"][name]
+        )
+    kernel = params["layers"]["mlp"]["up"]["kernel"]
+    np.testing.assert_array_equal(kernel, imported.params()["layers"]["mlp"]["up"]["kernel"])
+    assert run.loss(first) < imported.loss(first)
+    capsys.readouterr()
+    for words, message in (
+        (PIPED, "holds other arrays: optim.train: lora then, all now"),
+        (
+            [*LORA, *PIPED, "optim.lora_targets=[q]"],
+            "holds other arrays: optim.lora_targets: null then, ['q'] now",
+        ),
+        (
+            [*LORA, *PIPED, "optim.lora_alpha=4"],
+            "is of another model: optim.lora_alpha: 8.0 then, 4.0 now",
+        ),
+        (
+            [*PIPED, "run.name=other", "run.start_from=runs/base-trained"],
+            "run.start_from=runs/base-trained has adapters, and optim.train=all trains none. Use "
+            "optim.train=lora, or",
+        ),
+    ):
+        assert train(*words, "run.num_steps=4") == CheckpointError.exit_code
+        assert message in capsys.readouterr().err
+    assert cli.main(["export", "runs/base-trained", "--out", "merged", "--dtype", "float32"]) == 0
+    import_model(base / "merged", base / "again")
+    ids = np.random.default_rng(0).integers(0, 90, (2, 8))
+    again = ppctl.load_run("again").predict(ids)
+    assert np.abs(again - run.predict(ids)).max() < 1e-6
+    assert np.abs(again - imported.predict(ids)).max() > 1e-3
+    assert cli.main(["export", "runs/base-trained", "--out", "adapter", "--adapter"]) == 0
+    config, tensors = (
+        json.loads((base / "adapter/adapter_config.json").read_text()),
+        load_file("adapter/adapter_model.safetensors"),
+    )
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8.0)
+    assert sorted(config["target_modules"]) == [
+        "down_proj",
+        "gate_proj",
+        "k_proj",
+        "o_proj",
+        "q_proj",
+        "up_proj",
+        "v_proj",
+    ]
+    name = "base_model.model.model.layers.1.mlp.down_proj.lora_{}.weight"
+    np.testing.assert_array_equal(
+        tensors[name.format("A")], params["layers"]["mlp"]["down"]["lora_a"][1].T
+    )
+    assert tensors[name.format("B")].shape == (32, 4)
+    assert cli.main(["export", "base", "--out", "none", "--adapter"]) == ConfigError.exit_code
+    assert "--adapter: base was not trained with optim.train=lora" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_a_run_of_adapters_goes_on_in_another(base, capsys):
+    """With its adapters and its base, and moments of zero; other adapters are refused."""
+    assert train(*LORA, *ALONE, "run.num_steps=2") == 0
+    second = [*ALONE, "run.num_steps=1", "run.name=second", "run.start_from=runs/base-trained"]
+    for words, message in (
+        (
+            ["optim.train=lora", "optim.lora_rank=4", "optim.lora_alpha=4"],
+            "optim.lora_alpha: 8.0 there, 4.0 here",
+        ),
+        (
+            ["optim.train=lora", "optim.lora_rank=2", "optim.lora_alpha=8"],
+            "optim.lora_rank: 4 there, 2 here",
+        ),
+        ([*LORA, "optim.lora_targets=[q]"], "optim.lora_targets: null there, ['q'] here"),
+    ):
+        assert train(*words, *second) == CheckpointError.exit_code
+        assert (
+            f"run.start_from=runs/base-trained has other adapters: {message}. Use"
+            in capsys.readouterr().err
+        )
+    assert train(*LORA, *second) == 0
+    before, after = ppctl.load_run("runs/base-trained"), ppctl.load_run("runs/second")
+    assert after.metrics[0]["loss"] == pytest.approx(
+        before.loss(next(after.data.batches())), rel=1e-5
+    )
+    assert after.metrics[0]["loss"] != pytest.approx(
+        ppctl.load_run("base").loss(next(after.data.batches())), rel=1e-3
+    )
+    (_, old), (_, new) = before.adapters(), after.adapters()
+    for name, part in old["layers"]["mlp"]["up"].items():
+        moved = np.abs(new["layers"]["mlp"]["up"][name] - part).max()
+        assert moved == 0 if name == "kernel" else 0 < moved < 0.1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["optim.lora_rank=8"],
+            "optim.lora_rank=8 is of adapters, and optim.train=all trains none. Leave it out",
+        ),
+        (["optim.train=lora", "optim.lora_rank=0"], "optim.lora_rank=0"),
+        (["optim.train=lora", "optim.lora_alpha=0"], "optim.lora_alpha=0"),
+        (
+            ["optim.train=lora", "optim.lora_targets=[]"],
+            "optim.lora_targets=[] trains nothing",
+        ),
+        (["optim.train=lora", "optim.lora_targets=[q_proj]"], "optim.lora_targets=q_proj"),
+        (["optim.train=half"], "optim.train=half"),
+        (
+            ["optim.train=lora", "optim.lora_targets=[gate]"],
+            "optim.lora_targets has gate, and with model.activation=gelu",
+        ),
+        (
+            ["optim.train=lora", "model=mlp", "data=regression"],
+            "and model=mlp has none. Use optim.train=all",
+        ),
+        (
+            ["optim.train=lora", "model=custom", "model.target=a.b", "data=regression"],
+            "A custom model has Stack(trainable=...) or Network(trainable=...) instead.",
+        ),
+    ],
+)
+def test_impossible_settings_are_refused(words, message, capsys):
+    assert cli.main(["train", *words]) == ConfigError.exit_code
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "layout", [["mesh=1x2", "schedule=zb_h1"], ["mesh=1x2x2", "executor=mpmd", "schedule=1f1b"]]
+)
+def test_verify_finds_the_steps_of_adapters_right(layout, capsys):
+    sizes = [
+        "model.num_layers=2",
+        "model.d_model=16",
+        "model.num_heads=2",
+        "optim.train=lora",
+        "optim.lora_rank=2",
+    ]
+    assert cli.main(["verify", *SMALL, *sizes, *layout]) == 0
+    assert "lora_b" in capsys.readouterr().out
+
+
+CHATS = [("hi", "hello there"), ("bye", "see you"), ("how many", "twelve dogs")]
+
+
+@pytest.mark.full
+def test_adapters_learn_other_answers_than_the_base_gives(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    questions, answers = zip(*CHATS, strict=True)
+    for name, given in (("old", answers), ("new", answers[1:] + answers[:1])):
+        chats = [
+            [{"role": "user", "content": q}, {"role": "assistant", "content": a}]
+            for q, a in zip(questions, given, strict=True)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"messages": each}) + "\n" for each in chats * 60)
+        )
+    (tmp_path / "text.txt").write_text("\n\n".join(f"{q} {a}" for q, a in CHATS) * 40)
+    assert cli.main(["tokenize", "text.txt", "--out", "tok", "--vocab-size", "300"]) == 0
+    words = [
+        "data=text",
+        "data.field=messages",
+        "data.tokenizer=tok",
+        "data.packing=true",
+        "data.batch_size=8",
+    ]
+    words += [
+        "data.eval_fraction=0",
+        "run.eval_every=null",
+        "run.trackers=[]",
+        "model.activation=swiglu",
+    ]
+    words += [
+        "model.num_layers=2",
+        "model.d_model=32",
+        "model.num_heads=2",
+        "model.seq_len=48",
+        "mesh=1x2",
+    ]
+    words += ["schedule=zb_h1", "schedule.num_microbatches=4", "optim.lr=0.02", "run.num_steps=60"]
+    assert cli.main(["train", *words, "data.path=old.jsonl", "run.name=old"]) == 0
+    adapters = ["optim.train=lora", "optim.lora_rank=8", "run.start_from=runs/old"]
+    assert cli.main(["train", *words, *adapters, "data.path=new.jsonl", "run.name=new"]) == 0
+    losses = [each["loss"] for each in ppctl.load_run("runs/new").metrics]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, for what PEFT calls
+@pytest.mark.parametrize("name", ["llama2", "qwen3", "gemma3"])
+def test_peft_loads_the_adapters_and_has_the_logits_of_the_merged_model(
+    name, tmp_path, monkeypatch
+):
+    if any(
+        importlib.util.find_spec(module) is None for module in ("torch", "transformers", "peft")
+    ):
+        pytest.skip("needs torch, transformers and peft")
+    import torch
+    import transformers
+    from peft import PeftModel
+
+    monkeypatch.chdir(tmp_path)
+    import_model(FOLDER / name, tmp_path / "base")
+    assert train(*LORA, *PIPED, "run.num_steps=2", "optim.lora_targets=[q,v,o,up,down]") == 0
+    for out, option in (("merged", []), ("adapter", ["--adapter"])):
+        assert (
+            cli.main(["export", "runs/base-trained", "--out", out, "--dtype", "float32", *option])
+            == 0
+        )
+    ids = np.random.default_rng(0).integers(0, 90, (2, 12))
+    of_files = partial(
+        transformers.AutoModelForCausalLM.from_pretrained,
+        attn_implementation="eager",
+        dtype=torch.float64,
+    )
+    adapted = PeftModel.from_pretrained(of_files(FOLDER / name), tmp_path / "adapter")
+    merged = of_files(tmp_path / "merged")
+    logits = lambda model: model(torch.asarray(ids), use_cache=False).logits.detach().numpy()
+    found, wanted = map(logits, (adapted, merged))
+    assert np.abs(found - wanted).max() < 1e-5
+    assert np.abs(ppctl.load_run("runs/base-trained").predict(ids) - found).max() < 1e-4
+    assert np.abs(ppctl.load_run("base").predict(ids) - found).max() > 1e-3

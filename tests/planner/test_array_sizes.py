@@ -1,0 +1,166 @@
+"""The memory of a layout, from sizes of a layer and an example, against the arrays that the program
+has.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ppctl import config
+from ppctl.executors.tree_bytes import tree_bytes
+from ppctl.planner.cost.array_sizes import Microbatch, held_bytes, reference_bytes, workspace_bytes
+from ppctl.planner.cost.counted_costs import ParamBytes, PlannedLayout
+from ppctl.planner.cost.rank_memory import predicted_memory
+from ppctl.planner.cost.roofline import Extent, ModelWork, PieceWork
+from ppctl.planner.cost.step_time import layout_of, param_bytes
+from ppctl.planner.cost.task_flops import work_of
+from ppctl.training.pipeline.job import assemble
+
+TINY = config.Config(
+    model=config.Transformer(num_layers=8, d_model=32, num_heads=4, seq_len=16),
+    mesh=config.Mesh(1, 4, 1),
+    schedule=config.Schedule("1f1b", 8),
+    executor=config.Spmd(remat="none"),
+    data=config.Synthetic(batch_size=32, vocab_size=64),
+    run=config.Run(dtype="float32"),
+)
+
+
+def request(schedule="1f1b", remat="none", **changes):
+    executor = config.Spmd(remat=remat, gather=changes.pop("gather", "step"))
+    kinds = {"interleaved": config.Interleaved}
+    kind = (
+        kinds[schedule](num_microbatches=8) if schedule in kinds else config.Schedule(schedule, 8)
+    )
+    return replace(TINY, schedule=kind, executor=executor, **changes)
+
+
+UNEVEN: dict[str, Any] = {"partition": config.Explicit(layers=[3, 2, 2, 1])}
+LORA: dict[str, Any] = {"optim": config.AdamW(train="lora", lora_rank=4)}
+CASES = {
+    **{f"1f1b {remat}": request(remat=remat) for remat in ("none", "layer", "full")},
+    **{f"zb_h1 {remat}": request("zb_h1", remat) for remat in ("none", "layer", "full")},
+    **{f"interleaved {remat}": request("interleaved", remat) for remat in ("none", "full")},
+    "zb_v": request("zb_v"),
+    "gpipe": request("gpipe"),
+    "uneven": request(**UNEVEN),
+    "uneven zb_h2": request("zb_h2", "layer", **UNEVEN),
+    "bfloat16": request("zb_h1", run=config.Run(dtype="bfloat16")),
+    "fsdp": request(mesh=config.Mesh(1, 2, 4)),
+    "dp, fsdp, bfloat16": request(
+        "zb_v", mesh=config.Mesh(2, 2, 2), run=config.Run(dtype="bfloat16")
+    ),
+    "one rank": request("1f1b", mesh=config.Mesh(2, 1, 2)),
+    "adapters": request("zb_h1", **LORA),
+    "adapters, fsdp, bfloat16": request(
+        "1f1b", mesh=config.Mesh(1, 2, 4), run=config.Run(dtype="bfloat16"), **LORA
+    ),
+    "regression": replace(
+        request(remat="layer"),
+        model=config.MLP(num_layers=8, d_model=16),
+        data=config.Regression(batch_size=32),
+    ),
+}
+
+
+def sized(pipe):
+    """(the sizes of a request, bytes of temporaries)."""
+    example_bytes = tree_bytes(pipe.model.microbatch) // pipe.model.microbatch["inputs"].shape[0]
+    examples, remat = pipe.model.microbatch["inputs"].shape[0], pipe.execution.remat
+    microbatch = Microbatch(examples, pipe.schedule.num_microbatches, example_bytes, remat)
+    params = param_bytes(pipe.states.natural, pipe.dtype, pipe.stack.trainable)
+    work = work_of(pipe.model)
+    held = held_bytes(work, params, layout_of(pipe), microbatch, pipe.ticks.num_slots)
+    return held, workspace_bytes(work, params, layout_of(pipe), microbatch)
+
+
+QUICK = ("interleaved full", "uneven zb_h2", "dp, fsdp, bfloat16", "one rank", "regression")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [pytest.param(c, id=n, marks=() if n in QUICK else pytest.mark.full) for n, c in CASES.items()],
+)
+def test_every_part_is_what_its_arrays_take(asked):
+    pipe = assemble(asked).pipe
+    held, _ = sized(pipe)
+    shapes = pipe.memory()[0]
+    assert held.keys() == shapes.keys()
+    for part, size in shapes.items():
+        # arrays that an axis does not divide are whole on each device; numbers of steps come with
+        # the moments
+        assert held[part] == pytest.approx(size, rel=0.01, abs=64), part
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("executor", ["spmd", "mpmd"])
+def test_adapters_take_the_memory_that_is_predicted_as_compiled(executor):
+    asked = request("zb_h1", model=replace(TINY.model, d_model=128, seq_len=32), **LORA)
+    if executor == "mpmd":
+        asked = replace(asked, executor=config.Mpmd(remat="none"))
+    job = assemble(asked)
+    predicted = max(sum(of_rank.values()) for of_rank in predicted_memory(job))
+    whole = max(
+        sum(each.values()) for each in predicted_memory(assemble(replace(asked, optim=TINY.optim)))
+    )
+    compiled = max(job.pipe.compile().total_bytes)
+    assert predicted == pytest.approx(compiled, rel=0.25)
+    assert predicted < 0.85 * whole
+
+
+def test_w_of_adapters_is_next_to_nothing():
+    asked = replace(TINY, model=replace(TINY.model, d_model=256))
+    plain, adapted = (
+        work_of(assemble(each).pipe.model) for each in (asked, replace(asked, **LORA))
+    )
+    flops = lambda ops: sum(op.flops for op in ops)
+    assert flops(adapted.layer.weight_grad) < 0.05 * flops(plain.layer.weight_grad)
+    assert flops(adapted.layer.forward) == pytest.approx(flops(plain.layer.forward), rel=0.05)
+    assert flops(adapted.head.input_grad) == pytest.approx(
+        2 / 3 * flops(plain.head.input_grad), rel=1e-6
+    )
+    assert not flops(adapted.embed.weight_grad)
+
+
+# --- temporaries --------------------------------------------------------------------------------
+
+NOTHING = PieceWork((), (), ())
+STASH = {"none": 10, "layer": 2, "full": 2}
+WORK = ModelWork(
+    NOTHING,
+    NOTHING,
+    NOTHING,
+    2,
+    STASH,
+    {},
+    residual_bytes=16.0,
+    head_bytes=Extent(each=7.0, fixed=3.0),
+)
+PARAMS = ParamBytes(layer=40, embed_head=100, moments=2.0, compute_ratio=0.5)
+LAYOUT = PlannedLayout(dp=1, pp=2, fsdp=1, rank_layers=6, chunk_layers=3)
+HEAD = 7 * 2 + 3  # of two examples
+BY_HAND = {
+    ("none", True): 3 * 10 * 2
+    + HEAD,  # what a forward keeps of 3 layers, before it is in its slot, and the logits
+    ("none", False): max(
+        3 * 10 * 2 + HEAD, 6 * 2 + 3 * 40 // 2
+    ),  # or the element-wise rest of a layer, and gradients
+    ("layer", True): max(3 * 2 * 2 + HEAD, 16 * 2),
+    ("layer", False): 16 * 2 + 3 * 40 // 2,  # a layer's residuals, and the gradients of 3 layers
+    ("full", True): 3 * 16 * 2 + HEAD,  # the residuals of 3 layers, and the logits
+    ("full", False): 3 * 16 * 2 + 3 * 40 // 2,
+}
+
+
+@pytest.mark.parametrize(("remat", "adds"), BY_HAND)
+def test_temporaries_by_hand(remat, adds):
+    microbatch = Microbatch(examples=2, number=4, example_bytes=1, remat=remat)
+    assert workspace_bytes(WORK, PARAMS, LAYOUT, microbatch, adds=adds) == BY_HAND[remat, adds]
+
+
+def test_the_reference_holds_all_layers():
+    whole = (6 * 40 + 100) * 1.5  # in the dtype of compute, and the sums of gradients
+    for remat, kept in (("none", 16), ("layer", 2), ("full", 16)):
+        microbatch = Microbatch(examples=2, number=4, example_bytes=1, remat=remat)
+        assert reference_bytes(WORK, PARAMS, LAYOUT, microbatch) == whole + 6 * kept * 2 + HEAD

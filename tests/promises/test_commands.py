@@ -1,0 +1,113 @@
+"""README: the other rows of its table of commands, and requests that cannot work."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+from support.environment import BY_USER
+from support.promise import MODEL
+
+from ppctl import cli
+
+GOLDEN = Path(__file__).parents[1] / "golden/models/llama2"
+PATHS = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+WITHOUT_JAX = """
+import sys
+from ppctl.cli import main
+
+codes = [main(line.split()) for line in {lines}]
+print(codes, [name for name in ("jax", "flax") if name in sys.modules])
+"""
+
+
+def test_what_cannot_work_is_refused_in_one_line_and_a_list_of_schedules_starts_no_jax():
+    """What cannot work is refused in one line with the remedy, before JAX starts:"""
+    lines = ["train schedule.num_microbatches=6 data.batch_size=36", "schedule list mesh=1x8"]
+    command = [sys.executable, "-c", WITHOUT_JAX.format(lines=lines)]
+    done = subprocess.run(command, env=BY_USER | PATHS, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n[2, 0] []\n")
+    assert done.stderr == (
+        "ppctl: num_microbatches=6 is not a multiple of num_ranks=4 (interleaved). Use 4, 8, ... "
+        "or schedule=1f1b.\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """The directory where two jobs have run."""
+    place = tmp_path_factory.mktemp("sweep")
+    words = [
+        *MODEL,
+        "mesh=1x2",
+        "schedule=gpipe,1f1b",
+        "executor.remat=layer",
+        "run.num_steps=2",
+        "run.name=s",
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        assert cli.main(["train", "-m", *words]) == 0
+    return place
+
+
+def test_a_sweep_has_a_directory_for_each_job_and_one_page(sweep):
+    """a sweep: a process and a directory for each job, then one page of all"""
+    jobs = json.loads((sweep / "runs/s/sweep.json").read_text())
+    assert [(job["schedule"], job["status"], job["steps"]) for job in jobs] == [
+        ("gpipe", "finished", 2),
+        ("1f1b", "finished", 2),
+    ]
+    page = (sweep / "runs/s/sweep.html").read_text()
+    for job in jobs:
+        assert (sweep / job["run_dir"] / "metrics.jsonl").exists()
+        assert job["schedule"] in page
+
+
+def test_runs_are_listed_with_their_ends_and_reported_in_a_page(sweep, monkeypatch, capsys):
+    """what ran, how it ended, and a page of it to send to others"""
+    monkeypatch.chdir(sweep)
+    assert cli.main(["runs", "--json"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert {(run["status"], run["step"], run["num_steps"]) for run in runs} == {("finished", 2, 2)}
+    (run_dir,) = sweep.glob("runs/s/*1f1b*")
+    assert cli.main(["report", str(run_dir)]) == 0
+    page = (run_dir / "report.html").read_text()
+    assert "schedule=1f1b" in page
+    assert "<svg" in page
+
+
+def test_a_model_is_imported_evaluated_and_exported_bit_for_bit(tmp_path, monkeypatch, capsys):
+    """a model of Hugging Face's format, or GGUF, as a run, and back"""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(GOLDEN, "llama")
+    assert cli.main(["import", "llama", "--out", "run"]) == 0
+    assert cli.main(["export", "run", "--out", "out"]) == 0
+    before, after = load_file("llama/model.safetensors"), load_file("out/model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(before[name].tobytes() == after[name].tobytes() for name in before)
+    assert json.loads(Path("out/config.json").read_text()) == json.loads(
+        Path("llama/config.json").read_text()
+    )
+
+
+def test_inspect_shows_ticks_collectives_and_hlo(tmp_path, capsys):
+    """what each rank runs in every tick, collectives, HLO"""
+    words = [
+        *MODEL,
+        "mesh=1x2",
+        "schedule=1f1b",
+        "executor.remat=layer",
+        f"inspect.out={tmp_path / 'out'}",
+        "--json",
+    ]
+    assert cli.main(["inspect", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (program,) = found["programs"]
+    assert program["collectives"]
+    assert found["ticks"]
+    assert any("collective-permute" in file.read_text() for file in (tmp_path / "out").iterdir())
