@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ppctl.errors import ConfigError
 from ppctl.executors.tree_bytes import tree_bytes
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.partition.cut_layers import cut, improved
+from ppctl.schedule.partition.cut_layers import improved
 from ppctl.schedule.partition.partition import Partition
-from ppctl.schedule.partition.partition_costs import Layers, Memory, fitting
 from ppctl.schedule.simulator import simulate
 from ppctl.training.pipeline.pipeline import Pipeline
 
@@ -24,6 +22,7 @@ Tree = Any
 LARGEST_RATIO = 0.99  # of the requested partition's time: a proposal is at least 1% faster
 TASKS_SIMULATED = 2_000_000  # by all simulations together, a few CPU seconds each million
 MOST_SIMULATIONS = 1000
+MOST_MOVES = 20_000  # towards a partition that fits
 
 
 @dataclass(frozen=True)
@@ -44,18 +43,20 @@ def propose(pipe: Pipeline, limit_bytes: int | None) -> Proposal | None:
     most = min(MOST_SIMULATIONS, TASKS_SIMULATED // sum(map(len, schedule.ranks)))
     if not pipe.execution.is_pipelined or not most:
         return None
-    relative = pipe.relative_costs
-    layers = Layers(relative.layers, embed_s=relative.embed, head_s=relative.head)
-    memory, fits = None, lambda _: True
-    if limit_bytes is not None and pipe.execution.dispatches_tasks:
-        layers, memory = _with_memory(pipe, layers, limit_bytes)
-        fits = fitting(layers, schedule.rank_of, memory)
-    try:
-        first = cut(layers, schedule.rank_of, memory)
-    except ConfigError:
-        return None  # nothing fits
+    # 1. a partition that fits: the balanced one, or the nearest to it by moves of layers
+    over_bytes = _over_bytes(pipe, limit_bytes)
+
+    def fits(partition: Partition) -> bool:
+        return over_bytes(partition) == 0
+
+    first = pipe.relative_costs.balanced(schedule.rank_of)
+    if not fits(first):
+        first = improved(first, over_bytes, max_tried=MOST_MOVES)
+    starts = [each for each in (requested, first) if fits(each)]
+    if not starts:
+        return None
+    # 2. the fastest that fits
     seconds = _makespan(pipe)
-    starts = [p for p in (requested, first) if fits(p)]
     best = improved(min(starts, key=seconds), seconds, max_tried=most, fits=fits)
     ratio = seconds(best) / seconds(requested)
     if ratio > LARGEST_RATIO and fits(requested):
@@ -79,8 +80,13 @@ def _makespan(pipe: Pipeline) -> Callable[[Partition], float]:
     return seconds
 
 
-def _with_memory(pipe: Pipeline, layers: Layers, limit_bytes: int) -> tuple[Layers, Memory]:
-    """Return layers with their bytes on an executor=mpmd rank, and the stashes in flight."""
+def _over_bytes(pipe: Pipeline, limit_bytes: int | None) -> Callable[[Partition], float]:
+    """Return a function: the bytes of a partition above the limits of all ranks of executor=mpmd.
+
+    Counted are the state of layers, embedding and head, and the stashes in flight.
+    """
+    if limit_bytes is None or not pipe.execution.dispatches_tasks:
+        return lambda partition: 0.0
     model, shards, state = pipe.model, pipe.mesh.shape["fsdp"], pipe.states.natural
     moments = tree_bytes(state["optimizer"]) / tree_bytes(state["params"])
 
@@ -88,17 +94,18 @@ def _with_memory(pipe: Pipeline, layers: Layers, limit_bytes: int) -> tuple[Laye
         computed = sum(a.size for a in jax.tree.leaves(tree)) * jnp.dtype(model.dtype).itemsize
         return float(round(tree_bytes(tree) * (1 + moments) / shards) + computed + tree_bytes(tree))
 
-    stash = tree_bytes(model.stage.stash_shapes([model.layer]))
-    n = layers.num_layers
-    embed, head = (model.keep(model.embed_head, used) for used in model.uses)
-    layers = replace(
-        layers,
-        layer_bytes=(held(model.layer),) * n,
-        activation_bytes=(float(stash),) * n,
-        embed_bytes=held(embed),
-        head_bytes=held(head),
-    )
-    return layers, Memory((float(limit_bytes),) * pipe.schedule.num_ranks, in_flight(pipe.schedule))
+    stash, layer = tree_bytes(model.stage.stash_shapes([model.layer])), held(model.layer)
+    of_layers = [layer + number * stash for number in in_flight(pipe.schedule)]
+    embed, head = (held(model.keep(model.embed_head, used)) for used in model.uses)
+
+    def over_bytes(partition: Partition) -> float:
+        sizes = [len(held) * each for held, each in zip(partition, of_layers, strict=True)]
+        sizes[0] += embed
+        sizes[-1] += head
+        of_ranks = (sum(sizes[s] for s in stages) for stages in pipe.schedule.stages_of)
+        return sum(max(0.0, size - limit_bytes) for size in of_ranks)
+
+    return over_bytes
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby, pairwise
 
 from ppctl.errors import ConfigError
@@ -43,7 +43,7 @@ def uniform(num_layers: int, num_stages: int) -> Partition:
             "fewer ranks or chunks, or partition=explicit (the first and the last may be empty)."
         )
     size, extra = divmod(num_layers, num_stages)
-    return _ranges([size + (s < extra) for s in range(num_stages)])
+    return _of_sizes([size + (s < extra) for s in range(num_stages)])
 
 
 def stage_costs(
@@ -96,7 +96,7 @@ def balanced(num_layers: int, rank_of: Sequence[int], *, embed: float, head: flo
         stage = min(options, key=lambda s: (sizes[s] + ends[s], direction * s))
         sizes[stage] += 1
         rank_sizes[rank_of[stage]] += 1
-    return _ranges(sizes)
+    return _of_sizes(sizes)
 
 
 def _most(
@@ -163,7 +163,7 @@ def explicit(num_layers: int, num_stages: int, layers: Sequence[int] | str) -> P
             f"{shown} ends with stage {last} at {spelled}, but model.num_layers={num_layers}. "
             f"Use model.num_layers={sum(counts)}, or give the stages {num_layers}."
         )
-    return _ranges(counts)
+    return _of_sizes(counts)
 
 
 def layout_text(sizes: Sequence[int]) -> str:
@@ -248,5 +248,14 @@ def _count(stage: str, s: int, last: int, shown: str) -> int:
     return stage.count("t")
 
 
-def _ranges(sizes: Sequence[int]) -> Partition:
-    return tuple(range(low, high) for low, high in pairwise(accumulate(sizes, initial=0)))
+def partition_of(bounds: Iterable[int]) -> Partition:
+    """Return the partition whose stages begin at `bounds`, the last of which is the end.
+
+    >>> partition_of([0, 3, 4])
+    (range(0, 3), range(3, 4))
+    """
+    return tuple(range(low, high) for low, high in pairwise(bounds))
+
+
+def _of_sizes(sizes: Sequence[int]) -> Partition:
+    return partition_of(accumulate(sizes, initial=0))
