@@ -18,9 +18,8 @@ from ppctl.cli.optuna_sweeper import distribution
 from ppctl.config import Config, Run
 from ppctl.config.groups.sweep_settings import Search, SideBySide
 from ppctl.errors import ConfigError
-from ppctl.launch.sweep import job_processes as processes
+from ppctl.launch.sweep import job_runner
 from ppctl.launch.sweep.job_runner import run_jobs
-from ppctl.launch.sweep.live_table import LiveTable
 from ppctl.launch.sweep.optuna_study import OptunaStudy
 from ppctl.launch.sweep.run_sweep import run_sweep
 from ppctl.launch.sweep.sweep_jobs import STUDY, Job, Sweep
@@ -51,7 +50,7 @@ def directory(tmp_path, monkeypatch):
         )
         return [*FAST, text]
 
-    monkeypatch.setattr(processes, "job_command", job_command)
+    monkeypatch.setattr(job_runner, "job_command", job_command)
 
 
 def made(index, overrides):
@@ -69,8 +68,7 @@ def searched(space=LR, make=made, fixed=("recipes=tiny",), side=1, **settings):
     study.check()
     study.open()
     sweep = Sweep("train", TOP, [], SideBySide(jobs=side), study=study)
-    with LiveTable(sweep, Console(file=io.StringIO(), width=200)) as table:
-        outcomes, _ = run_jobs(sweep, table)
+    outcomes, _ = run_jobs(sweep, Console(file=io.StringIO(), width=200))
     return sweep.jobs, [outcome.status for outcome in outcomes], study.study
 
 
@@ -107,12 +105,12 @@ def test_a_search_goes_on_where_it_ended():
 
 
 def test_jobs_that_broke_off_run_again_with_their_values(monkeypatch):
-    good = processes.job_command
-    monkeypatch.setattr(processes, "job_command", lambda job: [*FAST, "raise SystemExit(1)"])
+    good = job_runner.job_command
+    monkeypatch.setattr(job_runner, "job_command", lambda job: [*FAST, "raise SystemExit(1)"])
     first, outcomes, study = searched(n_trials=2)
     assert outcomes == ["failed"] * 2
     assert not any(trial.state.is_finished() for trial in study.trials)
-    monkeypatch.setattr(processes, "job_command", good)
+    monkeypatch.setattr(job_runner, "job_command", good)
     again, outcomes, study = searched(n_trials=2)
     assert [job.name for job in again] == [job.name for job in first]
     assert outcomes == ["finished"] * 2
@@ -120,7 +118,7 @@ def test_jobs_that_broke_off_run_again_with_their_values(monkeypatch):
 
 
 def test_a_run_that_diverges_is_the_worst_there_is(monkeypatch):
-    monkeypatch.setattr(processes, "job_command", lambda job: [*FAST, "raise SystemExit(4)"])
+    monkeypatch.setattr(job_runner, "job_command", lambda job: [*FAST, "raise SystemExit(4)"])
     _, outcomes, study = searched(n_trials=1)
     assert outcomes == ["failed"]
     assert study.trials[0].value == math.inf
@@ -172,10 +170,10 @@ def test_another_search_in_its_place_is_refused(changed, message):
 
 
 def test_a_search_in_which_nothing_ended_well_may_be_changed(monkeypatch):
-    good = processes.job_command
-    monkeypatch.setattr(processes, "job_command", lambda job: [*FAST, "raise SystemExit(2)"])
+    good = job_runner.job_command
+    monkeypatch.setattr(job_runner, "job_command", lambda job: [*FAST, "raise SystemExit(2)"])
     assert searched(n_trials=2)[1] == ["failed"] * 2
-    monkeypatch.setattr(processes, "job_command", good)
+    monkeypatch.setattr(job_runner, "job_command", good)
     jobs, outcomes, study = searched(
         n_trials=3, fixed=("recipes=other",), space={"optim.lr": FloatDistribution(0.1, 0.2)}
     )

@@ -11,7 +11,7 @@ import pytest
 from support.run_dirs import make
 
 from ppctl import cli
-from ppctl.launch.sweep.recorded_sweep import read_sweep
+from ppctl.launch.sweep.sweep_records import read_sweep
 
 
 @pytest.fixture(autouse=True)

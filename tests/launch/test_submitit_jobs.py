@@ -29,7 +29,6 @@ from ppctl.config.groups.sweep_settings import SubmititLocal, SubmititSlurm
 from ppctl.errors import ConfigError
 from ppctl.launch.sweep import submitit_jobs
 from ppctl.launch.sweep.job_runner import run_jobs
-from ppctl.launch.sweep.live_table import LiveTable
 from ppctl.launch.sweep.run_sweep import run_sweep
 from ppctl.launch.sweep.sweep_jobs import SUBMITIT, SUBMITTED, SUBMITTED_LOG, Job, Sweep
 
@@ -64,8 +63,7 @@ def programs(monkeypatch, *texts):
 
 def told(sweep):
     out = io.StringIO()
-    with LiveTable(sweep, Console(file=out, width=200)) as table:
-        outcomes, stop = run_jobs(sweep, table)
+    outcomes, stop = run_jobs(sweep, Console(file=out, width=200))
     return outcomes, stop, out.getvalue()
 
 

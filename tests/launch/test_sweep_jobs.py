@@ -23,12 +23,10 @@ from ppctl.config import Config, Run
 from ppctl.config.code_digests import sources_here
 from ppctl.config.groups.sweep_settings import SideBySide
 from ppctl.errors import ConfigError
-from ppctl.launch.sweep import job_processes as processes
-from ppctl.launch.sweep.finished_runs import has_ended, other_settings
+from ppctl.launch.sweep import job_runner
 from ppctl.launch.sweep.job_runner import run_jobs
-from ppctl.launch.sweep.live_table import LiveTable, show_end
-from ppctl.launch.sweep.run_sweep import run_sweep
-from ppctl.launch.sweep.sweep_jobs import LOG, Job, Outcome, Sweep, check_sweep
+from ppctl.launch.sweep.run_sweep import run_sweep, show_end
+from ppctl.launch.sweep.sweep_jobs import LOG, Job, Sweep, check_sweep, has_ended, other_settings
 
 NUM_STEPS = 20
 FAILS = "import sys; sys.exit('ppctl: too few examples.')"
@@ -54,15 +52,14 @@ def sweep_of(number, *, side=1, **more):
 def programs(monkeypatch, *texts):
     """What the processes of the jobs run instead of ppctl, the last one for all others too."""
     monkeypatch.setattr(
-        processes, "job_command", lambda job: [*FAST, texts[min(job.index, len(texts) - 1)]]
+        job_runner, "job_command", lambda job: [*FAST, texts[min(job.index, len(texts) - 1)]]
     )
 
 
 def told(sweep):
     """(outcomes, signal, what the terminal was told)."""
     out = io.StringIO()
-    with LiveTable(sweep, Console(file=out, width=200)) as table:
-        outcomes, stop = run_jobs(sweep, table)
+    outcomes, stop = run_jobs(sweep, Console(file=out, width=200))
     return outcomes, stop, out.getvalue()
 
 
@@ -316,41 +313,6 @@ def test_a_log_that_cannot_be_written_fails_its_job_alone(monkeypatch):
     assert [outcome.status for outcome in outcomes] == ["failed", "finished"]
     assert outcomes[0].error == "runs/s/run.seed=0 cannot be written: File exists"
     assert sweep.jobs[0].run_dir.read_text() == "a file of the user's"
-
-
-def test_the_live_table_shows_states_and_the_newest_numbers(monkeypatch):
-    """Rendered by a terminal that is said to be one."""
-    record = {"step": 7, "loss": 2.5, "step_time_s": 0.125}
-    write = (
-        "import pathlib, json; d = pathlib.Path('runs/s/run.seed=1'); (d / "
-        f"'metrics.jsonl').write_text({record!r}"
-    )
-    write = write.replace(f"{record!r}", f"json.dumps({record!r}) + chr(10)") + ")"
-    sweep = sweep_of(4, side=2)
-    saved(sweep.jobs[0])
-    programs(monkeypatch, "", f"{write}\nimport time; time.sleep(2.5)", "raise SystemExit(1)")
-    out = io.StringIO()
-    with LiveTable(
-        sweep, Console(file=out, width=100, height=40, force_terminal=True, force_interactive=True)
-    ) as table:
-        assert table.is_live
-        run_jobs(sweep, table)
-    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", out.getvalue())
-    assert re.search(r"0: run.seed=0 +skipped", shown)
-    assert re.search(r"1: run.seed=1 +running +7/20 +2.5000 +0.125 +\d", shown)
-    assert re.search(r"2: run.seed=2 +failed", shown)
-    assert re.search(r"4 jobs: 1 running, .*1 skipped", shown)
-
-
-def test_a_table_larger_than_the_terminal_says_what_it_leaves_out():
-    sweep = sweep_of(30, side=2)
-    board = LiveTable(sweep, Console(file=io.StringIO(), height=18, force_terminal=True))
-    out = io.StringIO()
-    Console(file=out, width=100).print(
-        board._table([Outcome("waiting")] * 29 + [Outcome("running")])
-    )
-    assert "and 20 more" in out.getvalue()
-    assert "29: run.seed=29" in out.getvalue()
 
 
 def test_a_summary_of_something_else_is_not_overwritten():

@@ -20,8 +20,8 @@ from ppctl.config import MLP, Config, Costs, Mesh, Mpmd, Regression, ScheduleCon
 from ppctl.config import Schedule as Plain
 from ppctl.config.schedule_from_config import pipeline_of
 from ppctl.launch.sweep import sweep_page
-from ppctl.launch.sweep.run_records import NUMBERS
 from ppctl.launch.sweep.sweep_jobs import Job, Outcome, Sweep
+from ppctl.launch.sweep.sweep_records import NUMBERS
 from ppctl.planner.make_plan import predicted
 from ppctl.planner.show import plan_page
 from ppctl.reports import measured_timeline_file as timeline_io

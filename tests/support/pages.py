@@ -11,8 +11,8 @@ from ppctl.config import MLP, Config, Costs, Interleaved, Mesh, Mpmd, Regression
 from ppctl.config import Schedule as Plain
 from ppctl.config.schedule_from_config import Pipeline, pipeline_of
 from ppctl.launch.sweep import sweep_page
-from ppctl.launch.sweep.run_records import NUMBERS
 from ppctl.launch.sweep.sweep_jobs import Job, Outcome, Sweep
+from ppctl.launch.sweep.sweep_records import NUMBERS
 from ppctl.planner.make_plan import predicted
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal, RehearsedRank
 from ppctl.planner.show import plan_page

@@ -136,7 +136,7 @@ def completions(words: list[str]) -> list[str]:
     takes_more = words[0] == "rm" or (words[0] in ACTIONS and len(words) == 1)
     if not takes_more or not Path(DEFAULT_DIR).is_dir():
         return []
-    from ppctl.launch.sweep.recorded_sweep import is_sweep
+    from ppctl.launch.sweep.sweep_records import is_sweep
     from ppctl.reports.run_files import find_runs
 
     names = [name for name, _ in find_runs(Path(DEFAULT_DIR))]

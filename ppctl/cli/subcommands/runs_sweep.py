@@ -11,7 +11,7 @@ from typing import Any
 from rich.markup import escape
 
 from ppctl.cli.resume_command import resumption
-from ppctl.launch.sweep.recorded_sweep import is_sweep, job_name, read_sweep
+from ppctl.launch.sweep.sweep_records import is_sweep, job_name, read_sweep
 from ppctl.reports.foreign_files import printable
 from ppctl.reports.run_files import is_run
 from ppctl.reports.terminal_output import OutputConsole, show_json, show_table

@@ -3,27 +3,56 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections import deque
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from rich.console import Console
 
 from ppctl.errors import error_document
 from ppctl.launch.local_processes import newest_checkpoint
-from ppctl.launch.supervisor import LEFT, Events, Exit, Stop, how, shell_code, stop_requests
-from ppctl.launch.sweep.finished_runs import has_ended
-from ppctl.launch.sweep.job_processes import Processes
-from ppctl.launch.sweep.live_table import REFRESH_S, LiveTable
-from ppctl.launch.sweep.sweep_jobs import Job, JobEvents, Moved, Outcome, Sweep
+from ppctl.launch.supervisor import (
+    LEFT,
+    Child,
+    Events,
+    Exit,
+    Stop,
+    drain,
+    how,
+    in_thread,
+    shell_code,
+    start,
+    stop_requests,
+)
+from ppctl.launch.sweep.sweep_jobs import (
+    LOG,
+    TAIL_BYTES,
+    Job,
+    JobEvents,
+    Moved,
+    Outcome,
+    Sweep,
+    has_ended,
+    job_command,
+    read_tail,
+)
+from ppctl.reports.terminal_output import show_lines
 
 if TYPE_CHECKING:
     from ppctl.launch.sweep.submitit_jobs import SubmittedJobs  # an extra
 
 
-def run_jobs(sweep: Sweep, table: LiveTable) -> tuple[list[Outcome], int | None]:
+def run_jobs(sweep: Sweep, console: Console) -> tuple[list[Outcome], int | None]:
     """Run the jobs; return the outcome of each, and the signal that ended the sweep early or None.
 
     Each stop request is passed on to every running job; no other job is started, and the running
@@ -32,7 +61,7 @@ def run_jobs(sweep: Sweep, table: LiveTable) -> tuple[list[Outcome], int | None]
     with stop_requests() as events:
         starter = _starter(sweep, events)
         try:
-            runner = _Runner(sweep, table, starter, [Outcome("waiting") for _ in sweep.jobs])
+            runner = _Runner(sweep, console, starter, [Outcome("waiting") for _ in sweep.jobs])
             stop = runner.run(events)
         finally:
             starter.close()
@@ -51,12 +80,13 @@ def _starter(sweep: Sweep, events: JobEvents) -> Processes | SubmittedJobs:
 @dataclass
 class _Runner:
     sweep: Sweep
-    table: LiveTable
+    console: Console
     starter: Processes | SubmittedJobs
     outcomes: list[Outcome]
     waiting: deque[Job] = field(default_factory=deque)
     running: dict[int, float] = field(default_factory=dict)  # start of a job, as time.time()
     stop: int | None = None
+    errors: dict[str | None, int] = field(default_factory=dict)  # the first job with each
 
     def run(self, events: Events) -> int | None:
         self.waiting.extend(self.sweep.jobs)
@@ -67,7 +97,6 @@ class _Runner:
             self.starter.commit()
             if not self.running or (self.stop is not None and not self.starter.is_awaited):
                 return self.stop
-            self.table.show(self.outcomes)
             self.handle_events(events, wait=True)
 
     def has_room(self) -> bool:
@@ -85,9 +114,8 @@ class _Runner:
 
     def handle_events(self, events: Events, *, wait: bool) -> None:
         """Handle all events there are, or wait for the first one to come."""
-        timeout_s = (REFRESH_S if self.table.is_live else None) if wait else 0
         with suppress(queue.Empty):
-            self.handle(events.get(timeout=timeout_s))
+            self.handle(events.get(block=wait))
             while True:  # a stop request may follow the end of a job
                 self.handle(events.get_nowait())
 
@@ -102,7 +130,7 @@ class _Runner:
             message = self.starter.stop(event.number, self.running)
             if self.stop is None:
                 self.stop = event.number
-                self.table.say(f"{signal.Signals(event.number).name}: {message}")
+                self.say(f"{signal.Signals(event.number).name}: {message}")
 
     def begin(self, job: Job) -> None:
         """Start a job, unless it is refused or finished."""
@@ -151,9 +179,27 @@ class _Runner:
 
     def set(self, job: Job, outcome: Outcome, more: str = "") -> None:
         self.outcomes[job.index] = outcome
-        self.table.show_outcome(job, outcome, more)
+        self.show(job, outcome, more)
         if outcome.code is not None and self.sweep.study is not None:
             self.sweep.study.tell(job, outcome)
+
+    def show(self, job: Job, outcome: Outcome, more: str) -> None:
+        """Print a line for the new state of a job; equal errors are printed once."""
+        text = outcome.status
+        if outcome.status in ("running", "queued"):
+            text += more
+        elif outcome.status == "skipped":
+            text = f"finished before, skipped ({job.run_dir})"
+        elif outcome.seconds is not None:
+            text += f" after {outcome.seconds:.1f} s"
+        if outcome.status == "failed":
+            where = "refused" if outcome.began_s is None else text
+            first = self.errors.setdefault(outcome.error, job.index)
+            text = f"{where}: {outcome.error}" if first == job.index else f"{where}, as job {first}"
+        self.say(f"job {job.index}: {job.name}: {text}")
+
+    def say(self, text: str) -> None:
+        show_lines(self.console, f"ppctl: {text}")
 
 
 def error_line(tail: str, code: int) -> str:
@@ -167,3 +213,95 @@ def error_line(tail: str, code: int) -> str:
     if code < 0 or not lines:
         return how(code)
     return own[-1] if own else f"{how(code)}: {lines[-1]}"
+
+
+# --- processes of the sweep ----------------------------------------------------------------------
+
+
+@dataclass
+class Running:
+    """The process of a job and its output: a file in its run.dir, or the terminal."""
+
+    process: subprocess.Popen[bytes]
+    log: Path | None = None  # None: the job runs alone and has the terminal
+    first: int = 0  # byte of the log where this start begins
+    tail: bytearray = field(default_factory=bytearray)  # end of stderr on the terminal
+    pumps: list[threading.Thread] = field(default_factory=list)
+
+
+class Processes:
+    """Starts jobs as processes and reports their ends as events; `close` kills those that are left.
+
+    Processes, because JAX fixes the number of simulated devices when it starts.
+    """
+
+    takes_all = False  # whether it queues jobs itself
+    is_awaited = True  # after a stop request, which reaches the jobs: they may be saving
+
+    def __init__(self, sweep: Sweep, events: Events) -> None:
+        self.sweep, self.events = sweep, events
+        self.running: dict[int, Running] = {}
+        self.alive, self.held = os.pipe()  # jobs read the end of file when this process is gone
+
+    def begin(self, job: Job) -> str:
+        """Start a job; return the place of its output. OSError where it cannot be written."""
+        pipe, command = subprocess.PIPE, Child(job_command(job))
+        if self.sweep.num_parallel == 1:
+            running = Running(start(command, self.alive, stdout=None, stderr=pipe))
+        else:
+            job.run_dir.mkdir(parents=True, exist_ok=True)
+            path = job.run_dir / LOG
+            with path.open("ab") as log:
+                stdout = pipe if self.sweep.as_json else log
+                first = log.tell()
+                process = start(command, self.alive, stdout=stdout, stderr=log)
+                running = Running(process, path, first)
+        self.running[job.index], process = running, running.process
+        in_thread(self._report, job.index, process)
+        for stream, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            if stream is not None:
+                running.pumps.append(in_thread(_forward, running, stream, target.buffer))
+        return f"in {job.run_dir}" if running.log is None else f"output in {running.log}"
+
+    def commit(self) -> None:
+        """Do nothing: a job runs as soon as it has begun."""
+
+    def end(self, index: int) -> str:
+        """Return the end of the output of a job that has ended."""
+        running = self.running.pop(index)
+        drain(running.pumps)
+        if running.log is None:
+            return running.tail.decode(errors="replace")
+        with running.log.open("rb") as file:
+            return read_tail(file, running.first)
+
+    def stop(self, number: int, jobs: Collection[int]) -> str:
+        """Pass a stop request, signal `number`, on to these jobs; return a message about them."""
+        for index in jobs:
+            self.running[index].process.send_signal(number)
+        names = ", ".join(map(str, sorted(jobs)))
+        jobs_text = "nothing" if not jobs else f"job{'s' if len(jobs) > 1 else ''} {names}"
+        return f"no other job is started; waiting for {jobs_text}"
+
+    def close(self) -> None:
+        for running in self.running.values():
+            running.process.kill()
+            running.process.wait()
+        os.close(self.alive)
+        os.close(self.held)
+
+    def _report(self, index: int, process: subprocess.Popen[bytes]) -> None:
+        self.events.put(Exit(index, process.wait()))
+
+
+def _forward(running: Running, pipe: IO[bytes], target: IO[bytes]) -> None:
+    """Forward stderr in pieces, keeping its end; stdout, JSON of several jobs, in whole lines."""
+    is_stderr = pipe is running.process.stderr
+    pieces = iter(lambda: os.read(pipe.fileno(), 65_536), b"") if is_stderr else pipe
+    with pipe:
+        for piece in pieces:
+            with suppress(OSError, ValueError):  # the reader has gone; the job need not
+                target.write(piece)
+                target.flush()
+            if is_stderr:
+                running.tail[:] = (running.tail + piece)[-TAIL_BYTES:]

@@ -21,8 +21,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ppctl.config.groups.sweep_settings import Search
 from ppctl.errors import ConfigError, NonFiniteError
-from ppctl.launch.sweep.run_records import record_of
 from ppctl.launch.sweep.sweep_jobs import STUDY, Job, Outcome
+from ppctl.launch.sweep.sweep_records import record_of
 
 NAME = "ppctl"
 MOST_SAME = 100  # repeated choices in a row that end the search

@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from ppctl.errors import ConfigError
-from ppctl.launch.sweep.best_job import best_of
 from ppctl.launch.sweep.job_runner import run_jobs
-from ppctl.launch.sweep.live_table import LiveTable, show_end
-from ppctl.launch.sweep.run_records import ENDS, NUMBERS, read_records, record_of
 from ppctl.launch.sweep.sweep_jobs import (
     FILES,
     MARK,
@@ -24,8 +23,18 @@ from ppctl.launch.sweep.sweep_jobs import (
     side_by_side_note,
 )
 from ppctl.launch.sweep.sweep_page import Records, sweep_page
+from ppctl.launch.sweep.sweep_records import (
+    ENDS,
+    NUMBERS,
+    best_of,
+    decimals,
+    equal_errors,
+    read_records,
+    record_of,
+    state_counts,
+)
 from ppctl.reports.run_page.write_report import FILE as REPORT
-from ppctl.reports.terminal_output import json_safe, replace_file
+from ppctl.reports.terminal_output import SPEEDS, json_safe, replace_file, show_lines, show_table
 
 
 def run_sweep(sweep: Sweep, report: Callable[[Path], object] = lambda run_dir: None) -> int:
@@ -47,21 +56,56 @@ def run_sweep(sweep: Sweep, report: Callable[[Path], object] = lambda run_dir: N
             f"run.dir={sweep.directory} cannot be written: {error.strerror}. "
             "Use another run.dir, or make it writable."
         ) from error
-    with LiveTable(sweep) as table:
-        outcomes, stop = run_jobs(sweep, table)
+    console = Console(stderr=True)
+    outcomes, stop = run_jobs(sweep, console)
     # 3. the summary
     records = [record_of(job, outcome) for job, outcome in zip(sweep.jobs, outcomes, strict=True)]
     decided_by = [best.by for best in best_of(sweep, records)] if sweep.trains else []
-    show_end(table.console, sweep, outcomes, records, decided_by)
+    show_end(console, sweep, outcomes, records, decided_by)
     if sweep.trains:
         for job, outcome in zip(sweep.jobs, outcomes, strict=True):
             if outcome.seconds is not None or not (job.run_dir / REPORT).exists():
                 report(job.run_dir)
         for line in write_summary(sweep, outcomes, records):
-            table.say(line)
+            show_lines(console, f"ppctl: {line}")
     if stop is not None:
         return 128 + stop
     return int(any(outcome.status in ("failed", "interrupted") for outcome in outcomes))
+
+
+def show_end(
+    console: Console,
+    sweep: Sweep,
+    outcomes: Sequence[Outcome],
+    records: Records,
+    decided_by: Sequence[str] = (),
+) -> None:
+    """Print the table of all jobs, with the numbers that decided the best, and the errors."""
+    # 1. numbers and their forms
+    forms: dict[str, str] = {}
+    if sweep.trains:
+        loss = f".{decimals(record.get('final_loss') for record in records)}f"
+        evaluated = f".{decimals(record.get('eval_loss') for record in records)}f"
+        forms = {"steps": ",", "final_loss": loss, "eval_loss": evaluated, "step_time_s": ".4g"}
+        forms |= dict.fromkeys(SPEEDS, ",.0f")
+        usual = ("steps", "final_loss", "step_time_s", *decided_by)
+        forms = {name: form for name, form in forms.items() if name in usual}
+    # 2. the table
+    rows = []
+    for job, outcome, record in zip(sweep.jobs, outcomes, records, strict=True):
+        status = outcome.status + (f" ({outcome.code})" if outcome.code else "")
+        cells = [_number_text(record.get(key), form) for key, form in forms.items()]
+        seconds = _number_text(outcome.seconds, ".1f")
+        rows.append([f"{job.index}: {job.name}", status, *cells, seconds])
+    show_table(console, state_counts(outcomes), ["job", "state", *forms, "seconds"], rows)
+    # 3. the errors
+    for error, jobs in equal_errors(sweep, outcomes).items():
+        others = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
+        show_lines(console, f"ppctl: job {jobs[0].index}: {jobs[0].name}{others}: {error}")
+
+
+def _number_text(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 def write_summary(sweep: Sweep, outcomes: Sequence[Outcome], records: Records) -> list[str]:

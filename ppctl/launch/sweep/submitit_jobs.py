@@ -25,7 +25,6 @@ from submitit.core.utils import FailedJobError
 from ppctl.config.groups.sweep_settings import SubmititLocal, SubmititSlurm
 from ppctl.errors import ConfigError
 from ppctl.launch.supervisor import ALIVE_FD, Exit
-from ppctl.launch.sweep.job_processes import job_command, read_tail
 from ppctl.launch.sweep.sweep_jobs import (
     SUBMITIT,
     SUBMITTED,
@@ -34,6 +33,8 @@ from ppctl.launch.sweep.sweep_jobs import (
     JobEvents,
     Moved,
     Sweep,
+    job_command,
+    read_tail,
 )
 from ppctl.reports.terminal_output import replace_file
 

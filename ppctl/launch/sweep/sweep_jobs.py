@@ -5,24 +5,30 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 from ppctl.config import Config
+from ppctl.config.changed_settings import changes
+from ppctl.config.code_digests import changed_modules, sources_here
 from ppctl.config.groups.sweep_settings import Launcher, Search, SideBySide, SubmititSlurm
 from ppctl.errors import ConfigError
-from ppctl.launch.sweep.finished_runs import has_ended, other_settings
-from ppctl.reports.foreign_files import check_inside
+from ppctl.launch.local_processes import newest_checkpoint
+from ppctl.reports.foreign_files import check_inside, from_json, read_file, read_settings
 
 FILES = ("sweep.csv", "sweep.json", "sweep.html")
 LOG = "output.log"  # in a run.dir: the output of a job that shared the machine
 SUBMITTED_LOG = "submitted.log"  # the output of a submitted job
+TAIL_BYTES = 16_384  # of a job's output, which are searched for its last error
 SHARED = "Jobs ran side by side, which slows each of them: a run alone is faster"
 MARK = "multirun.yaml"  # written to a sweep's directory before its first job starts
 STUDY, SUBMITIT = "optuna.journal", ".submitit"  # in a sweep's directory
+STATES = ("running", "queued", "waiting", "finished", "skipped", "failed")
+STATES += ("interrupted", "not started")
 SUBMITTED = "submitted.json"  # in a run.dir: the submission of its job
 
 
@@ -103,7 +109,7 @@ class ChoosesJobs(Protocol):
 class Outcome:
     """How a job ended, or why it did not begin."""
 
-    status: str  # one of `ppctl.launch.sweep.live_table.STATES`
+    status: str  # one of STATES
     code: int | None = None  # exit code as in a shell
     seconds: float | None = None  # that its process lived
     error: str | None = None  # one line, of a job that failed
@@ -184,6 +190,37 @@ def _check_directories(sweep: Sweep) -> None:
         raise ConfigError(f"{place} is not of a sweep and stays. {remedy}")
 
 
+def has_ended(run_dir: Path, config: Config) -> bool:
+    """Return whether all run.num_steps are done and saved, and run.resume lets them count."""
+    return config.run.resume != "never" and newest_checkpoint(run_dir) == config.run.num_steps
+
+
+def other_settings(run_dir: Path, config: Config) -> str | None:
+    """Return the differences between the settings of the run in run_dir and these, or None."""
+    try:
+        before = read_settings(run_dir / "config.yaml")
+    except (OSError, ValueError):
+        return "its config.yaml cannot be read"
+    if not isinstance(before, dict):
+        return "its config.yaml is none"
+    texts = [change.text for change in changes(before, config)] + _code_changes(run_dir)
+    more = [f"{len(texts) - 3} more"] if len(texts) > 3 else []
+    return "; ".join(texts[:3] + more) or None
+
+
+def _code_changes(run_dir: Path) -> list[str]:
+    """Return the changes of the user's code since the newest checkpoint of a run."""
+    file = run_dir / "checkpoints" / str(newest_checkpoint(run_dir)) / "meta" / "data.json"
+    try:
+        parts = from_json(read_file(file))["meta"]["sources"].values()
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):  # a damaged one
+        return []
+    modules = {name: digests for part in parts for name, digests in part.items()}
+    now = sources_here(modules)
+    changed = changed_modules({name: modules[name] for name in now}, now)
+    return [f"the code of {name} has changed" for name in changed]
+
+
 def command_line(words: Sequence[str], run_dir: Path | None = None) -> str:
     """Return the command line of a job's words, in another run.dir if one is given.
 
@@ -203,3 +240,15 @@ def run_dir_override(run_dir: Path) -> str:
     text = str(run_dir)
     is_plain = all(letter.isalnum() or letter in "/_.+-" for letter in text)
     return f"run.dir={text}" if is_plain else "run.dir='{}'".format(text.replace("'", "\\'"))
+
+
+def job_command(job: Job) -> list[str]:
+    """Return the command of the process of a job."""
+    return [sys.executable, "-m", "ppctl.cli", *job.words, run_dir_override(job.run_dir)]
+
+
+def read_tail(file: IO[bytes], first: int) -> str:
+    """Return the last TAIL_BYTES of a log from its byte `first` on."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(first, size - TAIL_BYTES))
+    return file.read().decode(errors="replace")
