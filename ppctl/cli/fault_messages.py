@@ -16,7 +16,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from ppctl.cli import choices
 from ppctl.cli.choices import GROUPS, PARTS, options, unknown_key, wrong_option, wrong_value
 from ppctl.cli.sweep_options import refuse_sweep_setting, sweep_group_of, wrong_sweep_setting
-from ppctl.config import Costs, Measure, Mesh
+from ppctl.config import Analytic, Costs, Mesh
 from ppctl.config.changed_settings import shown
 from ppctl.errors import ConfigError
 
@@ -57,7 +57,7 @@ def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
     # 1. keys of other commands
     if drawing:
         _refuse_for_drawing(group, line)
-    if key in choices.settings_of("costs", Measure if drawing else Costs):
+    if key in choices.settings_of("costs", Analytic if drawing else Costs):
         raise ConfigError(_wrong_costs(line, drawing=drawing))
     # 2. + and ~
     if override.is_delete():

@@ -110,16 +110,16 @@ def register() -> None:
 
 @functools.cache  # one class, however often it is registered
 def config_schema() -> type:
-    """Return `Config` as OmegaConf takes it: without unions of dataclasses.
+    """Return `Config` as OmegaConf takes it: a part that is chosen by name is of any class.
 
-    A part that is chosen by name is missing rather than config's default, so that a group that was
-    not chosen cannot hide.
+    It is missing rather than config's default, so that a group that was not chosen cannot hide.
     """
     parts: list[tuple[str, Any, Any]] = []
     for name, hint in typing.get_type_hints(Config).items():
-        made: dict[str, Any] = {"default": MISSING} if name in PARTS else {"default_factory": hint}
-        kind = hint if dataclasses.is_dataclass(hint) else Any
-        parts.append((name, kind, dataclasses.field(**made)))
+        if name in PARTS:
+            parts.append((name, Any, dataclasses.field(default=MISSING)))
+        else:
+            parts.append((name, hint, dataclasses.field(default_factory=hint)))
     return dataclasses.make_dataclass("Config", parts)
 
 

@@ -22,8 +22,14 @@ from ppctl.planner.cost.network_layers import network_layers
 from ppctl.planner.cost.predict_step import JobPrediction, predict_job
 from ppctl.planner.cost.rank_memory import DeviceLimit, device_limit
 from ppctl.planner.cost.step_prediction import Prediction, StagePart
-from ppctl.planner.cost.step_runs import as_run, out_of_memory
-from ppctl.planner.cost.step_time import device_kind, hardware_of, mesh_peak_flops, op_times_of
+from ppctl.planner.cost.step_time import (
+    as_run,
+    device_kind,
+    hardware_of,
+    mesh_peak_flops,
+    op_times_of,
+)
+from ppctl.planner.rehearsal.timed_runs import out_of_memory
 from ppctl.planner.search.advise_partition import propose
 from ppctl.planner.search.token_budget import check_tokens, token_budget
 from ppctl.training.pipeline.gpu_memory import MOST_MEMORY_FRACTION
@@ -85,7 +91,7 @@ def _stages(job: TrainingJob, *, is_timed: bool) -> dict[str, Any]:
     pipe = job.pipe
     if not pipe.execution.is_pipelined:
         return {"stages": (), "transfer_s": None}
-    costs = as_run(pipe, op_times_of(job, job.config.costs))[0] if is_timed else None
+    costs = as_run(pipe, op_times_of(job))[0] if is_timed else None
     stages, is_described = list[StagePart](), job.config.plan.only_predicts_topology
     for s, (layers, rank) in enumerate(zip(pipe.partition, pipe.layout.rank_of, strict=True)):
         submesh = () if is_described else pipe.mesh.devices[:, rank, :].flat

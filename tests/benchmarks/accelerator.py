@@ -209,23 +209,15 @@ def predictions(bench: Bench):
     for name in PREDICTED:
         words = LAYOUTS[name][0]
         ran = bench.trained(name, words)
-        for costs in ("analytic", "measure"):
-            what = f"{name}: costs={costs}"
-            if costs == "measure" and "reference" in words:
-                continue
-            plan = bench.json_of(what, "plan", words, f"costs={costs}")
-            if plan is None or ran is None:
-                continue
-            ratio = plan["step_time_s"] / ran["step_time_s"]
-            command = f"ppctl plan {' '.join(bench.words(words, f'costs={costs}'))}"
-            bench.row(
-                f"{what}, step predicted / measured", ratio, "", command, one_within(STEP_ERROR)
-            )
-            if costs == "analytic":
-                ratio = max(plan["predicted_bytes"]) / ran["memory_bytes"]
-                bench.row(
-                    f"{what}, memory / compiled", ratio, "", command, one_within(MEMORY_ERROR)
-                )
+        what = f"{name}: costs=analytic"
+        plan = bench.json_of(what, "plan", words)
+        if plan is None or ran is None:
+            continue
+        command = f"ppctl plan {' '.join(bench.words(words))}"
+        ratio = plan["step_time_s"] / ran["step_time_s"]
+        bench.row(f"{what}, step predicted / measured", ratio, "", command, one_within(STEP_ERROR))
+        ratio = max(plan["predicted_bytes"]) / ran["memory_bytes"]
+        bench.row(f"{what}, memory / compiled", ratio, "", command, one_within(MEMORY_ERROR))
 
 
 def ranks(bench: Bench):

@@ -1,7 +1,5 @@
-"""How good are predictions? Steps of many layouts of a model, predicted (costs=measure) and
-measured. `make bench-plan`
-
-With --by rehearse predictions are those of `ppctl rehearse`, which runs each rank on one device.
+"""How good are predictions? Steps of many layouts of a model, predicted by `ppctl rehearse`, which
+runs each rank on one device, and measured. `make bench-plan`
 
 All layouts train the same model on the same batch, so that their ranking means something: the
 plan's choice is the layout with the shortest prediction, its regret its time over the fastest.
@@ -15,16 +13,12 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 import time
 from itertools import combinations
-from pathlib import Path
 
 import jax
 
 from ppctl.cli.compose import compose
-from ppctl.planner.cost.measured_costs import measured_op_times
-from ppctl.planner.cost.step_runs import time_of
 from ppctl.planner.rehearsal.rehearse_ranks import rehearse
 from ppctl.training.pipeline.job import TrainingJob, assemble
 
@@ -39,8 +33,6 @@ MODEL = (
     "run.platform=cpu",
 )
 LAYOUTS = (  # mesh, schedule, microbatches, remat, executor
-    "mesh=1x1 executor=reference schedule.num_microbatches=8",
-    "mesh=1x1 executor=reference schedule.num_microbatches=8 executor.remat=full",
     "mesh=1x1 schedule=1f1b schedule.num_microbatches=4 executor.remat=none",
     "mesh=2x1 schedule=1f1b schedule.num_microbatches=4 executor.remat=none",
     "mesh=4x1 schedule=1f1b schedule.num_microbatches=2 executor.remat=full",
@@ -74,18 +66,11 @@ STEPS = 8  # timed, after two that warm up
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--by", choices=["measure", "rehearse"], default="measure")
     parser.add_argument("--only", help="layouts with this text")
-    parser.add_argument("--cache-dir", help="measured costs kept from another run; none by default")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
     layouts = [layout for layout in LAYOUTS if options.only is None or options.only in layout]
-    if options.by == "rehearse":
-        layouts = [layout for layout in layouts if "executor=reference" not in layout]
-    with tempfile.TemporaryDirectory() as fresh:
-        rows = [
-            compared(layout, options.by, Path(options.cache_dir or fresh)) for layout in layouts
-        ]
+    rows = list(map(compared, layouts))
     found = {
         "wall": figures(rows, "predicted_s", "taken_s"),
         "cpu": figures(rows, "predicted_cpu_s", "taken_cpu_s"),
@@ -115,28 +100,18 @@ def main() -> int:
     return 0
 
 
-def predicted_by(job: TrainingJob, how: str, cache_dir: Path) -> tuple[float, float]:
-    """Return the predicted seconds and CPU seconds of a step."""
-    if how == "rehearse":
-        found, _ = rehearse(job.config)
-        return found.step_time_s, found.step_cpu_s or 0.0
-    op_times = measured_op_times(job, cache_dir)
-    time_ = time_of(job.pipe, op_times)
-    return time_.total_s, time_.work_s * op_times.cores + op_times.overhead_cpu_s
-
-
-def compared(layout: str, how: str, cache_dir: Path) -> dict:
+def compared(layout: str) -> dict:
     """Return one layout, predicted and measured."""
-    job = assemble(compose([*MODEL, "partition=uniform", *layout.split()], [], []))
-    predicted_s, predicted_cpu_s = predicted_by(job, how, cache_dir)
-    wall, cpu = steps(job)
+    config = compose([*MODEL, "partition=uniform", *layout.split()], [], [])
+    predicted, _ = rehearse(config)
+    wall, cpu = steps(assemble(config))
     half = len(wall) // 2
     row = {
         "layout": layout,
-        "predicted_s": predicted_s,
+        "predicted_s": predicted.step_time_s,
         "taken_s": statistics.median(wall),
         "noise": abs(statistics.median(wall[:half]) / statistics.median(wall[half:]) - 1),
-        "predicted_cpu_s": predicted_cpu_s,
+        "predicted_cpu_s": predicted.step_cpu_s or 0.0,
         "taken_cpu_s": statistics.median(cpu),
         "cpu_noise": abs(statistics.median(cpu[:half]) / statistics.median(cpu[half:]) - 1),
     }

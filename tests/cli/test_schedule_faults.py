@@ -83,9 +83,7 @@ FAULTS = [
         "show costs=analytic",
         "costs=analytic: `ppctl schedule` assumes costs, for it knows no model. Use costs=unit",
     ),
-    ("show costs=measure", "costs=measure: `ppctl schedule` assumes costs"),
     ("show costs.doctor=x", "costs.doctor=x: `ppctl schedule` assumes costs"),
-    ("show costs=measure", "costs=measure: `ppctl schedule` assumes costs"),
     ("show mseh=1x2", "mseh is not a part of a drawing. Did you mean mesh"),
     ("show costs.forward_s=-1", "costs.forward_s=-1.0 must be a finite number of at least 0"),
     ("show costs.forward_s=nan", "costs.forward_s=nan must be a finite number"),
@@ -135,7 +133,7 @@ def test_other_commands_refuse_assumed_costs(line, capsys):
 def test_a_users_costs_of_other_commands_are_refused(capsys, in_empty_directory):
     file = in_empty_directory / "mine/costs/ours.yaml"
     file.parent.mkdir(parents=True)
-    file.write_text("defaults: [measure]\nname: ours\n")
+    file.write_text("defaults: [analytic]\nname: ours\n")
     assert cli.main(["schedule", "show", "--config-dir", "mine", "costs=ours"]) == 2
     assert "costs=ours: `ppctl schedule` assumes costs" in capsys.readouterr().err
 

@@ -27,9 +27,9 @@ UNKNOWN = StepPrediction(None, 3 * 2**20, "costs=analytic, unknown hardware")
 KNOWN = StepPrediction(0.5, 3 * 2**20, "costs=analytic, hardware=host")
 
 
-def step_s(job, costs=None):
+def step_s(job):
     """The seconds of a step that are predicted."""
-    time, _ = predicted_time(job, costs)
+    time, _ = predicted_time(job)
     assert time is not None
     return time.total_s
 

@@ -15,12 +15,11 @@ from ppctl import cli, config
 from ppctl.errors import ConfigError
 from ppctl.executors.mpmd.plan_tasks import TASKS
 from ppctl.planner.cost.counted_costs import Machine
-from ppctl.planner.cost.piece_timing import Timing
 from ppctl.planner.cost.roofline import Link, Speed
-from ppctl.planner.cost.step_runs import examples_of_device
 from ppctl.planner.cost.step_time import counted_op_times
 from ppctl.planner.rehearsal import rehearse_ranks as rehearse
 from ppctl.planner.rehearsal.rank_on_device import RankOnDevice, RankTimes, in_ticks
+from ppctl.planner.rehearsal.timed_runs import Timing, examples_of_device
 from ppctl.training.pipeline.job import assemble
 
 
@@ -262,7 +261,6 @@ def test_the_command_prints_writes_and_runs_ranks_that_are_alike_once(tmp_path, 
             {"run": config.Run(distributed="env", num_processes=2)},
             "run.distributed=env joins processes",
         ),
-        ({"costs": config.Measure()}, "costs=measure times pieces of a model"),
     ],
 )
 def test_what_cannot_be_rehearsed_is_refused_before_anything_is_built(

@@ -11,8 +11,8 @@ import pytest
 from support.tuning import composed, layout, request
 
 from ppctl import cli
-from ppctl.planner.cost.piece_timing import Timing
 from ppctl.planner.cost.step_time import predicted_time
+from ppctl.planner.rehearsal.timed_runs import Timing
 from ppctl.planner.search.layout_search import Found
 from ppctl.planner.search.layout_space import Space
 from ppctl.planner.show import tune_terminal
@@ -22,9 +22,9 @@ from ppctl.training.pipeline.job import assemble
 pytestmark = pytest.mark.usefixtures("machine")
 
 
-def step_s(job, costs=None):
+def step_s(job):
     """The seconds of a step that are predicted."""
-    time, _ = predicted_time(job, costs)
+    time, _ = predicted_time(job)
     assert time is not None
     return time.total_s
 
@@ -225,8 +225,6 @@ def test_two_are_run_and_timed(tuned, tmp_path):
 
 REFUSED = {
     "mesh=1x1 executor=reference": "executor=reference has one layout, on one device. Use executor=spmd or",
-    "costs=measure": "costs=measure times the pieces of one layout, and `ppctl tune` looks at thousands. Use "
-    "tune",
     "tune.schedules=[1f1b,gpip]": "executor=spmd cannot run schedule gpip, only gpipe, 1f1b, ",
     "tune.measure=2 hardware=h100": r"tune.measure=2 runs steps on the devices of this machine \(cpu\), but",
     "run.memory_fraction=0.9": "run.memory_fraction=0.9 is of GPUs, but the devices are cpu. Leave it out",

@@ -12,6 +12,7 @@ from support.environment import BY_USER
 
 from ppctl import cli
 from ppctl.config import Config, Run
+from ppctl.config.config_dirs import user_cache_dir
 from ppctl.training.run import compilation_cache
 from ppctl.training.run.compilation_cache import CHECKED, keep_compiled
 
@@ -131,3 +132,11 @@ def test_the_oldest_entries_go_where_there_are_too_many(settings, tmp_path, monk
     monkeypatch.setattr(compilation_cache, "MOST_BYTES", 250)
     assert kept() is None
     assert sorted(path.name for path in made.iterdir()) == [CHECKED, "0-cache", "1-cache"]
+
+
+def test_the_cache_is_where_the_user_keeps_such_things(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_cache_dir() == tmp_path / "ppctl"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert user_cache_dir() == tmp_path / ".cache/ppctl"

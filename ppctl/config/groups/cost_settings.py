@@ -1,4 +1,4 @@
-"""The source of task and transfer times: assumed, from FLOPs and bytes, or measured."""
+"""The source of task and transfer times: assumed, or from FLOPs and bytes."""
 
 from __future__ import annotations
 
@@ -62,10 +62,3 @@ class Analytic:
 
     def check(self) -> None:
         """Check nothing here: `ppctl.training.pipeline.known_hardware.links_of` reads the file."""
-
-
-@dataclass
-class Measure(Analytic):
-    """Seconds of tasks as measured on an attached device; links as in costs=analytic."""
-
-    name: str = "measure"

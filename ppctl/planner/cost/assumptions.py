@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppctl.config import Measure, Transformer
+from ppctl.config import Transformer
 from ppctl.planner.cost.counted_costs import Machine
 from ppctl.planner.cost.roofline import Link
 from ppctl.planner.cost.step_time import device_kind, layout_of, machine_of
@@ -23,12 +23,9 @@ KERNELS = {
 def assumptions(job: TrainingJob, *, is_timed: bool) -> tuple[str, ...]:
     """Return the assumptions of a job's prediction in words. is_timed: its step time is known."""
     lines = [*_of_the_layout(job)]
-    if is_timed and isinstance(job.config.costs, Measure):
-        lines += [*_measured(job), *_overlap(job, None)]
-    elif is_timed:
+    if is_timed:
         machine = machine_of(job.config, device_kind(job.pipe), str(job.pipe.dtype))
         lines += [*_counted(job, machine), *_overlap(job, machine)]
-    if is_timed:
         lines.append("no time for reading data, evaluations and checkpoints")
     if not job.config.plan.compiles:
         lines.append("no fragmented memory, no buffers of collectives")
@@ -56,18 +53,7 @@ def _of_the_layout(job: TrainingJob) -> Iterator[str]:
 
 
 def _kernels(job: TrainingJob) -> tuple[str, ...]:
-    """Return the kernels of attention, of the attached devices where these are timed."""
-    is_measured = isinstance(job.config.costs, Measure)
-    device = job.pipe.mesh.devices.flat[0] if is_measured else job.counted_device
-    return attention_kernels(job.config, job.pipe.dtype, device, job.data)
-
-
-def _measured(job: TrainingJob) -> Iterator[str]:
-    yield "a layer, the embedding and the head as they were timed here, each apart"
-    if job.pipe.execution.axes.num_devices > 1:
-        yield "what devices along tp or cp send is in these times, as they sent it here"
-    if job.pipe.execution.dispatches_tasks and job.config.mesh.pp > 1:
-        yield "values on the next rank at once"
+    return attention_kernels(job.config, job.pipe.dtype, job.counted_device, job.data)
 
 
 def _counted(job: TrainingJob, machine: Machine) -> Iterator[str]:
@@ -108,11 +94,10 @@ def _links(job: TrainingJob, machine: Machine) -> Iterator[str]:
         yield "links without contention, rings for collectives"
 
 
-def _overlap(job: TrainingJob, machine: Machine | None) -> Iterator[str]:
-    """Yield the work that runs at the same time. machine: None of measured times."""
+def _overlap(job: TrainingJob, machine: Machine) -> Iterator[str]:
+    """Yield the work that runs at the same time."""
     # 1. tasks and transfers between ranks
     pipe, mesh = job.pipe, job.config.mesh
-    gathers_ahead = machine is not None and machine.gathers_ahead
     if mesh.pp > 1 and pipe.execution.in_ticks:
         yield "ticks as long as the slowest rank's and a transfer"
     elif mesh.pp > 1:
@@ -124,11 +109,12 @@ def _overlap(job: TrainingJob, machine: Machine | None) -> Iterator[str]:
         yield f"gathers of layers before each task, {sums} all, no overlap"
     elif pipe.execution.gather == "layer" and mesh.fsdp > 1:
         ahead, alone = "while the layer before is computed", "with nothing computed meanwhile"
-        yield f"each layer gathered in each task that reads it, {ahead if gathers_ahead else alone}"
+        when = ahead if machine.gathers_ahead else alone
+        yield f"each layer gathered in each task that reads it, {when}"
         yield f"{sums} all tasks, no overlap"
     elif mesh.num_devices > 1:
-        if mesh.tp * mesh.cp > 1 and not pipe.layout.auto and machine is not None:
-            but = ", but for weight gradients" if gathers_ahead else ""
+        if mesh.tp * mesh.cp > 1 and not pipe.layout.auto:
+            but = ", but for weight gradients" if machine.gathers_ahead else ""
             yield f"nothing computed while devices along tp or cp send{but}"
         yield f"gathers of parameters before all tasks, {sums}, no overlap"
     else:

@@ -1,6 +1,6 @@
 """The time of a step: seconds of the pieces of a model, put together as stages, tasks and ticks.
 
-They are counted (`counted_costs`) or measured (`measured_costs`). Standard library only.
+They are counted (`counted_costs`), or measured by a rehearsal. Standard library only.
 """
 
 from __future__ import annotations
@@ -65,8 +65,6 @@ class OpTimes:
     hop_s: float  # from the end of a task until its value can be read on the next rank
     overhead_s: float  # per step: gathering parameters, reducing gradients, the optimizer
     capacity: float = inf  # devices at full speed at the same time; simulated ones share cores
-    cores: float = 1.0  # that a device working alone keeps busy
-    overhead_cpu_s: float = 0.0  # the same in CPU seconds, where it was measured
     gathers: LayerGathers | None = None  # of layers in each task; None: they are whole before it
 
     def forward_s(self, layers: float) -> float:

@@ -14,8 +14,12 @@ from dataclasses import dataclass
 
 from ppctl.planner.cost.op_times import StepTime
 from ppctl.planner.cost.rank_memory import predicted_memory
-from ppctl.planner.cost.step_runs import timeline_of
-from ppctl.planner.cost.step_time import hardware_of, op_times_of, predicted_time
+from ppctl.planner.cost.step_time import (
+    hardware_of,
+    op_times_of,
+    predicted_time,
+    timeline_of,
+)
 from ppctl.schedule.search.extrapolated_cost import MOST_TASKS
 from ppctl.training.pipeline.job import TrainingJob
 from ppctl.training.run.prediction_check import StepPrediction
@@ -70,4 +74,4 @@ def _bubble(job: TrainingJob, time: StepTime) -> float | None:
         return time.bubble_fraction
     if sum(map(len, pipe.schedule.ranks)) > MOST_TASKS:
         return None
-    return timeline_of(pipe, op_times_of(job, job.config.costs)).bubble_fraction
+    return timeline_of(pipe, op_times_of(job)).bubble_fraction

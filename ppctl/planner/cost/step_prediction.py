@@ -50,7 +50,7 @@ class Prediction:
     step_flops: int  # of the model, nothing recomputed
     devices: str
     hardware: str | None  # name of the description used
-    costs: str  # source of the seconds: analytic | measure
+    costs: str  # source of the seconds: analytic
     step_time_s: float | None
     transfer_s: float | None  # from a task's end to its value on the next rank; None: no pipeline
     per_step_overhead_s: float | None  # a part: parameters gathered, gradients summed, optimizer

@@ -1,4 +1,4 @@
-"""Predict the time of a step: op times, counted or measured here, then simulation."""
+"""Predict the time of a step: op times by counting, then simulation."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.config import Analytic, Config, Hardware, Measure
-from ppctl.config.config_dirs import user_cache_dir
+from ppctl.config import Config, Hardware
 from ppctl.config.groups.executor_settings import Pipelined
 from ppctl.errors import ConfigError
 from ppctl.executors.model_shapes import Model
@@ -26,11 +25,14 @@ from ppctl.planner.cost.counted_costs import (
     layers_of_ranks,
     op_times,
 )
-from ppctl.planner.cost.measured_costs import measured_op_times
-from ppctl.planner.cost.op_times import OpTimes, StepTime
+from ppctl.planner.cost.op_times import OpTimes, StepTime, costs_of_stages, step_time
 from ppctl.planner.cost.roofline import Link, Speed
-from ppctl.planner.cost.step_runs import time_of
 from ppctl.planner.cost.task_flops import work_of
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.families.registry import BASELINE, build
+from ppctl.schedule.partition.partition import stage_costs
+from ppctl.schedule.simulator import Timeline
+from ppctl.schedule.timeline import timeline_at
 from ppctl.training.pipeline.job import TrainingJob
 from ppctl.training.pipeline.known_hardware import (
     NOMINAL,
@@ -45,43 +47,53 @@ from ppctl.training.pipeline.pipeline import Pipeline
 Tree = Any
 
 
-def predicted_time(
-    job: TrainingJob, costs: Analytic | None = None
-) -> tuple[StepTime | None, str | None]:
-    """Return (the time of a train step by `costs`, None), or (None, why it is unknown).
+def predicted_time(job: TrainingJob) -> tuple[StepTime | None, str | None]:
+    """Return (the time of a train step, None), or (None, why it is unknown).
 
-    costs: None for those of the request. ConfigError where the request is wrong.
+    ConfigError where the request is wrong.
     """
-    request: Analytic = job.config.costs if costs is None else costs
-    if not isinstance(request, Measure):
-        try:
-            _described(job.config, device_kind(job.pipe), str(job.pipe.dtype))
-        except ConfigError as error:
-            if job.config.hardware.name == "auto":
-                return None, str(error)
-            raise
-    return time_of(job.pipe, op_times_of(job, request)), None
+    try:
+        _described(job.config, device_kind(job.pipe), str(job.pipe.dtype))
+    except ConfigError as error:
+        if job.config.hardware.name == "auto":
+            return None, str(error)
+        raise
+    return time_of(job.pipe, op_times_of(job)), None
 
 
-def op_times_of(job: TrainingJob, request: Analytic) -> OpTimes:
-    """Return the op times of a job: measured, or counted for the hardware that is described."""
-    config, mesh, pipe = job.config, job.config.mesh, job.pipe
-    if not isinstance(request, Measure):
-        return counted_op_times(job, machine_of(config, device_kind(pipe), str(pipe.dtype)))
-    differ = "layers that differ (of a ppctl.Network, or by model.window_pattern)"
-    by_layer = pipe.execution.gathers_by_layer and mesh.fsdp > 1
-    untimed = {
-        differ: not pipe.stack.are_alike,
-        f"run.distributed={config.run.distributed}": config.run.distributed != "off",
-        f"plan.topology={config.plan.topology}": config.plan.topology is not None,
-        "executor.gather=layer with mesh.fsdp": by_layer,
-        f"mesh.tp={mesh.tp} divided by XLA (sharding of the model)": pipe.layout.auto,
-    }
-    if (name := next((name for name, is_set in untimed.items() if is_set), None)) is not None:
-        raise ConfigError(
-            f"costs=measure times one layer on attached devices, not {name}. Use costs=analytic."
-        )
-    return measured_op_times(job, user_cache_dir())
+def time_of(pipe: Pipeline, op_times: OpTimes, costs: Costs | None = None) -> StepTime:
+    """Return the seconds of a train step; costs: of the stages' tasks, None: by op_times."""
+    if not pipe.execution.is_pipelined:
+        alone = build(BASELINE, 1, pipe.schedule.num_microbatches)
+        whole = costs_of_stages(op_times, [pipe.stack.num_layers], keeps_input=False)
+        return step_time(op_times, alone, None, whole, 1)
+    return step_time(op_times, pipe.schedule, pipe.ticks, *as_run(pipe, op_times, costs))
+
+
+def timeline_of(pipe: Pipeline, op_times: OpTimes, costs: Costs | None = None) -> Timeline:
+    """Return when each task of a step runs, by the rules of `time_of`, without per-step overhead.
+
+    Not for executor=reference, which has no stages.
+    """
+    of_stages, copies = as_run(pipe, op_times, costs)
+    return timeline_at(pipe.schedule, pipe.ticks, of_stages, op_times.capacity / copies)
+
+
+def as_run(pipe: Pipeline, op_times: OpTimes, costs: Costs | None = None) -> tuple[Costs, int]:
+    """Return (costs of each stage's tasks, those given if any; number of a rank's devices)."""
+    copies = pipe.mesh.size // pipe.mesh.shape["pp"]
+    if costs is not None:
+        return costs, copies
+    layers, schedule = None if pipe.stack.are_alike else pipe.relative_costs.layers, pipe.schedule
+    sizes = stage_costs(pipe.partition, embed=0.0, head=0.0, layers=layers)
+    how = {"split": schedule.is_split, "num_parts": schedule.num_parts}
+    keeps_input = pipe.execution.remat.keeps_input_only
+    return costs_of_stages(op_times, sizes, keeps_input=keeps_input, **how), copies
+
+
+def op_times_of(job: TrainingJob) -> OpTimes:
+    """Return the op times of a job, counted for its hardware."""
+    return counted_op_times(job, machine_of(job.config, device_kind(job.pipe), str(job.pipe.dtype)))
 
 
 def counted_op_times(job: TrainingJob, machine: Machine) -> OpTimes:

@@ -21,16 +21,10 @@ from ppctl.executors.model_shapes import Model
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, last_uses
 from ppctl.executors.mpmd.rank_programs import ProgramLibrary, RankRole, prepare_rank
 from ppctl.executors.spmd.spmd_program import rank_arrays, spmd_of_rank
+from ppctl.executors.stage.layer_programs import zeros_like
 from ppctl.model.trainable_parameters import trained_part
-from ppctl.planner.cost.piece_timing import (
-    Timing,
-    median,
-    random_like,
-    shapes_like,
-    timed_at_once,
-    zeros_like,
-)
 from ppctl.planner.rehearsal.stand_ins import alone
+from ppctl.planner.rehearsal.timed_runs import Timing, median, random_like, timed_at_once
 from ppctl.training.pipeline.engines.make_engine import tick_options
 from ppctl.training.pipeline.job import TrainingJob
 from ppctl.training.pipeline.optimizers import global_norm
@@ -180,7 +174,9 @@ class RankOnDevice:
                 donate = [i for i, name in enumerate(program.reads) if name in donated]
                 reads = [shapes.get(k, arriving.get(k[0], arriving["x"])) for k in entry.reads]
                 lowered[program] = jax.jit(function, donate_argnums=donate).lower(*reads)
-                written[program] = shapes_like(lowered[program].out_info)
+                written[program] = jax.tree.map(
+                    lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), lowered[program].out_info
+                )
             shapes.update(zip(entry.writes, written[program], strict=True))
 
         # 2. compiled in threads
@@ -232,7 +228,8 @@ def in_ticks(times: RankTimes, whole: Timing) -> RankTimes:
 
 def staged_layers(model: Model, here: RankRole) -> Tree:
     """Return the shapes of a rank's layers in staged form, [V, 1, K, ...]."""
-    return shapes_like(model.layer, None, len(here.stages), 1, here.num_layer_slots)
+    leading = len(here.stages), 1, here.num_layer_slots
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((*leading, *a.shape), a.dtype), model.layer)
 
 
 def _lasting(prepare: PlanEntry, entries: Sequence[PlanEntry]) -> list[Key]:

@@ -17,7 +17,7 @@ from statistics import mean
 
 import jax
 
-from ppctl.config import Analytic, Config, Measure
+from ppctl.config import Config
 from ppctl.config.schedule_from_config import label
 from ppctl.errors import ConfigError
 from ppctl.executors.mpmd.plan_tasks import roles, task_entries
@@ -26,14 +26,8 @@ from ppctl.planner.cost.counted_costs import Machine, exchange_s
 from ppctl.planner.cost.op_times import OpTimes, PieceTimes, StepTime
 from ppctl.planner.cost.rank_memory import device_limit
 from ppctl.planner.cost.roofline import Speed
-from ppctl.planner.cost.step_runs import (
-    as_run,
-    examples_of_device,
-    out_of_memory,
-    time_of,
-    timeline_of,
-)
 from ppctl.planner.cost.step_time import (
+    as_run,
     counted_op_times,
     device_kind,
     hardware_of,
@@ -42,6 +36,8 @@ from ppctl.planner.cost.step_time import (
     mesh_peak_flops,
     param_bytes_of,
     predicted_time,
+    time_of,
+    timeline_of,
 )
 from ppctl.planner.rehearsal.rank_on_device import (
     RankOnDevice,
@@ -50,6 +46,7 @@ from ppctl.planner.rehearsal.rank_on_device import (
     in_ticks,
     time_in_ticks,
 )
+from ppctl.planner.rehearsal.timed_runs import examples_of_device, out_of_memory
 from ppctl.schedule.costs import OF_PARTS, Costs
 from ppctl.schedule.ir import PART_KINDS, Kind
 from ppctl.schedule.simulator import Timeline
@@ -125,8 +122,6 @@ def _check(config: Config) -> None:
         refused = "executor=reference has no ranks. Use executor=spmd or mpmd"
     elif (how := config.run.distributed) != "off":
         refused = f"run.distributed={how} joins processes, but one device runs. Leave it out"
-    elif isinstance(config.costs, Measure):
-        refused = "costs=measure times pieces of a model, a rehearsal whole ranks. Leave it out"
     if refused is not None:
         raise ConfigError(f"`ppctl rehearse` runs each rank on one device: {refused}.")
 
@@ -237,7 +232,7 @@ class Simulated:
         # 1. the request and its prediction
         job, config, pipe, step = self.job, self.job.config, self.job.pipe, self.step
         hardware = hardware_of(job)
-        analytic, unknown = predicted_time(job, Analytic(doctor=config.costs.doctor))
+        analytic, unknown = predicted_time(job)
         unit, count = unit_of_work(job)
         flops, peak = model_flops(job), mesh_peak_flops(job)
         limit = device_limit(config, pipe.mesh.devices.flat[0])

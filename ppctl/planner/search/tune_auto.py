@@ -12,8 +12,7 @@ from ppctl.errors import ConfigError, ScheduleError
 from ppctl.model.stack import Stack
 from ppctl.planner.cost.predict_step import JobPrediction
 from ppctl.planner.cost.rank_memory import GIB
-from ppctl.planner.cost.step_runs import as_run
-from ppctl.planner.cost.step_time import layout_of, op_times_of
+from ppctl.planner.cost.step_time import as_run, layout_of, op_times_of
 from ppctl.planner.search.layout_candidate import Candidate, stage_seconds
 from ppctl.planner.search.planned_layouts import (
     Planned,
@@ -153,7 +152,7 @@ def _rounded_down(number: float) -> float:
 def _candidate(layout: Candidate, job: TrainingJob, predicted: JobPrediction) -> Candidate:
     """Return the layout with the schedule that was found."""
     pipe, schedule, partition = job.pipe, job.pipe.schedule, tuple(map(len, job.pipe.partition))
-    op_times = op_times_of(job, job.config.costs)
+    op_times = op_times_of(job)
     costs, _ = as_run(pipe, op_times)
     found = replace(
         with_prediction(layout, predicted),

@@ -29,8 +29,8 @@ from ppctl.model.trainable_parameters import trained_share
 from ppctl.planner.cost.counted_costs import Machine
 from ppctl.planner.cost.device_models import device_models, divisions
 from ppctl.planner.cost.rank_memory import DeviceLimit, device_limit
-from ppctl.planner.cost.step_runs import run_steps
 from ppctl.planner.cost.step_time import machine_of
+from ppctl.planner.rehearsal.timed_runs import run_steps
 from ppctl.planner.search.job_script import hosts_for
 from ppctl.planner.search.layout_candidate import Candidate
 from ppctl.planner.search.layout_search import Found, LayoutSearch, rank
@@ -174,11 +174,6 @@ def _check(config: Config) -> None:
         raise ConfigError(
             "schedule.vocab=parallel is of one schedule, and `ppctl tune` chooses schedules. "
             "Leave it out: it is found where it wins, and alone with tune.vocab=[parallel]."
-        )
-    if config.costs.name != "analytic":
-        raise ConfigError(
-            f"costs={config.costs.name} times the pieces of one layout, and `ppctl tune` looks "
-            "at thousands. Use tune.measure=K, which runs the best K."
         )
     runs = (*(ON_RING if config.executor.IN_TICKS else FAMILIES), AUTO)
     for family in config.tune.schedules or ():

@@ -10,8 +10,7 @@ from ppctl.planner.cost.network_layers import COLUMNS as LAYERS_COLUMNS
 from ppctl.planner.cost.network_layers import TITLE as LAYERS_TITLE
 from ppctl.planner.cost.network_layers import layer_rows
 from ppctl.planner.cost.step_prediction import Prediction
-from ppctl.planner.cost.step_runs import timeline_of
-from ppctl.planner.cost.step_time import op_times_of
+from ppctl.planner.cost.step_time import op_times_of, timeline_of
 from ppctl.planner.search.token_budget import NOT_COUNTED
 from ppctl.planner.show.plan_terminal import (
     ABOUT,
@@ -78,7 +77,7 @@ def picture_of(job: TrainingJob, unknown: str | None) -> Drawing | str:
     reason = too_many_tasks(sum(map(len, schedule.ranks)))
     if reason is not None:
         return reason
-    timeline = timeline_of(job.pipe, op_times_of(job, job.config.costs))
+    timeline = timeline_of(job.pipe, op_times_of(job))
     return drawing_of_timeline(schedule.name, timeline)
 
 

@@ -1,0 +1,93 @@
+"""Runs that are timed: their seconds, and the arrays that they run on."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ppctl.training.pipeline.job import TrainingJob
+
+Tree = Any
+STEPS = 5  # that are timed, after one that warms up
+SCALE = 0.02  # of random numbers
+
+
+class Timing(NamedTuple):
+    """Seconds of a run: on the clock, and of all cores together (not of accelerators)."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def timed(call: Callable[[], Tree]) -> tuple[Tree, Timing]:
+    """Return the result of a call, and the seconds until all of it is computed."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    result = jax.block_until_ready(call())
+    return result, Timing(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def timed_at_once(calls: Sequence[Callable[[], Tree]]) -> Timing:
+    """Return the seconds of one call while all run at once, as on devices that share cores."""
+    if len(calls) == 1:
+        return timed(calls[0])[1]
+    with ThreadPoolExecutor(len(calls)) as threads:
+        _, all_of_them = timed(lambda: list(threads.map(lambda call: call(), calls)))
+    return Timing(all_of_them.wall_s, all_of_them.cpu_s / len(calls))
+
+
+def median(measured: Sequence[Timing]) -> Timing:
+    """Return the medians of several timings."""
+    return Timing(*map(statistics.median, zip(*measured, strict=True)))
+
+
+def run_steps(job: TrainingJob, count: int = STEPS) -> Timing:
+    """Return the medians of `count` train steps on a batch of the job's data; compiles."""
+    engine = job.pipe.engine
+    engine.compile(evaluate=False)
+    state, batch = engine.new_state(), engine.put(next(job.data.batches()))
+    measured = []
+    for _ in range(count + 1):
+        (state, _), seconds = timed(partial(engine.step, state, batch))
+        measured.append(seconds)
+    return median(measured[1:])
+
+
+def out_of_memory(error: Exception) -> str | None:
+    """Return how a compiler or device reports too little memory; None for other errors."""
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        return None
+    return " ".join(str(error).split("\n")[0].split()).removeprefix("RESOURCE_EXHAUSTED: ")
+
+
+# arrays
+
+
+def examples_of_device(job: TrainingJob) -> dict[str, jax.Array]:
+    """Return a device's share of a batch of the job's data: {"inputs", "targets"}."""
+    model = job.pipe.model
+    number = model.num_microbatches * model.microbatch["inputs"].shape[0]
+    batch = next(job.data.batches(rows=range(number)))
+    return {name: jnp.asarray(batch[name], a.dtype) for name, a in model.microbatch.items()}
+
+
+def random_like(tree: Tree) -> Tree:
+    """Return arrays of the shapes, small random numbers made on the device (integers are zeros)."""
+    leaves, treedef = jax.tree.flatten(tree)
+
+    def one(key: jax.Array, a: Any) -> jax.Array:
+        if not jnp.issubdtype(a.dtype, jnp.floating):
+            return jnp.zeros(a.shape, a.dtype)
+        return (jax.random.normal(key, a.shape, jnp.float32) * SCALE).astype(a.dtype)
+
+    def fill() -> Tree:
+        keys = jax.random.split(jax.random.key(0), len(leaves))
+        return jax.tree.unflatten(treedef, map(one, keys, leaves))
+
+    return jax.jit(fill)()
