@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.auto_axes import shards_by
-from ppctl.executors.parameter_layout import gather_shards
+from ppctl.executors.parameter_layout import gather_shards, is_spec
 from ppctl.executors.stage.stage import Stage
 from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.model.stack import Stack
@@ -61,7 +62,12 @@ class Model:
         whole = {"embed_head": self.embed_head, "layers": self.layer}
         if self.auto_specs is None:
             return whole
-        return shards_by(self.auto_specs, whole, "tp", self.axes.tp)
+        mesh = AbstractMesh((self.axes.tp,), ("tp",))
+
+        def shard(spec: P, a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(a.shape), a.dtype)
+
+        return jax.tree.map(shard, self.auto_specs, whole, is_leaf=is_spec)
 
     @cached_property
     def x(self) -> jax.ShapeDtypeStruct:

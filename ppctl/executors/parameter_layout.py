@@ -21,10 +21,33 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.auto_axes import is_spec, tree_specs
 from ppctl.schedule.partition.partition import Partition
 
 Tree = Any
+
+
+def is_spec(a: Any) -> bool:
+    return isinstance(a, P)
+
+
+def tree_specs(tree: Tree) -> list[P]:
+    """Return the PartitionSpecs of a tree."""
+    return jax.tree.leaves(tree, is_leaf=is_spec)
+
+
+def without_axes(specs: Tree, axes: tuple[str, ...]) -> Tree:
+    """Return a tree of specs without some axes.
+
+    >>> without_axes({"w": P("pp", ("tp", "fsdp"), "tp")}, ("tp",))
+    {'w': P('pp', 'fsdp', None)}
+    """
+
+    def one(spec: P) -> P:
+        dims = ((names,) if isinstance(names, str) else names or () for names in spec)
+        kept = (tuple(name for name in names if name not in axes) for names in dims)
+        return P(*(names[0] if len(names) == 1 else names or None for names in kept))
+
+    return jax.tree.map(one, specs, is_leaf=is_spec) if axes else specs
 
 
 class Shard(NamedTuple):
@@ -80,13 +103,6 @@ class Layout:
     rank_of: tuple[int, ...]
     shards: Mapping[tuple[str, ...], Shard] = field(default_factory=dict, hash=False)  # over tp
     auto: tuple[str, ...] = ()  # axes that XLA divides ordinary JAX over: ("tp",), or none
-
-    def manual(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the given axes along which devices differ, as programs of one device see them."""
-        if not self.auto:
-            return axes
-        # XLA fails at collectives over manual axes of size 1 if it divides others (JAX 0.10.2)
-        return tuple(axis for axis in axes if axis not in self.auto and self.mesh.shape[axis] > 1)
 
     def auto_specs(self, params: Tree) -> Tree:
         """Return the PartitionSpecs over tp of {"embed_head", "layers"}, of one layer."""
@@ -237,14 +253,14 @@ class Layout:
         """Return axis names for each dim: the first dim that `axes` divide, or their last axis.
 
         The first, since XLA reorders the dims of an array to gather or scatter along a later one.
-        shard: the dim that tp or ranks divide. If XLA or ranks divide it, no other axis does:
-        gathering would reorder shards of shards, and ranks never gather the vocabulary.
+        shard: the dim that tp or ranks divide. If ranks divide it, no other axis does: they never
+        gather the vocabulary.
         """
         dim, parts = (-1, 1) if shard is None else (shard.dim, shard.num_parts)
         over_ranks = shard is not None and "pp" in shard.axes
         axes = tuple(axis for axis in axes if not over_ranks or axis != "pp")
         left = [n // parts if d == dim else n for d, n in enumerate(shape)]
-        is_free = [d != dim or not (self.auto or over_ranks) for d in range(len(shape))]
+        is_free = [d != dim or not over_ranks for d in range(len(shape))]
         names: list[tuple[str, ...]] = [()] * len(shape)
         if shard is not None:
             names[dim] = shard.axes

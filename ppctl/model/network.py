@@ -32,8 +32,6 @@ class Network:
     loss(outputs, targets) -> (sum of losses, number of losses): scalars, summed in at least
     float32; the training loss is sum / number over the global batch.
     mixes_examples, trainable: as in `Stack`.
-    sharding: PartitionSpecs over tp like the tree of parameters; one spec, or None, may stand for a
-    subtree. XLA divides the network by them, with the same results.
 
     Layers end at each `stage_boundary` that apply calls, or where ppctl balances their work
     (model.layers=auto). Cutting is a ConfigError if two layers use a parameter, integers cross a
@@ -44,7 +42,6 @@ class Network:
     apply: Callable[[Tree, jax.Array], Tree]
     loss: Callable[[Tree, jax.Array], tuple[jax.Array, jax.Array]]
     mixes_examples: bool | None = None  # None: unknown
-    sharding: Tree = field(default=None, compare=False)
     trainable: Tree = field(default=True, compare=False)
 
 

@@ -76,26 +76,6 @@ def of_config(*, num_layers, dtype, data):
     return stack(num_layers, dtype=dtype)
 
 
-def network(num_layers=4, *, sharding=None):
-    """The same as any function, with layers of two sizes."""
-
-    def init(key):
-        del key
-        blocks = [new_block(16 * (1 + i % 2)) for i in range(num_layers)]
-        return {"in": normal(INPUTS, WIDTH), "blocks": blocks, "out": normal(WIDTH, TARGETS)}
-
-    def apply(params, x):
-        x = jnp.tanh(x @ params["in"])
-        for i, each in enumerate(params["blocks"]):
-            x = block(each, ppctl.stage_boundary(x) if i else x)
-        return x @ params["out"]
-
-    given = {"in": None, "blocks": [COLUMNS_THEN_ROWS] * num_layers, "out": None}
-    return ppctl.Network(
-        init, apply, squared_error, sharding=given if sharding is None else sharding
-    )
-
-
 def mlp(num_layers=4, dtype=jnp.float64):
     """The built-in one, which divides itself by hand."""
     return ppctl.mlp(

@@ -27,7 +27,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.auto_axes import dim_of, is_spec, with_dims, without_axes
 from ppctl.executors.compiler_options import cpu_options, temp_bytes
 from ppctl.executors.described_devices import is_described
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, last_uses
@@ -45,7 +44,7 @@ from ppctl.executors.mpmd.transfers import (
     parts_of,
     processes,
 )
-from ppctl.executors.stage.divided_dims import divided_dims
+from ppctl.executors.parameter_layout import is_spec, without_axes
 from ppctl.executors.tree_bytes import shard_bytes
 from ppctl.schedule.ir import Task
 
@@ -265,7 +264,7 @@ class Runtime:
         if program in self.traced:
             return self.traced[program][1]
         # 1. the program of one device, with its turn
-        programs, auto = self.programs, self.programs.auto
+        programs, auto = self.programs, self.programs.auto_axes(program)
         specs, out_specs = (programs.all_specs(program, n) for n in (program.reads, program.writes))
         function = programs.function(program)
 
@@ -284,15 +283,10 @@ class Runtime:
         )
         donated = programs.donated(program)
         donate = tuple(i for i, name in enumerate(program.reads, 1) if name in donated)
-        turn = self.shape(jax.ShapeDtypeStruct((), np.int32), P())
-        traced = jax.jit(whole, donate_argnums=donate).trace(turn, *reads)
-        # 3. arrays that XLA divides must lie as the next program expects them
-        if auto:
-            out_specs = written_specs(programs, program, traced, reads, out_specs)
-            sharding = partial(NamedSharding, self.abstract)
-            shardings = jax.tree.map(sharding, (P(), *out_specs), is_leaf=is_spec)
-            again = jax.jit(whole, donate_argnums=donate, out_shardings=shardings)
-            traced = again.trace(turn, *reads)
+        sharding = partial(NamedSharding, self.abstract)
+        shardings = jax.tree.map(sharding, (P(), *out_specs), is_leaf=is_spec)
+        jitted = jax.jit(whole, donate_argnums=donate, out_shardings=shardings)
+        traced = jitted.trace(self.shape(jax.ShapeDtypeStruct((), np.int32), P()), *reads)
         written = tuple(map(self.shape, traced.out_info[1:], out_specs))
         self.traced[program] = traced, written
         return written
@@ -419,27 +413,3 @@ class Runtime:
         of_rank = entry.program if entry.task is None else None
         donated = () if of_rank is None else self.programs.donated(of_rank)
         return [key for key in freed if key in entry.reads and key[0] in donated]
-
-
-def written_specs(
-    programs: ProgramLibrary,
-    program: ProgramId,
-    traced: jax.stages.Traced,
-    reads: Sequence[Tree],
-    specs: Sequence[Tree],
-) -> list[Tree]:
-    """Return the specs of a program's results, leaf by leaf, with the dims that XLA divides.
-
-    So values lie as the next program expects them. traced: with a turn before its reads and writes;
-    reads: shapes with shardings; specs: without those dims, or with them already.
-    """
-    (axis,) = programs.auto
-    shardings = [a.sharding for a in jax.tree.leaves(reads)]
-    size, dims = shardings[0].mesh.shape[axis], [dim_of(each.spec, axis) for each in shardings]
-    _, *followed = divided_dims(traced.jaxpr.jaxpr, [None, *dims])
-    rest, found = iter(followed), []
-    for name, value, spec in zip(program.writes, traced.out_info[1:], specs, strict=True):
-        of_program = [next(rest) for _ in jax.tree.leaves(value)]
-        dims = programs.divided_dims(name, value)
-        found.append(with_dims(spec, value, of_program if dims is None else dims, axis, size))
-    return found

@@ -15,14 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.auto_axes import dim_of, in_manual, is_spec, shifted, tree_specs
 from ppctl.executors.compiler_options import CompilerPreset
 from ppctl.executors.device_mesh import DATA_AXES, RANK_AXES
 from ppctl.executors.model_shapes import Model, is_none
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, transfer_entry
 from ppctl.executors.mpmd.plan_tasks import JOINS, TASKS, Role
 from ppctl.executors.mpmd.task_programs import drop_device_dim, joined, run_part, run_task
-from ppctl.executors.parameter_layout import Layout, gather_shards, scatter_sums
+from ppctl.executors.parameter_layout import Layout, gather_shards, is_spec, scatter_sums
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.ir import PART_KINDS
 
@@ -137,7 +136,7 @@ def prepare_rank(
     master = leaves[0].dtype
     zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros((1, *a.shape), master), tree)  # noqa: E731
     shards = jax.tree.map(lambda a: a.astype(model.dtype), params)
-    embed_head = in_manual(gather_shards, shards["embed_head"], specs["embed_head"], model.auto)
+    embed_head = gather_shards(shards["embed_head"], specs["embed_head"])
 
     def stages(layers: Tree) -> list[Any]:
         take = lambda *index: jax.tree.map(lambda a: a[index], layers)  # noqa: E731
@@ -147,7 +146,7 @@ def prepare_rank(
             for v, n in enumerate(count)
         ]
 
-    whole = lambda: stages(in_manual(gather_shards, shards["layers"], specs["layers"], model.auto))  # noqa: E731
+    whole = lambda: stages(gather_shards(shards["layers"], specs["layers"]))  # noqa: E731
     # 2. the values by name, and the sums of their gradients
     by_embedding, by_head = model.uses
     found: dict[str, list] = {
@@ -175,8 +174,7 @@ def reduce_stage(
 
     axes: those that devices sum over.
     """
-    reduced = lambda sums, specs: scatter_sums(sums, specs, axes)  # noqa: E731
-    return (in_manual(reduced, _stacked(model, sums.num_layer_slots, acc), specs, model.auto),)
+    return (scatter_sums(_stacked(model, sums.num_layer_slots, acc), specs, axes),)
 
 
 def finish_rank(
@@ -203,9 +201,8 @@ def finish_rank(
     for part in (v.get("acc_in"), v.get("acc_out"), v.get("acc_embed_head")):
         if part is not None:
             embed_head = jax.tree.map(_plus, embed_head, drop_device_dim(part), is_leaf=is_none)
-    reduced = lambda grads, specs: scatter_sums(grads, specs, axes)  # noqa: E731
     trained = model.trained_embed_head(specs["embed_head"])
-    embed_head = in_manual(reduced, embed_head, trained, model.auto)
+    embed_head = scatter_sums(embed_head, trained, axes)
     if here.shared is None:
         return ({"embed_head": embed_head, "layers": layers},)
     # 3. the leaves that ranks share
@@ -245,7 +242,7 @@ def _stacked(model: Model, num_layer_slots: int, acc: Any) -> Tree:
     """Return the sums of a stage's layers, [num_layer_slots, ...], padded with zeros."""
     if isinstance(acc, list):
         zero = lambda a: jnp.zeros((0, *a.shape), a.dtype)  # noqa: E731
-        none = jax.tree.map(zero, model.trained_layers(model.layer))
+        none = jax.tree.map(zero, model.trained_layers(model.held["layers"]))
         acc = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), none, *acc)
     else:
         acc = drop_device_dim(acc)
@@ -275,6 +272,10 @@ class ProgramLibrary:
         self.once, self.once_specs, self.auto = once or {}, once_specs, model.auto
         self.device_axes = tuple(axis for axis in RANK_AXES if axis not in model.auto)
 
+    def auto_axes(self, program: ProgramId) -> tuple[str, ...]:
+        """Return the axes over which XLA divides a program: tasks only, the model's functions."""
+        return self.auto if program.kind in TASKS else ()
+
     def specs(self, program: ProgramId, name: str) -> Tree:
         """Return the spec of a value of a program: a tree, or one spec for all its leaves."""
         found = self.once_specs(program, name)
@@ -293,23 +294,47 @@ class ProgramLibrary:
             return P(DATA_AXES)
         if name == "sum":
             return self._sum_specs
+        if self.auto and name in ("embed_head_in", "embed_head_out", "acc_in", "acc_out"):
+            return self._embed_head_specs(name)
         # gathered parameters: each device has its shard over tp, or all have the same
         is_gathered = name in ("embed_head_in", "embed_head_out", "embed_head", "m", "part")
         return P() if is_gathered else P(self.device_axes)
 
+    def _embed_head_specs(self, name: str) -> Tree:
+        """Return the specs over tp of embedding or head, or of their sums, where XLA divides."""
+        embed_head = self.model.auto_specs["embed_head"]
+        used = self.model.keep(embed_head, self.model.uses[name.endswith("out")])
+        if not name.startswith("acc"):
+            return used
+        return self._with_devices(self.model.trained_embed_head(used))
+
+    def _with_devices(self, specs: Tree) -> Tree:
+        """Return the specs of sums with an entry a device, from those of their parameters."""
+        return jax.tree.map(lambda spec: P(self.device_axes, *spec), specs, is_leaf=is_spec)
+
     def all_specs(self, program: ProgramId, names: Sequence[str]) -> list[Tree]:
         """Return the specs of all values that a program reads, or of all that it writes."""
         shape = program.shape
-        roles = iter(shape.stages if isinstance(shape, RankRole) else (shape,))
-        layers = lambda: self._layers_specs(next(roles))  # noqa: E731
-        return [layers() if name == "w" else self.specs(program, name) for name in names]
+        stages = shape.stages if isinstance(shape, RankRole) else (shape,)
+        layers = {name: iter(stages) for name in ("w", "acc")}
+        return [
+            self._layers_specs(name, next(layers[name]))
+            if name in layers
+            else self.specs(program, name)
+            for name in names
+        ]
 
-    def _layers_specs(self, role: Role) -> Tree:
-        """Return the specs of a stage's layers as tasks receive them."""
-        one, number = self.model.layer_specs, role.num_layers
+    def _layers_specs(self, name: str, role: Role | StageSums) -> Tree:
+        """Return the specs of a stage's layers ("w") as tasks receive them, or of their sums."""
+        model, number = self.model, role.num_layers
+        one = model.auto_specs["layers"] if self.auto else model.layer_specs
+        if name == "acc" and not self.auto:
+            return P(self.device_axes)
         if one is None:
             return P()
-        return self._stacked_specs if number > self.model.unroll else [one] * number
+        stacked = jax.tree.map(lambda spec: P(None, *spec), one, is_leaf=is_spec)
+        specs = stacked if number > model.unroll else [one] * number
+        return specs if name == "w" else self._with_devices(model.trained_layers(specs))
 
     @property
     def _stacked_specs(self) -> Tree:
@@ -321,37 +346,6 @@ class ProgramLibrary:
     def _sum_specs(self) -> Tree:
         """The specs of a stage's reduced sums of gradients."""
         return self.model.trained_layers(self._stacked_specs)
-
-    def divided_dims(self, name: str, value: Tree) -> Sequence[int | None] | None:
-        """Return the dim of each leaf of a value that XLA divides over tp; None: unknown.
-
-        value: its shapes. Parameters and their sums have the parameter's dim, after leading dims.
-        Values between stages are whole on every device. The program's operations decide unknown
-        dims.
-        """
-        leaves = jax.tree.leaves(value)
-        # 1. values without parameters' dims
-        if name in ("stash", "pending"):
-            return None
-        if not leaves:
-            return ()
-        # 2. the parameters' specs
-        if name in ("w", "acc", "sum"):
-            specs, shapes = self.model.auto_specs["layers"], self.model.layer
-            if name != "w":
-                specs, shapes = map(self.model.trained_layers, (specs, shapes))
-        elif name in ("embed_head_in", "embed_head_out", "acc_in", "acc_out"):
-            used = self.model.uses[name in ("embed_head_out", "acc_out")]
-            trees = self.model.auto_specs["embed_head"], self.model.embed_head
-            specs, shapes = (self.model.keep(tree, used) for tree in trees)
-            if name.startswith("acc"):
-                specs, shapes = map(self.model.trained_embed_head, (specs, shapes))
-        else:
-            return [None] * len(leaves)
-        # 3. their dims, for each layer in turn if layers are not stacked
-        one = [*zip(tree_specs(specs), jax.tree.leaves(shapes), strict=True)]
-        pairs = zip(one * (len(leaves) // len(one)), leaves, strict=True)
-        return [shifted(dim_of(spec), a.ndim - whole.ndim) for (spec, whole), a in pairs]
 
     def function(self, program: ProgramId) -> Callable[..., tuple]:
         """Return a program's function of one device, from the values of its reads to its writes."""

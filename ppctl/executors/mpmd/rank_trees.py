@@ -16,7 +16,6 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.auto_axes import without_axes
 from ppctl.executors.device_mesh import RANK_AXES
 from ppctl.executors.mpmd.transfers import (
     from_holder,
@@ -25,7 +24,7 @@ from ppctl.executors.mpmd.transfers import (
     local_shards,
     local_zeros,
 )
-from ppctl.executors.parameter_layout import Layout
+from ppctl.executors.parameter_layout import Layout, without_axes
 
 Tree = Any
 

@@ -1,7 +1,7 @@
 """A network, any function of a batch, as a stack: its operations in order, cut into layers.
 
 x is one vector an example. A layer's parameters are one vector each for "kernel" and "bias", padded
-to the longest; those that tp divides are matrices with a row for each piece.
+to the longest.
 docs/executors-internals.md, "A network as a stack", defines embedding, layers and head.
 """
 
@@ -19,10 +19,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError
-from ppctl.executors.auto_axes import check_spec, dim_of, spread_specs
 from ppctl.executors.stage.layer_programs import pack_flat, unpack_flat
 from ppctl.executors.stage.traced_operations import Trace
 from ppctl.model.network import Network
@@ -33,7 +31,6 @@ from ppctl.schedule.partition.operation_clusters import clusters
 Tree = Any
 Shape = jax.ShapeDtypeStruct
 NUM_EXAMPLES = (2, 3)  # examples of the batches that are traced: crossing values must grow
-PIECES = "pieces"  # group of parameters that tp divides
 FROZEN = "frozen"  # group of frozen parameters
 MULTIPLE = 64  # divides the length of a layer's parameters, so that they can be sharded
 WIDE = 2  # widest boundaries; wider outputs belong to the head
@@ -68,21 +65,11 @@ class TracedNetwork:
                 raise ConfigError(
                     f"init makes {name} of {leaf.dtype}, and parameters are trained: use dtype."
                 )
-        self.specs = self._specs(params)
         self.is_trained = checked_flags(params, network.trainable)
         self.traces: dict[int, Trace] = {}
         self.bounds = self._bounds(self.at(NUM_EXAMPLES[0]))
         self.places = self._places(self.at(NUM_EXAMPLES[0]))
         self.widths = [self._checked(place) for place in self.bounds]
-
-    def _specs(self, params: Tree) -> list[P] | None:
-        """Return the PartitionSpec over tp of each leaf; None for a network without sharding."""
-        if self.network.sharding is None:
-            return None
-        specs = spread_specs(self.network.sharding, params)
-        for name, shape, spec in zip(self.names, self.shapes, specs, strict=True):
-            check_spec(name, shape, spec)
-        return specs
 
     # where it is cut
 
@@ -234,29 +221,17 @@ class TracedNetwork:
 
     @cached_property
     def groups(self) -> dict[tuple[str, ...], list[list[int]]]:
-        """The leaves of each layer by group: "kernel" or "bias", frozen or not, divided or not."""
-        marks = [(), (PIECES,), (FROZEN,), (FROZEN, PIECES)]
-        names = [(*mark, name) for mark in marks for name in ("kernel", "bias")]
+        """The leaves of each layer by group: "kernel" or "bias", frozen or not."""
+        names = [(*mark, name) for mark in ((), (FROZEN,)) for name in ("kernel", "bias")]
         found: dict[tuple[str, ...], list[list[int]]] = {
             name: [[] for _ in range(self.num_layers)] for name in names
         }
         for i, place in enumerate(self.places):
             if place is not None:
                 mark = (FROZEN,) * (not self.is_trained[i])
-                mark += (PIECES,) * (self._dim(i) is not None)
                 found[*mark, self._group(i)][place].append(i)
         used = {name: leaves for name, leaves in found.items() if any(leaves)}
         return used or {("kernel",): found["kernel",]}
-
-    def _dim(self, leaf: int) -> int | None:
-        """Return the dim of a leaf that tp divides, or None."""
-        return None if self.specs is None else dim_of(self.specs[leaf])
-
-    @cached_property
-    def num_pieces(self) -> int:
-        """Pieces of every leaf of a layer that tp divides: tp may be any divisor."""
-        divided = ((i, self._dim(i)) for i, place in enumerate(self.places) if place is not None)
-        return math.gcd(*(self.shapes[i][dim] for i, dim in divided if dim is not None))
 
     def _group(self, leaf: int) -> str:
         """Return "kernel" for a leaf with weight decay, a matrix not in NO_DECAY, else "bias"."""
@@ -264,52 +239,32 @@ class TracedNetwork:
         return "bias" if is_vector else "kernel"
 
     @cached_property
-    def packed_shapes(self) -> dict[tuple[str, ...], tuple[int, ...]]:
-        """The padded shape of each group of a layer: a vector, or a row for each piece."""
-
-        def shape(name: tuple[str, ...], layers: list[list[int]]) -> tuple[int, ...]:
-            pieces = (self.num_pieces,) if PIECES in name else ()
+    def packed_lengths(self) -> dict[tuple[str, ...], int]:
+        """The padded length of each group's vector of a layer."""
+        lengths = {}
+        for name, layers in self.groups.items():
             sizes = (sum(math.prod(self.shapes[i]) for i in leaves) for leaves in layers)
-            longest = max(1, *sizes) // math.prod(pieces)
-            return (*pieces, -(-longest // MULTIPLE) * MULTIPLE)
-
-        return {name: shape(name, layers) for name, layers in self.groups.items()}
+            lengths[name] = -(-max(1, *sizes) // MULTIPLE) * MULTIPLE
+        return lengths
 
     @cached_property
     def tag(self) -> str:
         """A name by the place of each parameter, so that checkpoints of another cut never fit."""
         lies: list[tuple] = list(zip(self.names, self.shapes, self.places, strict=True))
-        lies += [] if self.specs is None else [tuple(map(self._dim, range(len(self.names))))]
         lies += [] if all(self.is_trained) else [self.is_trained]
         return f"cut_{hashlib.sha256(repr(lies).encode()).hexdigest()[:8]}"
 
     def to_parts(self, params: Tree) -> Tree:
         """Return a stack's parameters, from the network's."""
         leaves = [leaf.astype(self.dtype) for leaf in jax.tree.leaves(params)]
-        dims = map(self._dim, range(len(leaves)))
-        first = [
-            leaf if dim is None else jnp.moveaxis(leaf, dim, 0)
-            for leaf, dim in zip(leaves, dims, strict=True)
-        ]
         layers = {}
         for name, of_layers in self.groups.items():
-            shape = Shape(self.packed_shapes[name], self.dtype)
-            packed = [pack_flat([first[i] for i in each], shape) for each in of_layers]
+            shape = Shape((self.packed_lengths[name],), self.dtype)
+            packed = [pack_flat([leaves[i] for i in each], shape) for each in of_layers]
             layers[name] = jnp.stack(packed)
-        return {"embed_head": self._by_name(leaves), "layers": {self.tag: _nested(layers)}}
-
-    def _by_name(self, leaves: Sequence[Any]) -> Tree:
-        """Return the values of embedding and head by name and group."""
         which = (i for i, place in enumerate(self.places) if place is None)
-        return {self.names[i]: {self._group(i): leaves[i]} for i in which}
-
-    @property
-    def sharding(self) -> Tree:
-        """The PartitionSpecs over tp of a stack's parameters, or None."""
-        if self.specs is None:
-            return None
-        layers = {name: P("tp") if PIECES in name else P() for name in self.groups}
-        return {"embed_head": self._by_name(self.specs), "layers": {self.tag: _nested(layers)}}
+        embed_head = {self.names[i]: {self._group(i): leaves[i]} for i in which}
+        return {"embed_head": embed_head, "layers": {self.tag: _nested(layers)}}
 
     @property
     def trainable(self) -> Tree:
@@ -332,13 +287,8 @@ class TracedNetwork:
             if not layers[l]:
                 continue
             packed: Any = reduce(getitem, name, layer)
-            dims = [*map(self._dim, layers[l])]
-            shapes = [
-                dim_first(self.shapes[i], dim) for i, dim in zip(layers[l], dims, strict=True)
-            ]
-            leaves = unpack_flat([Shape(shape, packed.dtype) for shape in shapes], packed)
-            for i, dim, leaf in zip(layers[l], dims, leaves, strict=True):
-                found[i] = leaf if dim is None else jnp.moveaxis(leaf, 0, dim)
+            shapes = [Shape(self.shapes[i], packed.dtype) for i in layers[l]]
+            found |= zip(layers[l], unpack_flat(shapes, packed), strict=True)
         return found
 
     def _unpacked_embed_head(self, embed_head: Tree) -> dict[int, jax.Array]:
@@ -389,7 +339,6 @@ def stack_of(network: TracedNetwork) -> Stack:
         export=network.from_parts,
         mixes_examples=network.network.mixes_examples,
         outputs=network.outputs,
-        sharding=network.sharding,
         trainable=True if all(network.is_trained) else network.trainable,
         contents=network.contents,
     )
@@ -429,12 +378,3 @@ def _no_floats(shapes: Sequence[Shape], l: int) -> ConfigError:
         f"{found} crosses the boundary before layer {l}, and what passes between layers is "
         "floating. Make floats of it in the first layer, or move the boundary."
     )
-
-
-def dim_first(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
-    """Return a shape with one of its dims first.
-
-    >>> dim_first((2, 3, 4), 1), dim_first((2, 3, 4), None)
-    ((3, 2, 4), (2, 3, 4))
-    """
-    return shape if dim is None else (shape[dim], *shape[:dim], *shape[dim + 1 :])

@@ -17,7 +17,6 @@ import optax
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import DictKey
 
-from ppctl.executors.auto_axes import tree_specs
 from ppctl.executors.device_mesh import RANK_AXES
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.mpmd.dispatch_plan import (
@@ -38,7 +37,7 @@ from ppctl.executors.mpmd.rank_programs import (
     with_shared,
 )
 from ppctl.executors.mpmd.rank_trees import Division
-from ppctl.executors.parameter_layout import sharded_over
+from ppctl.executors.parameter_layout import sharded_over, tree_specs
 from ppctl.executors.tree_bytes import shard_shapes
 from ppctl.model.stack import divisor
 from ppctl.model.trainable_parameters import trained_part
@@ -306,7 +305,7 @@ class _Once:
     ):
         # 1. the specs of each rank's state
         self.engine, self.optimizer, self.lr_schedule = engine, optimizer, lr_schedule
-        self.axes, self.auto = engine.layout.manual(RANK_AXES), engine.layout.auto
+        self.axes = tuple(axis for axis in RANK_AXES if axis not in engine.layout.auto)
         staged, described = engine.states.staged, engine.division.described
         self.of_state = {
             here: {name: described(tree, r, (DictKey(name),))[1] for name, tree in staged.items()}
@@ -356,8 +355,7 @@ class _Once:
         specs = tree_specs(self.library.specs(program, "grads"))
         shards: dict[tuple[str, ...], list] = {}
         for leaf, spec in zip(jax.tree.leaves(grads), specs, strict=True):
-            axes = tuple(axis for axis in sharded_over(spec) if axis not in self.auto)
-            shards.setdefault(axes, []).append(leaf)
+            shards.setdefault(sharded_over(spec), []).append(leaf)
         sums = (jax.lax.psum(sum_of_squares(leaves), axes) for axes, leaves in shards.items())
         return (sum(sums, start=jnp.zeros((), jnp.float32)),)
 
