@@ -190,7 +190,7 @@ def unknown_key(key: str, chosen: Mapping[str, tuple[str, type]]) -> str:
     # 1. parts without settings
     part = key.split(".")[0]
     if part == "hydra":
-        return f"{key} is not a setting of Hydra's. `--cfg hydra` shows those."
+        return f"{key} is not a setting of Hydra's that ppctl has."
     if part == "recipes":
         return (
             "recipes has no settings: recipes=NAME chooses a file, and the file starts with "

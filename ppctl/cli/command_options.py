@@ -4,23 +4,46 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn
 
 from ppctl.cli.choices import did_you_mean
+from ppctl.cli.commands import COMMANDS
 from ppctl.errors import ConfigError
 
 
 class Parser(argparse.ArgumentParser):
-    """Options of a command, anywhere among its words, with --help and --json among them.
+    """Options of a command, anywhere among its words, with --json and --help among them.
 
-    words: the attribute of all other words. Errors are ConfigErrors.
+    usage: the words after `ppctl COMMAND`; notes: printed after the first line of the help; words:
+    the attribute of all words that are no options. Errors are ConfigErrors.
     """
 
-    def __init__(self, prog: str, words: str = "words"):
-        super().__init__(prog=prog, add_help=False, allow_abbrev=False)
-        self.add_argument(words, nargs="*")
-        self.add_argument("-h", "--help", action="store_true")
-        self.add_argument("--json", action="store_true")
+    def __init__(
+        self,
+        command: str,
+        usage: str,
+        *,
+        notes: str = "",
+        examples: Sequence[str] = (),
+        words: str = "words",
+    ):
+        epilog = "\n".join(["Examples:", *(f"  {line}" for line in examples)])
+        super().__init__(
+            prog=f"ppctl {command}",
+            usage=f"ppctl {command} {usage}",
+            description=f"ppctl {command}: {COMMANDS[command]}.\n\n{notes}".rstrip(),
+            epilog=epilog if examples else None,
+            formatter_class=partial(
+                argparse.RawDescriptionHelpFormatter, max_help_position=22, width=110
+            ),
+            add_help=False,
+            allow_abbrev=False,
+        )
+        self.add_argument(words, nargs="*", help=argparse.SUPPRESS)
+        self.add_argument("-h", "--help", action="store_true", help="print this text")
+        about = 'print the result as JSON; an error as {"error": {"kind", "message", "remedy"}}'
+        self.add_argument("--json", action="store_true", help=about)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}.")
@@ -29,64 +52,51 @@ class Parser(argparse.ArgumentParser):
         """Return the options in `words`. ConfigError for unknown ones."""
         options, unknown = self.parse_known_intermixed_args(words)
         if unknown:
-            bad, known = unknown[0].partition("=")[0], self.names()
+            bad = unknown[0].partition("=")[0]
+            known = [name for action in self._actions for name in action.option_strings]
             near = did_you_mean(bad, known)
             raise ConfigError(f"{bad} is not an option.{near} ({', '.join(known)})")
         return options
 
-    def read_directory(self, words: Sequence[str]) -> argparse.Namespace:
-        """Return the same of a command that reads one directory, `source`."""
-        options = self.read(words)
-        if not options.help:
-            if len(options.words) != 1:
-                found = " ".join(options.words) or "none"
-                raise ConfigError(f"{self.prog} takes one directory to read, not {found}.")
-            [options.source] = options.words
-        return options
 
-    def names(self) -> list[str]:
-        """Return every option, for completion and messages."""
-        return [name for action in self._actions for name in action.option_strings]
+def one_directory(command: str, words: Sequence[str], *, out: str | None) -> str:
+    """Return the directory that a command reads. ConfigError without one, or without --out."""
+    if len(words) != 1:
+        found = " ".join(words) or "none"
+        raise ConfigError(f"ppctl {command} takes one directory to read, not {found}.")
+    if not out:
+        remedy = f"ppctl {command} {words[0]} --out DIR"
+        raise ConfigError(f"ppctl {command} needs a directory to write: {remedy}.")
+    return words[0]
 
 
-def _parser() -> Parser:
-    parser = Parser("ppctl", "overrides")
-    parser.add_argument("-c", "--cfg", choices=["job", "hydra", "all"])
-    parser.add_argument("--resolve", action="store_true")
+def composed_parser(command: str) -> Parser:
+    """Return the options of a command that composes a config."""
+    usage = "[GROUP=OPTION ...] [SETTING=VALUE ...]"
+    parser = Parser(command, usage, words="overrides")
+    parser.add_argument("--cfg", choices=["job"], help="print the composed config as YAML and stop")
     parser.add_argument(
-        "-i", "--info", choices=["config", "defaults", "defaults-tree", "plugins", "searchpath"]
+        *("-m", "--multirun"),
+        action="store_true",
+        help="run every combination of KEY=A,B,..., each in a process and a run.dir; the same line "
+        "again skips finished jobs; hydra.launcher.jobs=N runs N side by side, "
+        "hydra/launcher=submitit_slurm submits them, hydra/sweeper=optuna searches instead "
+        "(`--help hydra/launcher hydra/sweeper`)",
     )
-    parser.add_argument("-m", "--multirun", action="store_true")
-    parser.add_argument("-cd", "--config-dir")
+    about = "look for groups and recipes in DIR too (DIR/recipes/x.yaml is recipes=x)"
+    parser.add_argument("-cd", "--config-dir", metavar="DIR", help=about)
     return parser
 
 
-def parse(words: list[str]) -> argparse.Namespace:
+def parse(command: str, words: list[str]) -> argparse.Namespace:
     """Return the options and overrides in `words`, in any order. ConfigError for wrong options."""
-    options = _parser().read(words)
-    modes = [f"--{name}" for name in ("cfg", "info", "multirun") if getattr(options, name)]
-    if len(modes) > 1:
-        raise ConfigError(f"{' and '.join(modes)} exclude each other.")
-    if options.resolve and options.cfg is None:
-        raise ConfigError("--resolve only goes with --cfg.")
+    options = composed_parser(command).read(words)
+    if options.cfg and options.multirun:
+        raise ConfigError("--cfg and --multirun exclude each other.")
     return options
-
-
-def hydra_flags(options: argparse.Namespace) -> list[str]:
-    """Return the options that are Hydra's."""
-    flags = ["--multirun"] * options.multirun + ["--resolve"] * options.resolve
-    for name in ("cfg", "info", "config_dir"):
-        if getattr(options, name) is not None:
-            flags += [f"--{name.replace('_', '-')}", getattr(options, name)]
-    return flags
 
 
 def job_flags(options: argparse.Namespace) -> list[str]:
     """Return the options that each job of a sweep shares with the sweep."""
     config_dir = ["--config-dir", options.config_dir] if options.config_dir else []
     return ["--json"] * options.json + config_dir
-
-
-def general_options() -> list[str]:
-    """Return every option of a command that composes a config."""
-    return _parser().names()

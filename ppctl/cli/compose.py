@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import hydra
 import yaml
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -21,9 +18,8 @@ from ppctl import config as settings
 from ppctl.cli import fault_messages as faults
 from ppctl.cli.choices import DRAWN, DRAWN_COSTS
 from ppctl.cli.fault_messages import parse_override
-from ppctl.cli.hydra_extensions import CONFIG, Composed, config_loader, load_one, register
+from ppctl.cli.hydra_extensions import Composed, config_loader, load_one
 from ppctl.config import Config, ScheduleConfig
-from ppctl.config.config_dirs import ROOT
 from ppctl.config.schedule_from_config import settled
 from ppctl.errors import ConfigError
 
@@ -53,8 +49,8 @@ def compose_drawing(overrides: list[str], flags: list[str]) -> ScheduleConfig:
     return config
 
 
-def compose(overrides: list[str], flags: list[str], words: list[str]) -> Config | Sweep | None:
-    """Return the checked request, that of a sweep, or None if Hydra has printed (--cfg, --info).
+def compose(overrides: list[str], flags: list[str], words: list[str]) -> Config | Sweep:
+    """Return the checked request, or that of a sweep; flags: --multirun, --config-dir DIR.
 
     `words` start the command line of a sweep's job. ConfigError for whatever is wrong.
     """
@@ -63,16 +59,12 @@ def compose(overrides: list[str], flags: list[str], words: list[str]) -> Config 
     for override in parsed:
         faults.refuse(override, multirun=multirun, drawing=False)
     overrides = [re.sub(f"^{faults.SWEEP_DIR}=", "run.dir=", text) for text in overrides]
-    with _in_one_line(parsed):
-        if {"--cfg", "--info"} & {*flags}:
-            _run_hydra([*flags, *overrides])
-            return None
-        with config_loader(_config_dir(flags)) as loader:
-            if not multirun:
-                return checked(load_one(loader, overrides))
-            from ppctl.cli.multirun import compose_sweep
+    with _in_one_line(parsed), config_loader(_config_dir(flags)) as loader:
+        if not multirun:
+            return checked(load_one(loader, overrides))
+        from ppctl.cli.multirun import compose_sweep
 
-            return compose_sweep(loader, overrides, words, checked)
+        return compose_sweep(loader, overrides, words, checked)
 
 
 def checked(composed: Composed) -> Config:
@@ -99,43 +91,3 @@ def _in_one_line(parsed: list[Override]) -> Iterator[None]:
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
         # ValueError and OSError: what Hydra raises for a malformed or unreadable file of the user's
         raise ConfigError(faults.explain(error, parsed)) from error
-
-
-# --- what Hydra itself prints -------------------------------------------------------------------
-
-
-def _run_hydra(argv: list[str]) -> None:
-    """Let Hydra print what its flags request: a config, its sources, candidates for the shell."""
-    register()
-    with _as_if_typed(argv):
-        hydra.main(config_path=str(ROOT / "conf"), config_name=CONFIG, version_base="1.3")(_never)()
-
-
-def _never(_config: object) -> None:
-    raise AssertionError("these flags run nothing")
-
-
-@contextmanager
-def _as_if_typed(argv: list[str]) -> Iterator[None]:
-    """Set sys.argv for Hydra, and HYDRA_FULL_ERROR, so that it raises its exceptions."""
-    before = sys.argv, dict(os.environ)
-    sys.argv, os.environ["HYDRA_FULL_ERROR"] = ["ppctl", *argv], "1"
-    try:
-        yield
-    finally:
-        sys.argv = before[0]
-        os.environ.pop("HYDRA_FULL_ERROR")
-        os.environ.update(before[1])
-
-
-def print_candidates(line: str) -> None:
-    """Print for bash what may follow `line`: the program's name and overrides, no command."""
-    os.environ["COMP_LINE"] = line
-    # A half-typed line is often wrong, and the prompt is no place for an error.
-    with suppress(HydraException, OmegaConfBaseException, ValueError, SystemExit):
-        _run_hydra(["--shell-completion", "query=bash"])
-
-
-def print_completion_script() -> None:
-    """Print what bash evaluates to complete ppctl's command lines."""
-    _run_hydra(["--shell-completion", "install=bash"])

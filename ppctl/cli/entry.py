@@ -25,9 +25,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from ppctl.cli import completion
 from ppctl.cli.choices import did_you_mean
-from ppctl.cli.command_options import hydra_flags, job_flags, parse
+from ppctl.cli.command_options import job_flags, parse
 from ppctl.cli.commands import COMMANDS, COMPOSED, OTHERS
 from ppctl.cli.help_texts import APPLIES_TO, command_help, overview
 from ppctl.cli.resume_command import started_with
@@ -147,19 +146,21 @@ def _serve(argv: list[str]) -> int:
     if command == "--version":
         print(f"ppctl {importlib.metadata.version('ppctl')}")
         return 0
-    if command == "--completion":
-        return completion.print_script(words)
-    if command in ("-sc", "--shell-completion"):  # what Hydra's bash script calls
-        return completion.complete()
     if command in OTHERS:
-        return import_module(f"ppctl.cli.commands.{command}").serve(words)
+        module = import_module(f"ppctl.cli.commands.{command}")
+        parser = module.parser()
+        options = parser.read(words)
+        if options.help:
+            parser.print_help()
+            return 0
+        return module.serve(options)
     if command not in COMPOSED:
         if "=" in command:
             example = f"ppctl train {command}"
             raise ConfigError(f"{command}: a command comes first, for example {example}.")
         text, near = command if command.strip() else repr(command), did_you_mean(command, COMMANDS)
         raise ConfigError(f"{text} is not a command.{near} ({', '.join(COMMANDS)})")
-    return _serve_composed(command, parse(words))
+    return _serve_composed(command, parse(command, words))
 
 
 def _serve_composed(command: str, options: Namespace) -> int:
@@ -171,12 +172,13 @@ def _serve_composed(command: str, options: Namespace) -> int:
     if options.config_dir is not None and not Path(options.config_dir).is_dir():
         raise ConfigError(f"--config-dir {options.config_dir}: there is no such directory.")
     # 2. the config, or the sweep
+    import yaml
+
     from ppctl.cli.compose import compose
 
     words = [command, *job_flags(options)]
-    config = compose(options.overrides, hydra_flags(options), words=words)
-    if config is None:  # Hydra has shown what its flags ask for
-        return 0
+    multirun = ["--multirun"] * options.multirun
+    config = compose(options.overrides, [*multirun, *words[1:]], words=words)
     if not isinstance(config, Config):
         from ppctl.cli.commands.report import write_report_of
         from ppctl.launch.sweep.run_sweep import run_sweep
@@ -187,6 +189,9 @@ def _serve_composed(command: str, options: Namespace) -> int:
         return run_sweep(config, write_report_of)
     # 3. the command, in this process or in several
     refuse_inapplicable(command, config)
+    if options.cfg:
+        print(yaml.safe_dump(asdict(config), sort_keys=False), end="")
+        return 0
     if config.launch.is_used:
         if command != "train" and config.launch.max_restarts:
             key = f"launch.max_restarts={config.launch.max_restarts}"

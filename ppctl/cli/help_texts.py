@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ppctl.cli import choices
 from ppctl.cli.choices import PARTS, PLAIN, default_option, options, schema_of, settings_of
+from ppctl.cli.command_options import composed_parser
 from ppctl.cli.commands import COMMANDS
 from ppctl.cli.sweep_options import SWEEP_GROUPS, sweep_group_help
 from ppctl.config import Costs
@@ -91,17 +92,6 @@ _MOST_USED = {
     "inspect": "what task out",
 }
 MOST_USED = [f"{part}.{name}" for part, names in _MOST_USED.items() for name in names.split()]
-FLAGS = """\
-  --json            print the result as JSON on stdout; an error as
-                    {"error": {"kind", "message", "remedy"}}
-  --cfg job         print the composed config as YAML and stop (--resolve: with ${...} filled in)
-  --info TOPIC      sources of the config: config, defaults, defaults-tree, plugins, searchpath
-  -m, --multirun    run every combination of KEY=A,B,..., each in a process and a run.dir; the same
-                    line again skips finished jobs; hydra.launcher.jobs=N runs N side by side,
-                    hydra/launcher=submitit_slurm submits them, hydra/sweeper=optuna searches
-                    instead (`--help hydra/launcher hydra/sweeper`)
-  --config-dir DIR  look for groups and recipes in DIR too (DIR/recipes/x.yaml is recipes=x)
-  -h, --help        this text; with part names (`--help model run`): all settings of these"""
 EXIT_CODES = """\
   0  done
   1  the check failed (verify, doctor), a job of a sweep failed, or a bug
@@ -122,28 +112,13 @@ Commands:
 Examples (`ppctl examples` has more):
 {examples}
 
-`ppctl COMMAND --help` shows groups, settings and options; `ppctl --version` the version.
-Completion in bash (or zsh): eval "$(ppctl --completion bash)"; in fish: ppctl --completion fish | \
-source"""
-COMMAND_HELP = """\
-ppctl {command}: {about}.
-
-Usage: ppctl {command} [GROUP=OPTION ...] [SETTING=VALUE ...] [--json]
-
+`ppctl COMMAND --help` shows groups, settings and options; `ppctl --version` the version."""
+COMMAND_NOTES = """\
 Groups (the first option is the default):
 {groups}
 
 Settings most used, with defaults (all of a part: ppctl {command} --help model; all: --cfg job):
-{settings}
-
-Options:
-{flags}
-
-Examples:
-{examples}
-
-Exit codes:
-{exit_codes}"""
+{settings}"""
 
 
 def overview() -> str:
@@ -158,15 +133,14 @@ def command_help(command: str, words: Sequence[str]) -> str:
         return "\n\n".join(_part_help(word) for word in words)
     known = choices.all_settings()
     groups = [f"  {g:9} {_options_text(g)}" for g in choices.GROUPS if _is_for(command, g)]
-    return COMMAND_HELP.format(
-        command=command,
-        about=COMMANDS[command],
-        groups="\n".join(_wrapped(line, 12) for line in groups),
-        settings=setting_table([known[key] for key in MOST_USED if _is_for(command, key)]),
-        flags=FLAGS,
-        examples=_indented(EXAMPLES[command]),
-        exit_codes=EXIT_CODES,
-    )
+    settings = setting_table([known[key] for key in MOST_USED if _is_for(command, key)])
+    wrapped = "\n".join(_wrapped(line, 12) for line in groups)
+    parser = composed_parser(command)
+    notes = COMMAND_NOTES.format(command=command, groups=wrapped, settings=settings)
+    parser.description = f"{parser.description}\n\n{notes}"
+    examples = _indented(EXAMPLES[command])
+    parser.epilog = f"Examples:\n{examples}\n\nExit codes:\n{EXIT_CODES}"
+    return parser.format_help().rstrip()
 
 
 def _indented(lines: Iterable[str]) -> str:

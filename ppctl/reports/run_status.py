@@ -11,8 +11,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -139,23 +138,6 @@ def is_held(path: Path) -> bool:
         except BlockingIOError:
             return True
     return False
-
-
-@contextmanager
-def kept_still(run_dir: Path) -> Iterator[None]:
-    """Hold the lock of a run directory that has one: no process records a run there meanwhile.
-
-    Raises HeldError where a process does already, and OSError for an unreadable file.
-    """
-    if not os.path.lexists(run_dir / FILE):  # an imported model's
-        yield
-        return
-    with (run_dir / FILE).open("rb+", buffering=0) as file:
-        try:
-            _lock(file)
-        except BlockingIOError:
-            raise HeldError(_holder(run_dir)) from None
-        yield
 
 
 def _opened(run_dir: Path) -> tuple[FileIO, bool]:

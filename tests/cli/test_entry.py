@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -142,12 +141,3 @@ def test_where_jax_was_handlers_run_at_the_end_and_the_interpreter_is_not_torn_d
             [sys.executable, "-c", ENDING, *words], capture_output=True, text=True, check=False
         )
         assert (done.returncode, done.stdout.splitlines(), done.stderr) == (7, said, "")
-
-
-def test_info_shows_where_the_config_comes_from():
-    done = subprocess.run(
-        [PPCTL, "train", "--info", "searchpath"], capture_output=True, text=True, check=True
-    )
-    assert re.search(
-        r"main +\| file://.*conf", done.stdout
-    )  # a process of its own: Hydra adds a log handler

@@ -34,9 +34,7 @@ def outcome(capsys, *words):
     return code, *capsys.readouterr()
 
 
-@pytest.mark.parametrize(
-    "command", [each for each in COMMANDS if each != "init"]
-)  # which has no --json
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_says_a_mistake_as_json_and_as_before(command, served, capsys):
     words = [command, "--no-such-option"]
     code, out, err = outcome(capsys, *words)
@@ -93,7 +91,6 @@ def test_the_kinds():
         "SaveError": "save",
         "NonFiniteError": "not_finite",
         "LostError": "process_lost",
-        "DeclinedError": "declined",
     }
 
 

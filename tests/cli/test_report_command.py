@@ -14,7 +14,7 @@ from support.environment import BY_USER
 from support.run_pages import make, record, words_of, write
 
 from ppctl import cli
-from ppctl.cli.commands.report import EXAMPLES, HELP
+from ppctl.cli.commands.report import EXAMPLES
 
 BY_PATH = BY_USER | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
@@ -313,32 +313,14 @@ def test_a_report_is_written_again_and_a_run_may_be_anywhere(capsys):
     assert '<a href="there%20%3Cnow%3E/a">' in text
 
 
-# --- help, completion, size, speed --------------------------------------------------------------
+# --- help, size, speed --------------------------------------------------------------
 
 
 def test_help_says_what_there_is(capsys):
     assert cli.main(["report", "--help"]) == 0
     out = capsys.readouterr().out
-    assert out == HELP + "\n"
     assert max(map(len, out.splitlines())) <= 120
     assert all(line in out for line in EXAMPLES)
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("ppctl rep", {"report", "runs"}),
-        ("ppctl report ", {"a", "sweep/b"}),
-        ("ppctl report a sw", {"a", "sweep/b"}),
-        ("ppctl report --", {"--json", "--out", "--help"}),
-    ],
-)
-def test_bash_completes(line, expected, capsys, monkeypatch):
-    make("a")
-    make("sweep/b")
-    monkeypatch.setenv("COMP_LINE", line)
-    assert cli.main(["-sc", "query=bash"]) == 0
-    assert expected <= set(capsys.readouterr().out.split())
 
 
 def test_a_page_of_many_steps_is_small_and_starts_no_jax():

@@ -89,13 +89,12 @@ WRONG = {
     "--ranks 0": "--ranks 0: write numbers and ranges from 1 to 1024, as in 2,4,8-12",
     "--ranks 4-2": "--ranks 4-2: write numbers",
     "--microbatches many": "--microbatches many: write numbers",
-    "--over both": "--over both is not one of ranks, microbatches",
     "--kept-mb=-3,1": "--kept-mb -3,1: write numbers above 0",
     "--kept-mb x": "--kept-mb x: write numbers above 0",
     "--format html": "--format html is not one of text, json, svg, pdf, png",
     "--format png": "--format png is not text. Add --out FILE.png",
     "schedule=interleaved --ranks 3 --microbatches 4": "interleaved has none of these sizes. num_microbatches=4 is not",
-    "--ranks 1-20 --microbatches 8 --over microbatches --format svg": "20 lines are more than the 16",
+    "--ranks 1-17 --microbatches 1-20 --format svg": "17 lines are more than the 16",
     "--ranks 1024 --microbatches 1024": "1024 ranks, 1024 microbatches: too many tasks for a curve",
 }
 

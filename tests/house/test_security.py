@@ -36,7 +36,7 @@ EXECUTE = {
             "schedule/__init__.py",
             "schedule/families/registry.py",
         ),  # names of ppctl's own
-        *("cli/completion.py", "cli/entry.py"),  # of its commands
+        "cli/entry.py",  # of its commands
         "training/pipeline/user_code.py",
     ),
 }

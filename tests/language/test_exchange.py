@@ -211,14 +211,14 @@ def test_places_that_are_no_models_are_refused(copy, tmp_path, capsys):
         (["import"], "takes one directory to read, not none"),
         (
             ["import", "a"],
-            "ppctl import needs a directory to write: ppctl import DIR --out RUN_DIR",
+            "ppctl import needs a directory to write: ppctl import a --out DIR",
         ),
         (["import", "a", "--out"], "argument --out: expected one argument"),
         (
             ["export", "a", "--out", "b", "--stap", "3"],
             "--stap is not an option. Did you mean --step?",
         ),
-        (["export", "a", "--out", "b", "--step", "x"], "--step x is no number"),
+        (["export", "a", "--out", "b", "--step", "x"], "argument --step: invalid int value: 'x'"),
         (["export", "a", "--out", "b"], "a is no run: it has no config.yaml"),
     ):
         assert cli.main(words) == ConfigError.exit_code

@@ -113,7 +113,7 @@ def test_config_yaml_is_the_composed_config(train, tmp_path, capsys):
     train("optim.lr=3e-4", "optim.clip_norm=null")
     written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     words = [*ROWS.split(), f"run.dir={tmp_path / 'run'}", "optim.lr=3e-4", "optim.clip_norm=null"]
-    assert cli.main(["train", *words, "--cfg", "job", "--resolve"]) == 0
+    assert cli.main(["train", *words, "--cfg", "job"]) == 0
     assert written == yaml.safe_load(capsys.readouterr().out)
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from ppctl import cli, config
 from ppctl.cli.commands.init import NETWORK as STARTER_NETWORK
-from ppctl.cli.commands.init import STARTER, serve
+from ppctl.cli.commands.init import STARTER, parser, serve
 from ppctl.config.code_digests import sources
 from ppctl.data.dataset import DataSet, fingerprint
 from ppctl.errors import ConfigError
@@ -166,15 +166,18 @@ def test_init_overwrites_nothing(here, capsys):
     assert "own/my_data.py is there already, and nothing is overwritten" in capsys.readouterr().err
     assert [file.name for file in (here / "own").iterdir()] == ["my_data.py"]
     (here / "file").write_text("")
-    for words in ([], ["a", "b"], ["-x"]):
-        with pytest.raises(ConfigError, match="name one directory"):
-            serve(words)
-    with pytest.raises(ConfigError, match="file/x cannot be written"):
-        serve(["file/x"])
+    for words, message in (
+        ([], "name one directory"),
+        (["a", "b"], "name one directory"),
+        (["-x"], "-x is not an option"),
+        (["file/x"], "file/x cannot be written"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            serve(parser().read(words))
 
 
 def test_all_of_the_starter_is_written(here):
-    serve(["own"])
+    serve(parser().read(["own"]))
     written = sorted(
         str(file.relative_to("own")) for file in Path("own").rglob("*") if file.is_file()
     )

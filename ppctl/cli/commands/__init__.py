@@ -4,8 +4,7 @@ A command that composes a whole config is a function of its own name: `NAME(conf
 exit code`. Its module imports JAX, so it is imported when the request is known to be right, and its
 help is read from the file.
 
-Any other command has `serve(words) -> exit code`, `option_names()`, and `completions(words)`: the
-words that may follow in bash, or None where the overrides of a config may.
+Any other command has `parser()`, its options, and `serve(options) -> exit code`.
 """
 
 from __future__ import annotations

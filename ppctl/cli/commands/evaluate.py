@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppctl.cli.command_options import Parser
-from ppctl.cli.commands import COMMANDS, runs
-from ppctl.cli.commands.generate import DTYPES, run_or_checkpoint
+from ppctl.cli.commands.generate import run_or_checkpoint
+from ppctl.config import DTYPES
 from ppctl.errors import ConfigError
 from ppctl.reports.terminal_output import show_json
 
@@ -29,37 +29,31 @@ EXAMPLES = (
 ONE_DEVICE = ("mesh=1x1", "schedule=gpipe", "schedule.num_microbatches=1", "run.eval_every=null")
 HOW_TRAINED = ("data.batch_size", "data.eval_fraction")  # words of data that only training needs
 BY_TOKENIZER = ("data.tokenizer", "data.end_token")  # words that the run's tokenizer replaces
-HELP = f"""\
-ppctl evaluate: {COMMANDS["evaluate"]}.
-
-Usage: ppctl evaluate RUN [data=... data.SETTING=...] [model.seq_len=N] [--json]
-       ppctl evaluate RUN --choices FILE.jsonl [--json]
-
+NOTES = """\
 RUN is a path, a name in the list of `ppctl runs`, or a checkpoint (RUN/checkpoints/STEP). Without
 data= it reads the sequences that the run holds out; of other data all of them, or those that
 data.eval_fraction=F holds out. Text is read by the run's tokenizer. Sequences are as long as in
-training, or model.seq_len=N tokens.
+training, or model.seq_len=N tokens. It prints loss (nats a token), perplexity, bits_per_byte and
+num_tokens.
 
-Options:
-  --choices FILE  questions, a line each:
-                  {{"prompt": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0}}
-                  the model's answer is the likeliest choice (accuracy), or the one of the largest
-                  likelihood for each byte (accuracy_per_byte)
-  --limit N       only the first N sequences or questions
-  --dtype DTYPE   of compute: {", ".join(DTYPES)} (default: the run's)
-  --json          print loss (nats a token), perplexity, bits_per_byte, num_tokens as JSON on stdout
-  -h, --help      this text
-
-Examples:
-""" + "\n".join(f"  {line}" for line in EXAMPLES)
+A question of --choices is {"prompt": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0}. The model's
+answer is the likeliest choice (accuracy), or the one of the largest likelihood for each byte
+(accuracy_per_byte)."""
 
 
-def serve(words: list[str]) -> int:
+def parser() -> Parser:
+    """Return the options of `ppctl evaluate`."""
+    usage = "RUN [data=... data.SETTING=...] [model.seq_len=N] [OPTIONS]"
+    options = Parser("evaluate", usage, notes=NOTES, examples=EXAMPLES)
+    options.add_argument("--choices", metavar="FILE.jsonl", help="questions, a line each")
+    about = "only the first N sequences or questions"
+    options.add_argument("--limit", type=int, metavar="N", help=about)
+    options.add_argument("--dtype", choices=DTYPES, help="of compute (default: the run's)")
+    return options
+
+
+def serve(options: Namespace) -> int:
     """Evaluate a model; return the exit code."""
-    options = _parser().read(words)
-    if options.help:
-        print(HELP)
-        return 0
     overrides = [word for word in options.words if "=" in word and not Path(word).exists()]
     for word in overrides:
         if not word.startswith(("data=", "data.", "+data.", "model.seq_len=")):
@@ -172,22 +166,3 @@ def _progress(what: str, number: int) -> Iterator[Callable[[int], object]]:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=number)
         yield lambda done: bar.update(task, completed=done)
-
-
-def _parser() -> Parser:
-    parser = Parser("ppctl evaluate")
-    parser.add_argument("--choices")
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--dtype", choices=DTYPES)
-    return parser
-
-
-def completions(words: list[str]) -> list[str]:
-    """Return the runs that may follow `ppctl evaluate`."""
-    del words
-    return runs.completions(["show"])
-
-
-def option_names() -> list[str]:
-    """Return every option of `ppctl evaluate`."""
-    return _parser().names()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 
+from ppctl.cli.command_options import Parser
 from ppctl.errors import ConfigError
 
 # a comment and a command each, which a test composes
@@ -59,23 +61,17 @@ _LINES = TEXT.splitlines()
 EXAMPLES = [*zip((line[2:] for line in _LINES[::2]), _LINES[1::2], strict=True)]
 
 
-def serve(words: list[str]) -> int:
+def parser() -> Parser:
+    """Return the options of `ppctl examples`."""
+    return Parser("examples", "[--json]")
+
+
+def serve(options: Namespace) -> int:
     """Print the examples; return 0."""
-    if words == ["--json"]:
+    if options.words:
+        raise ConfigError(f"`ppctl examples` takes no words, not {options.words[0]}.")
+    if options.json:
         print(json.dumps([{"want": want, "command": command} for want, command in EXAMPLES]))
         return 0
-    if words not in ([], ["--help"], ["-h"]):
-        raise ConfigError(f"`ppctl examples` takes no words but --json, not {words[0]}.")
     print("\n\n".join(f"# {want}\n{command}" for want, command in EXAMPLES))
     return 0
-
-
-def option_names() -> list[str]:
-    """Return every option of `ppctl examples`."""
-    return ["--json", "--help"]
-
-
-def completions(words: list[str]) -> list[str]:
-    """Return no candidates: nothing follows but options."""
-    del words
-    return []

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppctl.cli.command_options import Parser
-from ppctl.cli.commands import COMMANDS, runs
 from ppctl.cli.commands.runs import DEFAULT_DIR
+from ppctl.config import DTYPES
 from ppctl.errors import ConfigError
 from ppctl.reports.terminal_output import show_json
 
@@ -22,47 +22,45 @@ if TYPE_CHECKING:
 EXAMPLES = (
     'ppctl generate stdlib_2x4 --prompt "import " --max-tokens 100',
     'ppctl generate runs/imported --prompt "Once upon a time" --temperature 0 --json',
-    "ppctl generate runs/imported/checkpoints/500 --prompts prompts.txt --top-p 0.9 --seed 1",
+    'ppctl generate runs/imported/checkpoints/500 --prompt "Once" --top-p 0.9 --seed 1',
 )
 COMPILED = 1  # tokens after which all programs are compiled: the prompt's, and one more's
-DTYPES = ("float32", "bfloat16", "float64")
-HELP = f"""\
-ppctl generate: {COMMANDS["generate"]}.
-
-Usage: ppctl generate RUN --prompt TEXT [--max-tokens N] [--temperature T] [--json]
-
+NOTES = """\
 RUN is a path, a name in the list of `ppctl runs`, or a checkpoint (RUN/checkpoints/STEP). Text is
 read and written by the tokenizer.json in the run's directory, else by that of its data; without
-either the tokens are bytes. The model's layers run one after the other on --devices devices.
-
-Options:
-  --prompt TEXT    the text to continue; may be repeated; "" is the end of a document
-  --prompts FILE   a prompt a line
-  --chat           the prompt is a user's message, written by the tokenizer's chat template
-  --max-tokens N   new tokens at most (default 64); the text ends before at a token that ends
-                   documents, at eos_token_id in generation_config.json, and with --chat at the
-                   end of a turn in the chat template
-  --stop TOKEN     another token that ends the text, such as "<|im_end|>"; may be repeated
-  --temperature T  0: the likeliest token; otherwise logits are divided by it (default 1)
-  --top-k K        only the K likeliest tokens
-  --top-p P        only the fewest likeliest tokens that have the probability P together
-  --seed N         of the choice (default 0); the same seed and prompt give the same text
-  --devices N      devices that share the model's layers, in order (default 1)
-  --dtype DTYPE    of compute: {", ".join(DTYPES)} (default: the run's)
-  --json           a list "completions" of text and tokens (the new ones), on stdout
-  -h, --help       this text
-
-Examples:
-""" + "\n".join(f"  {line}" for line in EXAMPLES)
+either the tokens are bytes. The model's layers run one after the other on --devices devices. A text
+ends at a token that ends documents, at eos_token_id in generation_config.json, and with --chat at
+the end of a turn in the chat template."""
 
 
-def serve(words: list[str]) -> int:
+def parser() -> Parser:
+    """Return the options of `ppctl generate`."""
+    options = Parser("generate", "RUN --prompt TEXT [OPTIONS]", notes=NOTES, examples=EXAMPLES)
+    add = options.add_argument
+    about = 'the text to continue; may be repeated; "" is the end of a document'
+    add("--prompt", action="append", metavar="TEXT", help=about)
+    about = "the prompt is a user's message, written by the tokenizer's chat template"
+    add("--chat", action="store_true", help=about)
+    add("--max-tokens", type=int, default=64, metavar="N", help="new tokens at most (default: 64)")
+    about = 'another token that ends the text, such as "<|im_end|>"; may be repeated'
+    add("--stop", action="append", metavar="TOKEN", help=about)
+    about = "0: the likeliest token; otherwise logits are divided by it (default: 1)"
+    add("--temperature", type=float, default=1.0, metavar="T", help=about)
+    add("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
+    about = "only the fewest likeliest tokens that have the probability P together"
+    add("--top-p", type=float, metavar="P", help=about)
+    about = "of the choice (default: 0); the same seed and prompt give the same text"
+    add("--seed", type=int, default=0, metavar="N", help=about)
+    about = "devices that share the model's layers, in order (default: 1)"
+    add("--devices", type=int, default=1, metavar="N", help=about)
+    add("--dtype", choices=DTYPES, help="of compute (default: the run's)")
+    return options
+
+
+def serve(options: Namespace) -> int:
     """Continue prompts; return the exit code."""
-    options = _parser().read(words)
-    if options.help:
-        print(HELP)
-        return 0
-    prompts = _prompts(options)
+    if not options.prompt:
+        raise ConfigError('`ppctl generate` needs a prompt: --prompt TEXT, or "" for none.')
     for name, least in (("max_tokens", 1), ("devices", 1), ("seed", 0)):
         if getattr(options, name) < least:
             given = f"--{name.replace('_', '-')} {getattr(options, name)}"
@@ -70,7 +68,7 @@ def serve(words: list[str]) -> int:
     if options.seed >= 2**31:
         raise ConfigError(f"--seed {options.seed} is too large. Use 0 to {2**31 - 1}.")
     path = run_or_checkpoint(options.words, "generate")
-    return _generate(path, prompts, options)
+    return _generate(path, options.prompt, options)
 
 
 def run_or_checkpoint(words: Sequence[str], command: str) -> Path:
@@ -95,19 +93,6 @@ def run_or_checkpoint(words: Sequence[str], command: str) -> Path:
         what = f"{words[0]} is no run, and none is in {DEFAULT_DIR}/ here"
         raise ConfigError(f"{what}. Give the path of one.")
     return runs_table.find_run(words[0], [top])[1]
-
-
-def _prompts(options: Namespace) -> list[str]:
-    prompts: list[str] = [*(options.prompt or ())]
-    if options.prompts is not None:
-        try:
-            prompts += Path(options.prompts).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is no text"
-            raise ConfigError(f"--prompts {options.prompts} cannot be read: {why}.") from error
-    if not prompts:
-        raise ConfigError('`ppctl generate` needs a prompt: --prompt TEXT, or "" for none.')
-    return prompts
 
 
 def _generate(path: Path, prompts: Sequence[str], options: Namespace) -> int:
@@ -213,30 +198,3 @@ def start_devices(number: int) -> list[Any]:
         here = f"the {len(devices)} here ({devices[0].device_kind})"
         raise ConfigError(f"--devices {number} are more than {here}. Use fewer.")
     return devices[:number]
-
-
-def _parser() -> Parser:
-    parser = Parser("ppctl generate")
-    parser.add_argument("--prompt", action="append")
-    parser.add_argument("--prompts")
-    parser.add_argument("--chat", action="store_true")
-    parser.add_argument("--stop", action="append")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--dtype", choices=DTYPES)
-    return parser
-
-
-def completions(words: list[str]) -> list[str]:
-    """Return the runs that may follow `ppctl generate`."""
-    del words
-    return runs.completions(["show"])
-
-
-def option_names() -> list[str]:
-    """Return every option of `ppctl generate`."""
-    return _parser().names()

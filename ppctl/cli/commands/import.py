@@ -6,75 +6,45 @@ from __future__ import annotations
 
 import json
 import time
+from argparse import Namespace
 from pathlib import Path
 
-from ppctl.cli.command_options import Parser
-from ppctl.cli.commands import COMMANDS
-from ppctl.errors import ConfigError
+from ppctl.cli.command_options import Parser, one_directory
 
 
-def serve(words: list[str]) -> int:
-    """Write the run directory; return 0. ConfigError where the model is none that ppctl has."""
-    options = _parser().read_directory(words)
-    if options.help:
-        about = COMMANDS["import"]
-        print(
-            "Usage: ppctl import DIR --out RUN_DIR "
-            f"[--json]\n\n{about[0].upper()}{about[1:]}.\n\n"
-            "  DIR            a model directory (config.json, *.safetensors, tokenizer files) or "
-            "a .gguf file\n"
-            "  --out RUN_DIR  a new directory: a checkpoint of step 0, a recipe, the tokenizer's "
-            "files\n"
-            "  --json         print what was imported as JSON"
-        )
-        return 0
-    if not options.out:
-        raise ConfigError(
-            "ppctl import needs a directory to write: ppctl import DIR --out RUN_DIR."
-        )
+def parser() -> Parser:
+    """Return the options of `ppctl import`."""
+    notes = (
+        "DIR is a model directory (config.json, *.safetensors, tokenizer files) or a .gguf file."
+    )
+    options = Parser("import", "DIR --out RUN_DIR [--json]", notes=notes)
+    about = "a new directory: a checkpoint of step 0, a recipe, the tokenizer's files"
+    options.add_argument("--out", metavar="RUN_DIR", help=about)
+    return options
+
+
+def serve(options: Namespace) -> int:
+    """Write the run directory; return 0. ConfigError where ppctl has no such model."""
+    source, out = Path(one_directory("import", options.words, out=options.out)), Path(options.out)
     from ppctl.language.import_model import import_model
 
-    started, source, out = time.monotonic(), options.source, Path(options.out)
-    found = import_model(Path(source), out)
-    model, seconds = found.model, time.monotonic() - started
+    started = time.monotonic()
+    found = import_model(source, out)
+    number, layers, seconds = (
+        found.num_parameters,
+        found.model.num_layers,
+        time.monotonic() - started,
+    )
     command = f"ppctl train --config-dir {out} recipes=imported"
     if options.json:
-        shown = {
-            "run_dir": str(out),
-            "num_parameters": found.num_parameters,
-            "num_layers": model.num_layers,
-        }
-        print(
-            json.dumps(
-                shown
-                | {"files": found.files, "notes": found.notes, "seconds": seconds, "train": command}
-            )
-        )
+        shown = {"run_dir": str(out), "num_parameters": number, "num_layers": layers}
+        shown |= {"files": found.files, "notes": found.notes, "seconds": seconds, "train": command}
+        print(json.dumps(shown))
         return 0
-    print(
-        f"imported {source}: {model.num_layers} layers, {found.num_parameters:,} parameters, in "
-        f"{seconds:.1f} s"
-    )
+    print(f"imported {source}: {layers} layers, {number:,} parameters, in {seconds:.1f} s")
     for note in found.notes:
         print(f"note     {note}")
     print(f"kept     {', '.join(found.files)} in {out / 'source'}")
     print(f"train    {command} data=tokens data.path=...")
     print(f"export   ppctl export {out} --out DIR")
     return 0
-
-
-def option_names() -> list[str]:
-    """Return every option of `ppctl import`."""
-    return _parser().names()
-
-
-def completions(words: list[str]) -> list[str]:
-    """Return no candidates: directories are the shell's."""
-    del words
-    return []
-
-
-def _parser() -> Parser:
-    parser = Parser("ppctl import")
-    parser.add_argument("--out")
-    return parser

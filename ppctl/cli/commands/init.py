@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
-from ppctl.cli.commands import COMMANDS
+from ppctl.cli.command_options import Parser
 from ppctl.config.config_dirs import ROOT
 from ppctl.errors import ConfigError
+from ppctl.reports.terminal_output import show_json
 
 STARTER = ROOT / "recipes/starter"
 NETWORK = ROOT / "recipes/starter_network"
@@ -18,24 +20,22 @@ MADE = ("images.npy", "labels.npy")
 KINDS = (".py", ".yaml", ".md")
 
 
-def serve(words: list[str]) -> int:
+def parser() -> Parser:
+    """Return the options of `ppctl init`."""
+    notes = f"DIR gets a Stack, equal layers between an embedding and a head:\n{_listed(STARTER)}"
+    options = Parser("init", "DIR [--network] [--json]", notes=notes)
+    about = f"a Network, any JAX function of a batch, with .npy files: {_listed(NETWORK)}"
+    options.add_argument("--network", action="store_true", help=about)
+    return options
+
+
+def serve(options: Namespace) -> int:
     """Write the files; return 0. ConfigError if that fails or would replace others."""
     # 1. the directory and the starter
-    if words in (["-h"], ["--help"]):
-        about = COMMANDS["init"]
-        print(
-            f"Usage: ppctl init DIR [--network]\n\n{about[0].upper()}{about[1:]}.\n\n"
-            f"  DIR            a Stack, equal layers between an embedding and a head: "
-            f"{_listed(STARTER)}\n"
-            f"  DIR --network  a Network, any JAX function of a batch, with .npy files: "
-            f"{_listed(NETWORK)}"
-        )
-        return 0
-    names = [word for word in words if word != "--network"]
-    if len(names) != 1 or names[0].startswith("-"):
-        line = f"ppctl init {' '.join(words)}".rstrip()
+    if len(options.words) != 1:
+        line = " ".join(["ppctl init", *options.words])
         raise ConfigError(f"{line} is not `ppctl init DIR [--network]`: name one directory.")
-    directory, starter = Path(names[0]), NETWORK if "--network" in words else STARTER
+    directory, starter = Path(options.words[0]), NETWORK if options.network else STARTER
     # 2. the files
     files = _files(starter)
     has_maker = Path(MAKE_DATA) in files
@@ -56,22 +56,14 @@ def serve(words: list[str]) -> int:
         fault = f"{directory / MAKE_DATA} cannot write {' and '.join(MADE)} here"
         raise ConfigError(f"{fault}: its error is above.")
     # 3. the next commands
+    if options.json:
+        show_json({"files": [str(directory / file) for file in written]})
+        return 0
     print("wrote    " + ", ".join(str(directory / file) for file in written))
     print(f"train    cd {directory} && ppctl train --config-dir . recipes=mine")
     print("verify   ppctl verify --config-dir . recipes=mine run.dtype=float64")
     print("use      python predict.py")
     return 0
-
-
-def option_names() -> list[str]:
-    """Return every option of `ppctl init`."""
-    return ["--network", "--help"]
-
-
-def completions(words: list[str]) -> list[str]:
-    """Return no candidates: the directory is a new one."""
-    del words
-    return []
 
 
 def _files(starter: Path) -> list[Path]:

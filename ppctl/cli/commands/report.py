@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from ppctl.cli.choices import schema_of
 from ppctl.cli.command_options import Parser
-from ppctl.cli.commands import COMMANDS, runs
 from ppctl.cli.commands.runs import DEFAULT_DIR
 from ppctl.config import Auto, Csv, Mesh
 from ppctl.errors import ConfigError, PpctlError
@@ -25,32 +25,26 @@ EXAMPLES = (
     "ppctl report tiny runs/other --out both.html",
     "ppctl report runs/sweep/*/ --json",
 )
-HELP = f"""\
-ppctl report: {COMMANDS["report"]}.
-
-Usage: ppctl report RUN [--out FILE.html] [--json]           one run: status, curves, predictions
-       ppctl report RUN RUN ... [--out FILE.html] [--json]   several: differences, curves together
-
-RUN is a path, a name in the list of `ppctl runs`, or a part of one that no other has. The page
-holds all it shows: it can be mailed, and opens without a network. It is of the moment; write it
-again while a run goes on.
-
-Options:
-  --out FILE  where to write it (default: report.html in the run's directory; of several runs,
-              here). A file that is no report is not overwritten
-  --json      print its numbers as JSON on stdout, too
-  -h, --help  this text
-
-Examples:
-""" + "\n".join(f"  {line}" for line in EXAMPLES)
+NOTES = """\
+RUN is a path, a name in the list of `ppctl runs`, or a part of one that no other has; several are
+compared: differences, curves together. The page holds all it shows: it can be mailed, and opens
+without a network. It is of the moment; write it again while a run goes on."""
 
 
-def serve(words: list[str]) -> int:
+def parser() -> Parser:
+    """Return the options of `ppctl report`."""
+    usage = "RUN [RUN ...] [--out FILE.html] [--json]"
+    options = Parser("report", usage, notes=NOTES, examples=EXAMPLES)
+    about = (
+        "where to write it (default: report.html in the run's directory; of several runs, in the "
+        "current one). A file that is no report is not overwritten"
+    )
+    options.add_argument("--out", metavar="FILE", help=about)
+    return options
+
+
+def serve(options: Namespace) -> int:
     """Write the page of a run or of several; return the exit code."""
-    options = _parser().read(words)
-    if options.help:
-        print(HELP)
-        return 0
     if not options.words:
         raise ConfigError("`ppctl report` needs a run: ppctl report RUN. `ppctl runs` lists them.")
     from ppctl.reports.run_page import write_report as report
@@ -143,20 +137,3 @@ def _pipeline_of(run_dir: Path, config: Mapping[str, Any], words: Sequence[str])
     sizes = {"num_ranks": mesh.pp, "num_layers": num_layers, "trained": trained}
     pipeline = pipeline_of(schedule=schedule, executor=executor, **sizes)
     return pipeline._replace(label="auto") if is_auto else pipeline
-
-
-def completions(words: list[str]) -> list[str]:
-    """Return the runs that may follow `ppctl report`."""
-    del words
-    return runs.completions(["show"])
-
-
-def option_names() -> list[str]:
-    """Return every option of `ppctl report`."""
-    return _parser().names()
-
-
-def _parser() -> Parser:
-    parser = Parser("ppctl report")
-    parser.add_argument("--out")
-    return parser

@@ -9,16 +9,13 @@ import argparse
 import math
 import re
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ppctl.cli.choices import DRAWN, did_you_mean, options, schema_of, settings_of
+from ppctl.cli.choices import did_you_mean, options, schema_of, settings_of
 from ppctl.cli.command_options import Parser
-from ppctl.cli.commands import COMMANDS
-from ppctl.cli.help_texts import setting_table
-from ppctl.config import Costs, Csv, ScheduleConfig
+from ppctl.config import Csv, ScheduleConfig
 from ppctl.errors import ConfigError
 from ppctl.reports.model_costs import costs_from
 
@@ -43,37 +40,27 @@ EXAMPLES = (
     "ppctl schedule compare 1f1b zb_h1 mesh=1x4 --costs-from plan.json",
 )
 USAGE = """\
-Usage: ppctl schedule show    [FILE.csv] [GROUP=OPTION ...] [SETTING=VALUE ...]
+show    [FILE.csv] [GROUP=OPTION ...] [SETTING=VALUE ...]
        ppctl schedule list    [GROUP=OPTION ...] [SETTING=VALUE ...]
        ppctl schedule compare NAME[:KNOB=VALUE,...]|FILE.csv ... [GROUP=OPTION ...]
                               [SETTING=VALUE ...]
        ppctl schedule curves  [GROUP=OPTION ...] [SETTING=VALUE ...] [--ranks P] [--microbatches M]
-                              [--over AXIS] [--kept-mb MB]
-       ppctl schedule check   FILE.csv
-       all but check: [--format F] [--out FILE]"""
-FLAGS = """\
-  --format F        text (default), html, svg, pdf, png, json, csv, perfetto or tasks: each rank's
-                    list in JaxPP's words (fwd_2__0, bwd_2__0; bwd_i, bwd_w where the backward is
-                    split; on the last stage a forward and its backward right after it are a
-                    FusedTask). compare: all but perfetto and tasks; list: nor html; curves: text,
-                    svg, pdf, png, json
-  --json            the same as --format json
-  --ranks P         curves: sizes as in 2,4,8-12 (default 2,4,8,16)
-  --microbatches M  curves: sizes likewise (default 1,2,4,8,16,32,64)
-  --over AXIS       curves: ranks or microbatches along the x axis (default: that with more sizes)
-  --costs-from X    show, list, compare: costs of a model, from a file of `ppctl plan --json` or
-                    from the directory of a run with run.timeline=true; costs.SETTING=VALUE still
-                    counts
-  --kept-mb MB      curves: MB that a rank keeps of a microbatch, for memory in MB instead of
-                    activations; several, as in 30,10 (all of it, or only the stage's input), are
-                    drawn together
-  --out FILE        write to FILE instead of stdout; its ending chooses the format if --format does
-                    not
-  --config-dir DIR  look for groups (DIR/costs/x.yaml is costs=x) and recipes in DIR too
-  -h, --help        this text"""
-
+       ppctl schedule check   FILE.csv"""
+NOTES = "\n".join(
+    [
+        *(f"  {name:8} {about}" for name, about in SUBCOMMANDS.items()),
+        "\nGroups: mesh, schedule, costs, recipes, of which only the mesh and the schedule count.",
+        "`ppctl schedule list` shows every schedule, `ppctl train --help schedule costs` settings.",
+    ]
+)
+FORMAT = (
+    "text (default), html, svg, pdf, png, json, csv, perfetto or tasks: each rank's list in "
+    "JaxPP's words (fwd_2__0, bwd_2__0; bwd_i, bwd_w where the backward is split; on the last "
+    "stage a forward and its backward right after it are a FusedTask). compare: all but perfetto "
+    "and tasks; list: nor html; curves: text, svg, pdf, png, json"
+)
 OWNED = {"costs_from": ("show", "list", "compare")}
-OWNED |= dict.fromkeys(("ranks", "microbatches", "over", "kept_mb"), ("curves",))
+OWNED |= dict.fromkeys(("ranks", "microbatches", "kept_mb"), ("curves",))
 MOST_SIZES = 1024  # of an axis of curves
 
 
@@ -86,12 +73,40 @@ class _Words(NamedTuple):
     out: Path | None
 
 
-def serve(words: list[str]) -> int:
+def parser() -> Parser:
+    """Return the options of `ppctl schedule`, and its help."""
+    options = Parser("schedule", USAGE, notes=NOTES, examples=EXAMPLES)
+    add = options.add_argument
+    add("--format", metavar="F", help=FORMAT)
+    about = "curves: sizes as in 2,4,8-12 (default 2,4,8,16)"
+    add("--ranks", metavar="P", help=about)
+    about = "curves: sizes likewise (default 1,2,4,8,16,32,64)"
+    add("--microbatches", metavar="M", help=about)
+    about = (
+        "show, list, compare: costs of a model, from a file of `ppctl plan --json` or from the "
+        "directory of a run with run.timeline=true; costs.SETTING=VALUE still counts"
+    )
+    add("--costs-from", metavar="X", help=about)
+    about = (
+        "curves: MB that a rank keeps of a microbatch, for memory in MB instead of activations; "
+        "several, as in 30,10 (all of it, or only the stage's input), are drawn together"
+    )
+    add("--kept-mb", metavar="MB", help=about)
+    about = "write to FILE instead of stdout; its ending chooses the format if --format does not"
+    add("--out", metavar="FILE", help=about)
+    about = "look for groups (DIR/costs/x.yaml is costs=x) and recipes in DIR too"
+    add("-cd", "--config-dir", metavar="DIR", help=about)
+    return options
+
+
+def serve(args: argparse.Namespace) -> int:
     """Run the requested subcommand; return the exit code."""
-    args = _parse(words)
-    if args.help or not words:
-        print(schedule_help())
+    if args == parser().read([]):  # nothing is requested
+        parser().print_help()
         return 0
+    if args.config_dir is not None and not Path(args.config_dir).is_dir():
+        raise ConfigError(f"--config-dir {args.config_dir}: there is no such directory.")
+    args.found = None if args.costs_from is None else costs_from(Path(args.costs_from))
     subcommand, *rest = args.words or [""]
     if subcommand not in SUBCOMMANDS:
         what = f"{subcommand} is not something that `ppctl schedule` does"
@@ -207,15 +222,13 @@ def _curves(words: _Words) -> int:
         if any(word.startswith(f"{key}=") for word in words.overrides):
             use = f"`ppctl schedule curves` takes several sizes. Use --{option}."
             raise ConfigError(f"{key}: {use}")
-    if args.over not in (None, "ranks", "microbatches"):
-        raise ConfigError(f"--over {args.over} is not one of ranks, microbatches.")
     # 2. the grid of sizes
     form = _format(words, schedule_curves.FORMATS)
     ranks = _sizes("--ranks", args.ranks or "2,4,8,16")
     microbatches = _sizes("--microbatches", args.microbatches or "1,2,4,8,16,32,64")
     kept_mb = [] if args.kept_mb is None else _positive("--kept-mb", args.kept_mb)
     config = _compose(args, words.overrides)
-    grid = schedule_curves.curve_grid(config, ranks, microbatches, args.over, kept_mb)
+    grid = schedule_curves.curve_grid(config, ranks, microbatches, kept_mb)
     return schedule_curves.show_curves(grid, form, words.out)
 
 
@@ -317,46 +330,3 @@ def _format(words: _Words, known: Sequence[str]) -> str:
     if form in ("pdf", "png") and out is None:
         raise ConfigError(f"--format {form} is not text. Add --out FILE.{form}.")
     return form
-
-
-def schedule_help() -> str:
-    """Return the output of `ppctl schedule --help`."""
-    unit_costs = [name for name in options("costs") if schema_of("costs", name) is Costs]
-    lines = [f"ppctl schedule: {COMMANDS['schedule']}.", ""]
-    lines += [f"  {name:8} {about}" for name, about in SUBCOMMANDS.items()]
-    lines += ["", USAGE, "", f"Groups: {', '.join(DRAWN)}, recipes."]
-    lines.append("  Only the mesh and the schedule of a recipe count.")
-    schedules = f"Schedules: {', '.join(options('schedule'))}"
-    lines += textwrap.wrap(schedules, 100, subsequent_indent="  ")
-    lines += [
-        "  (settings of each: ppctl train --help schedule)",
-        f"Costs: {', '.join(unit_costs)}",
-    ]
-    lines += [setting_table([*settings_of("costs", Costs).values()]), "", "Options:", FLAGS]
-    return "\n".join([*lines, "", "Examples:", *(f"  {line}" for line in EXAMPLES)])
-
-
-def _parse(words: list[str]) -> argparse.Namespace:
-    args = _parser().read(words)
-    if args.config_dir is not None and not Path(args.config_dir).is_dir():
-        raise ConfigError(f"--config-dir {args.config_dir}: there is no such directory.")
-    args.found = None if args.costs_from is None else costs_from(Path(args.costs_from))
-    return args
-
-
-def completions(words: list[str]) -> list[str] | None:
-    """Return what may follow `ppctl schedule`; None after it, where overrides may follow."""
-    return None if words else [*SUBCOMMANDS]
-
-
-def option_names() -> list[str]:
-    """Return every option of `ppctl schedule`."""
-    return _parser().names()
-
-
-def _parser() -> Parser:
-    parser = Parser("ppctl schedule")
-    for name in ("format", "out", "ranks", "microbatches", "over", "kept-mb", "costs-from"):
-        parser.add_argument(f"--{name}")
-    parser.add_argument("-cd", "--config-dir")
-    return parser

@@ -9,45 +9,42 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ppctl.cli.command_options import Parser
-from ppctl.cli.commands import COMMANDS
 from ppctl.errors import ConfigError, DataError
 from ppctl.reports.terminal_output import show_json
 
 MOST_VOCAB = 2**20
-HELP = """\
-Usage: ppctl tokenize FILE... --vocab-size N --out DIR [OPTIONS]
-
-{about}.
-
-  FILE                  a text, .jsonl or .parquet file, a pattern, or a directory; .gz and .zst too
-  --vocab-size N        tokens, the 256 bytes and the special ones included
-  --out DIR             the directory of tokenizer.json and tokenizer_config.json; train with
-                        data.tokenizer=DIR
-  --special TOKEN       a special token; may be repeated. The first ends documents.
-                        Default: {special}
-  --field NAME          the field of text or messages in .jsonl and .parquet (default: text)
-  --on-error WHAT       at a broken line, row or file: stop (default) or skip
-  --json                the result as JSON
-  -h, --help            this text
-
-Examples:
-  ppctl tokenize notes.txt --vocab-size 4096 --out tokenizer
-  ppctl tokenize 'corpus/*.jsonl.zst' --field body --vocab-size 32000 --out tok --on-error skip
-  ppctl train data=text data.path=notes.txt data.tokenizer=tokenizer run.name=notes"""
+EXAMPLES = (
+    "ppctl tokenize notes.txt --vocab-size 4096 --out tokenizer",
+    "ppctl tokenize 'corpus/*.jsonl.zst' --field body --vocab-size 32000 --out tok --on-error skip",
+    "ppctl train data=text data.path=notes.txt data.tokenizer=tokenizer run.name=notes",
+)
 
 
-def serve(words: list[str]) -> int:
+def parser() -> Parser:
+    """Return the options of `ppctl tokenize`."""
+    usage = "FILE... --vocab-size N --out DIR [OPTIONS]"
+    notes = "FILE is a text, .jsonl or .parquet file, a pattern, or a directory; .gz and .zst too."
+    options = Parser("tokenize", usage, notes=notes, examples=EXAMPLES, words="files")
+    about = "tokens, the 256 bytes and the special ones included"
+    options.add_argument("--vocab-size", type=int, metavar="N", help=about)
+    about = "the directory of tokenizer.json and tokenizer_config.json, for data.tokenizer=DIR"
+    options.add_argument("--out", metavar="DIR", help=about)
+    about = "a special token; may be repeated. The first ends documents"
+    options.add_argument("--special", action="append", metavar="TOKEN", help=about)
+    about = "the field of text or messages in .jsonl and .parquet (default: text)"
+    options.add_argument("--field", default="text", metavar="NAME", help=about)
+    about = "at a broken line, row or file (default: stop)"
+    options.add_argument("--on-error", choices=("stop", "skip"), default="stop", help=about)
+    return options
+
+
+def serve(options: Namespace) -> int:
     """Train and write a tokenizer; return 0."""
     from ppctl.data.document_files import Fields
     from ppctl.data.text_dataset import named_source
     from ppctl.data.train_bpe import SPECIAL, train_bpe, write_tokenizer
 
     # 1. the request
-    options = _parser().read(words)
-    if options.help:
-        about = COMMANDS["tokenize"]
-        print(HELP.format(about=about[0].upper() + about[1:], special=", ".join(SPECIAL)))
-        return 0
     special = options.special or [*SPECIAL]
     out = Path(options.out or "")
     vocab_size = _check(options, special, out)
@@ -102,24 +99,3 @@ def _check(options: Namespace, special: Sequence[str], out: Path) -> int:
         what = f"--vocab-size {options.vocab_size} is not in {least}..{MOST_VOCAB}: {tokens}"
         raise ConfigError(f"{what}. Use 4096 to 128000, which are usual.")
     return options.vocab_size
-
-
-def option_names() -> list[str]:
-    """Return every option of `ppctl tokenize`."""
-    return _parser().names()
-
-
-def completions(words: list[str]) -> list[str]:
-    """Return no candidates: files follow, which the shell completes."""
-    del words
-    return []
-
-
-def _parser() -> Parser:
-    parser = Parser("ppctl tokenize", "files")
-    parser.add_argument("--vocab-size", type=int)
-    parser.add_argument("--out")
-    parser.add_argument("--special", action="append")
-    parser.add_argument("--field", default="text")
-    parser.add_argument("--on-error", choices=("stop", "skip"), default="stop")
-    return parser

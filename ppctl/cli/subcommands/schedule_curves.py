@@ -71,10 +71,9 @@ def curve_grid(
     config: settings.ScheduleConfig,
     ranks: Sequence[int],
     microbatches: Sequence[int],
-    over: Over | None,
     kept_mb: Sequence[float],
 ) -> CurveGrid:
-    """Return the schedule of a request at all these sizes. over: None takes the longer axis."""
+    """Return the schedule of a request at all these sizes; the longer axis is drawn along x."""
     if isinstance(config.schedule, settings.Csv):
         use = "Name a family, as in schedule=gpipe."
         raise ConfigError(f"schedule=csv has the size of its file. {use}")
@@ -94,7 +93,7 @@ def curve_grid(
     if not cells:
         why = next(iter(refused.values()))
         raise ScheduleError(f"{config.schedule.name} has none of these sizes. {why}")
-    over = over or ("microbatches" if len(microbatches) >= len(ranks) else "ranks")
+    over: Over = "microbatches" if len(microbatches) >= len(ranks) else "ranks"
     title = f"{label(config.schedule)}, {costs_text(config.costs)}"
     return CurveGrid(title, ranks, microbatches, over, kept_mb, cells, refused)
 
