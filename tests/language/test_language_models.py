@@ -79,7 +79,7 @@ def five_steps(name, mesh, dtype, **request):
     stack, params = read_model(name, dtype)
     ids = expected_of(name)["steps_ids"].astype(np.int32)
     batches = [{"inputs": each[:, :-1], "targets": each[:, 1:]} for each in ids]
-    rate = optim.LrSchedule(**LR)
+    rate = optim.warmup_cosine(**LR)
     pipe = ppctl.pipeline(
         stack,
         mesh=ppctl.mesh(dp=mesh[0], pp=mesh[1]),

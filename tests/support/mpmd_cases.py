@@ -28,6 +28,7 @@ from ppctl.schedule.vocabulary_parallel import with_vocabulary
 from ppctl.training.pipeline import optimizers as optim
 from ppctl.training.pipeline.engines.make_engine import dispatch_order
 from ppctl.training.pipeline.engines.mpmd_engine import Mpmd
+from ppctl.training.pipeline.engines.post_validation import PostValidated
 from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.pipeline_request import divided_stack, shards_over_tp
 from ppctl.training.pipeline.train_step import init_state
@@ -38,7 +39,7 @@ KNOBS = {
     "interleaved_zb": "num_chunks",
     "gis": "num_chunks",
 }
-LR_SCHEDULE = optim.LrSchedule(lr=1e-2, min_lr_fraction=0.1, warmup_steps=2, num_steps=5)
+LR_SCHEDULE = optim.warmup_cosine(lr=1e-2, min_lr_fraction=0.1, warmup_steps=2, num_steps=5)
 CLIP_NORM = 0.05
 TOLERANCE = 1e-10
 REMAT = ("none", "layer", "full")
@@ -71,14 +72,14 @@ def make_optimizer(clip_norm=CLIP_NORM):
     )
 
 
-def make_engine(case, clip_norm=CLIP_NORM):
+def make_engine(case, clip_norm=CLIP_NORM, **how):
     """An engine of float64 whose initial state has `make_params`, and a batch of the case."""
     stack = make_stack(case.model, case.num_layers)
     batch = make_batch(case.model, case.batch_size)
-    return engine_of(case, stack, make_params(stack), batch, clip_norm), batch
+    return engine_of(case, stack, make_params(stack), batch, clip_norm, **how), batch
 
 
-def engine_of(case, stack, params, batch, clip_norm=CLIP_NORM):
+def engine_of(case, stack, params, batch, clip_norm=CLIP_NORM, *, post_validation=False):
     """The same of this stack, which starts with these parameters."""
     schedule = case.program()
     (dp, pp, fsdp), whole = case.mesh, stack
@@ -106,9 +107,10 @@ def engine_of(case, stack, params, batch, clip_norm=CLIP_NORM):
         layout,
         lambda seed: init_state(jax.tree.map(jnp.asarray, params), optimizer, stack.trainable),
     )
-    return Mpmd(
-        states, shapes, model, schedules, optimizer, LR_SCHEDULE, compiler_options=COMPILE_FAST
-    )
+    arguments = states, shapes, model, schedules, optimizer, LR_SCHEDULE, COMPILE_FAST
+    if post_validation:
+        return PostValidated(*arguments, max_norm=clip_norm)
+    return Mpmd(*arguments)
 
 
 def run_mpmd(case):

@@ -37,9 +37,6 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from support.cases import make_batch  # noqa: E402
 from support.mpmd_cases import MpmdCase, make_engine  # noqa: E402
 
-from ppctl.training.pipeline.engines.post_validation import PostValidated  # noqa: E402
-from ppctl.training.pipeline.optimizers import needs_no_clipping  # noqa: E402
-
 
 def slowed(walk, seed):
     """The walk with a host that now and then is late."""
@@ -66,20 +63,15 @@ def trained(
     case, *, slow=False, evaluate=False, round_trip=False, clip_norm=0.05, post_validation=False
 ):
     """What the test looks at, after three steps."""
-    engine, batch = make_engine(case, clip_norm)
-    runtime, mesh = engine.runtime, engine.layout.mesh
-    used = (
-        PostValidated(engine, lambda norm: needs_no_clipping(norm, clip_norm))
-        if post_validation
-        else engine
-    )
+    used, batch = make_engine(case, clip_norm, post_validation=post_validation)
+    runtime, mesh = used.runtime, used.layout.mesh
     placed = lambda batch: used.put({name: a[list(used.examples)] for name, a in batch.items()})
     used.compile(evaluate=evaluate)
     ranks = {rank for _, rank in runtime.compiled}
-    assert ranks == {r for r in engine.ranks if runtime.is_mine[r]}, (ranks, runtime.is_mine)
+    assert ranks == {r for r in used.ranks if runtime.is_mine[r]}, (ranks, runtime.is_mine)
     assert all(runtime.is_mine[a] or runtime.is_mine[b] for _, a, b in runtime.crossings)
     if slow:
-        engine.walks |= {name: slowed(walk, INDEX) for name, walk in engine.walks.items()}
+        used.walks |= {name: slowed(walk, INDEX) for name, walk in used.walks.items()}
     compiled = len(runtime.compiled), len(runtime.crossings)
     multihost_utils.sync_global_devices("compiled")  # as a run does
     state, metrics = used.new_state(), []

@@ -13,7 +13,7 @@ from ppctl.data import DataSet
 from ppctl.errors import DataError
 from ppctl.executors.reference import outputs_of
 from ppctl.model.cross_entropy import NO_TOKEN
-from ppctl.training.pipeline.evaluation import evaluate
+from ppctl.training.pipeline.job import evaluate
 
 VOCAB_SIZE, SEQ_LEN, BATCH_SIZE, NUM_BATCHES = 11, 6, 8, 4
 LEARNED = np.array(

@@ -1,14 +1,9 @@
 """Steps without a barrier before the optimizer equal those with one, also where undone."""
 
-from functools import partial
-
 import jax
 import numpy as np
 import pytest
 from support.mpmd_cases import MpmdCase, make_engine
-
-from ppctl.training.pipeline import optimizers as optim
-from ppctl.training.pipeline.engines.post_validation import PostValidated
 
 CASE = MpmdCase("zb_h1", (1, 2, 1), num_layers=2, model="mlp", batch_size=8, num_microbatches=4)
 CLIP_NORM = 1e3  # between the norms of the two batches below
@@ -20,7 +15,7 @@ def setting():
     is not finite).
     """
     engine, batch = make_engine(CASE, CLIP_NORM)
-    checked = PostValidated(engine, partial(optim.needs_no_clipping, max_norm=CLIP_NORM))
+    checked, _ = make_engine(CASE, CLIP_NORM, post_validation=True)
     changed = lambda factor: engine.put(batch | {"targets": batch["targets"] * factor})
     return engine, checked, {False: changed(1.0), True: changed(1e4)}, changed(np.nan)
 

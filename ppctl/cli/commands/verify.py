@@ -41,15 +41,12 @@ class Comparison(NamedTuple):
     def ok(self) -> bool:
         """Whether every error is within its tolerance."""
         numbers, leaves = [self.gradients.loss], [*self.gradients.leaves]
-        rates, rates_tolerance, training = list[float](), 0.0, self.training
+        training = self.training
         if training is not None:
-            numbers += [number for step in training.steps for number in (step.loss, step.grad_norm)]
+            numbers += [n for step in training.steps for n in (step.loss, step.grad_norm, step.lr)]
             numbers += [] if training.eval_loss is None else [training.eval_loss]
             leaves += training.state
-            rates = [*(step.lr.error for step in training.steps), training.rates_error]
-            rates_tolerance = training.rates_tolerance
-        are_close = all(each.error <= self.tolerance for each in (*numbers, *leaves))  # NaN fails
-        return are_close and all(error <= rates_tolerance for error in rates)
+        return all(each.error <= self.tolerance for each in (*numbers, *leaves))  # NaN fails
 
 
 def verify(config: Config, *, as_json: bool) -> int:
@@ -109,7 +106,7 @@ def _show(comparison: Comparison, config: Config, notes: Sequence[str]) -> None:
     if training is not None:
         line("")
         title = "train steps compared with the un-pipelined model's, updated by optax alone"
-        rows = (_step_row(step, training, tolerance) for step in training.steps)
+        rows = (_step_row(step, tolerance) for step in training.steps)
         show_table(console, title, STEP, rows)
         for text in _training_lines(job, config, training, tolerance):
             line(text)
@@ -124,9 +121,7 @@ def _gradient_row(leaf: Leaf, tolerance: float) -> tuple[str, ...]:
     return leaf.name, shape, *numbers, _error_text(leaf.error, tolerance), layer
 
 
-def _step_row(
-    step: StepComparison, training: TrainingComparison, tolerance: float
-) -> tuple[str, ...]:
+def _step_row(step: StepComparison, tolerance: float) -> tuple[str, ...]:
     return (
         str(step.step),
         f"{step.loss.value:.9g}",
@@ -135,7 +130,7 @@ def _step_row(
         f"{step.grad_norm.value:.6g}",
         _error_text(step.grad_norm.error, tolerance),
         f"{step.lr.value:.6g}",
-        _error_text(step.lr.error, training.rates_tolerance),
+        _error_text(step.lr.error, tolerance),
         "yes" if step.is_clipped else "no",
     )
 
@@ -143,7 +138,7 @@ def _step_row(
 def _training_lines(
     job: TrainingJob, config: Config, training: TrainingComparison, tolerance: float
 ) -> Iterator[str]:
-    """Yield lines on the state after the steps, its evaluation, learning rates and clipping."""
+    """Yield lines on the state after the steps, its evaluation and clipping."""
     worst, last = worst_of(training.state), len(training.steps)
     layer = "" if worst.layer is None else f" in layer {worst.layer}"
     yield (
@@ -155,9 +150,6 @@ def _training_lines(
     else:
         batches = f"{job.num_eval_batches} batch{'es' * (job.num_eval_batches > 1)}"
         yield f"eval      {_number_text(training.eval_loss, tolerance)}, of {batches}"
-    rates = _error_text(training.rates_error, training.rates_tolerance)
-    steps = f"all steps up to run.num_steps={config.run.num_steps}"
-    yield f"lr        of {steps}: error {rates} of the largest"
     yield f"clipping  {_clipping_text(config, training)}"
 
 

@@ -22,6 +22,7 @@ from ppctl.config.code_digests import Sources, sources
 from ppctl.config.schedule_from_config import Pipeline as ScheduledPipeline
 from ppctl.config.schedule_from_config import pipeline_of, trained_share
 from ppctl.data import BUILDERS, BUILDERS_BY_SIZE, DataSet
+from ppctl.errors import DataError
 from ppctl.executors.described_devices import check_gpu_shape, check_size, described_mesh
 from ppctl.executors.device_mesh import AXES, check_tp_of_hosts, make_mesh, repeated_mesh
 from ppctl.executors.model_shapes import Model
@@ -42,6 +43,7 @@ from ppctl.training.pipeline import known_hardware as hardware_of
 from ppctl.training.pipeline import optimizers as optim
 from ppctl.training.pipeline.auto_schedule import ModelCosts
 from ppctl.training.pipeline.built_in_models import make_stack
+from ppctl.training.pipeline.engines.engine_protocol import Engine
 from ppctl.training.pipeline.gpu_memory import check_memory_fraction
 from ppctl.training.pipeline.jax_start import start_jax
 from ppctl.training.pipeline.known_hardware import described_device
@@ -108,6 +110,25 @@ def stack_for(
 ) -> Stack:
     """Return the model as this hardware would run it; without a description of it, `device`."""
     return make_stack(config, data, dtype, described_device(hardware) or device)
+
+
+def evaluate(engine: Engine, data: DataSet, num_batches: int, state: Tree) -> float:
+    """Return the mean loss of the first held-out batches; after `engine.compile(evaluate=True)`.
+
+    The mean over all their losses, of which batches with prompts or padding have fewer; DataError
+    if there are none.
+    """
+    batches = data.eval_batches(num_batches, engine.examples)
+    means = [engine.loss(state, engine.put(batch)) for batch in batches]
+    pairs = [(float(loss), float(number)) for loss, number in means]
+    total = sum(number for _, number in pairs)
+    if not total:
+        raise DataError(
+            f"data={data.name}: nothing is to be predicted in the {num_batches} batches of an "
+            "evaluation, which has no loss. Use more (run.eval_batches), a longer model.seq_len, "
+            "or run.eval_every=null."
+        )
+    return sum(loss * number for loss, number in pairs) / total
 
 
 def _mesh_of(config: Config, *, on_one_device: bool) -> Mesh:
@@ -285,8 +306,8 @@ def batch_shapes(data: DataSet) -> dict[str, jax.ShapeDtypeStruct]:
 def make_optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """Return the config's optimizer without clipping, and its learning rates."""
     given = asdict(config.optim)
-    schedule_settings = {key: given.pop(key) for key in ("lr", "min_lr_fraction", "warmup_steps")}
-    lr_schedule = optim.LrSchedule(**schedule_settings, num_steps=config.run.num_steps)
+    rates = {key: given.pop(key) for key in ("lr", "min_lr_fraction", "warmup_steps")}
+    lr_schedule = optim.warmup_cosine(**rates, num_steps=config.run.num_steps)
     for key in ("clip_norm", "train", "lora_rank", "lora_alpha", "lora_targets"):
         del given[key]
     return optim.OPTIMIZERS[given.pop("name")](lr_schedule, **given), lr_schedule

@@ -18,6 +18,7 @@ import numpy as np
 
 from ppctl.errors import ConfigError
 from ppctl.executors.compiler_options import cpu_options
+from ppctl.executors.reference import reference
 from ppctl.model.stack import Stack, init
 from ppctl.training.pipeline.user_code import call_user_code
 
@@ -75,27 +76,18 @@ def _mean_losses(
     stack: Stack, batch: Mapping[str, np.ndarray], dtype: jnp.dtype
 ) -> tuple[float, float]:
     """Return the mean loss of a batch, and of its two halves in another order."""
-    # 1. the losses of a batch, of an un-pipelined model
     number = len(batch["inputs"])
     order = [place for place in NEW_PLACES if place < number]
+    how = {"num_microbatches": 1, "remat": "none", "unroll": 0, "with_grads": False}
+    mean_loss = reference(stack, dtype=dtype, **how)
 
-    def losses(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
-        x = stack.embed(params["embed_head"], batch["inputs"])
-        if stack.are_alike:
-            x, _ = jax.lax.scan(lambda x, w: (stack.layer_of(0)(w, x), None), x, params["layers"])
-        else:
-            for l in range(stack.num_layers):
-                x = stack.layer_of(l)(jax.tree.map(lambda a, l=l: a[l], params["layers"]), x)
-        return stack.head(params["embed_head"], x, batch["targets"])
-
-    # 2. of the whole and of its halves, with the same parameters
     def both(batch: Tree) -> tuple[jax.Array, jax.Array]:
-        params = jax.tree.map(lambda a: _with_noise(a).astype(dtype), init(stack, 0))
+        params = jax.tree.map(_with_noise, init(stack, 0))
         reordered = jax.tree.map(lambda a: a[np.array(order)], batch)
         halves = jax.tree.map(lambda a: a.reshape(2, number // 2, *a.shape[1:]), reordered)
-        whole, in_whole = losses(params, batch)
-        sums, in_halves = jax.lax.map(lambda half: losses(params, half), halves)
-        return whole / in_whole, sums.sum() / in_halves.sum()
+        whole, _ = mean_loss(params, batch)
+        of_halves, counts = jax.lax.map(lambda half: mean_loss(params, half), halves)
+        return whole, (of_halves * counts).sum() / counts.sum()
 
     given = {name: np.asarray(batch[name]) for name in ("inputs", "targets")}
     options = cpu_options("once") if jax.default_backend() == "cpu" else None

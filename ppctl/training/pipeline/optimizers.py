@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,82 +15,26 @@ from ppctl.errors import ConfigError
 from ppctl.model.stack import NO_DECAY
 
 
-@dataclass(frozen=True)
-class LrSchedule:
-    """Learning rate of update k: linear up to `lr`, then a cosine to min_lr_fraction*lr at the end.
+def warmup_cosine(
+    lr: float, min_lr_fraction: float, warmup_steps: int, num_steps: int
+) -> optax.Schedule:
+    """Return the learning rate of update k: linear up to `lr`, then a cosine to its fraction.
 
-    A train step takes its numbers as arguments, so that runs of other rates share a program.
+    The first update has lr/(warmup_steps + 1), not 0; runs shorter than the warm-up reach `lr` too.
     """
-
-    lr: float
-    min_lr_fraction: float
-    warmup_steps: int
-    num_steps: int
-
-    @property
-    def numbers(self) -> np.ndarray:
-        """The numbers that `at` takes, float [4]."""
-        warmup_steps = min(self.warmup_steps, self.num_steps - 1)  # short runs reach the peak too
-        numbers = self.lr, self.min_lr_fraction, warmup_steps, max(1, self.num_steps - warmup_steps)
-        return np.asarray(numbers, jnp.result_type(float))
-
-    def __call__(self, k: Any) -> jax.Array:
-        return self.at(self.numbers, k)
-
-    @staticmethod
-    def at(numbers: Any, k: Any) -> jax.Array:
-        """Return the learning rate of update k by these numbers."""
-        lr, min_fraction, warmup_steps, decay_steps = numbers
-        rising = lr * (k + 1) / (warmup_steps + 1)  # the first update is not lost on a rate of 0
-        done = jnp.minimum(k - warmup_steps, decay_steps) / decay_steps
-        falling = lr * (min_fraction + (1 - min_fraction) * (1 + jnp.cos(jnp.pi * done)) / 2)
-        return jnp.where(k < warmup_steps, rising, falling)
+    steps = min(warmup_steps, num_steps - 1)
+    sizes = lr / (steps + 1), lr, steps, max(num_steps, steps + 1), lr * min_lr_fraction
+    rates = optax.warmup_cosine_decay_schedule(*sizes)
+    return lambda k: jnp.asarray(rates(jnp.asarray(k, float)))  # of an int32, float32 with x64 too
 
 
-def lr_numbers(schedule: optax.Schedule | None) -> np.ndarray | None:
-    """Return the numbers of a schedule that a train step takes as an argument, or None."""
-    return schedule.numbers if isinstance(schedule, LrSchedule) else None
+def decays(params: Any) -> Any:
+    """Return for each leaf whether weight decay applies: not to norms and biases."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in NO_DECAY, params)
 
 
-def lr_of(schedule: optax.Schedule, numbers: Any, step: jax.Array) -> jax.Array:
-    """Return the learning rate of a step, by `numbers` where they are not None."""
-    return jnp.asarray(schedule(step)) if numbers is None else LrSchedule.at(numbers, step)
-
-
-def adamw(
-    schedule: optax.Schedule, *, b1: float, b2: float, eps: float, weight_decay: float
-) -> optax.GradientTransformation:
-    """Return AdamW (Loshchilov and Hutter 2019) decaying matrices only; state as optax.adamw."""
-    decay = optax.add_decayed_weights(weight_decay, decays)
-    return optax.chain(optax.scale_by_adam(b1, b2, eps), decay, scale_by_lr(schedule))
-
-
-def sgd(schedule: optax.Schedule, *, momentum: float | None) -> optax.GradientTransformation:
-    """Return w <- w - lr*g, or w - lr*v with v <- momentum*v + g (Polyak 1964); None keeps no v."""
-    velocity = optax.identity() if momentum is None else optax.trace(momentum)
-    return optax.chain(velocity, scale_by_lr(schedule))
-
-
-def scale_by_lr(schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
-    """Return optax.scale_by_learning_rate with `update(..., lr=rate)` for a known rate."""
-
-    def init(params: Any) -> optax.ScaleByScheduleState:
-        del params
-        return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
-
-    def update(
-        updates: Any, state: Any, params: Any = None, *, lr: Any = None, **_: Any
-    ) -> tuple[Any, Any]:
-        del params
-        rate = lr_of(schedule, None, state.count) if lr is None else lr
-        scaled = jax.tree.map(lambda g: (-rate).astype(g.dtype) * g, updates)
-        return scaled, optax.ScaleByScheduleState(optax.safe_increment(state.count))
-
-    # optax's types know of no extra arguments
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
-
-
-OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
+adamw = partial(optax.adamw, mask=decays)
+OPTIMIZERS = {"adamw": adamw, "sgd": optax.sgd}
 
 
 def clipped(
@@ -177,16 +120,6 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
 
     # optax's types know of no extra arguments
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]
-
-
-def needs_no_clipping(norm: float, max_norm: float | None) -> bool:
-    """Return whether clipping leaves gradients of this norm as they are; max_norm None: always."""
-    return max_norm is None or norm < max_norm
-
-
-def decays(params: Any) -> Any:
-    """Return for each leaf whether weight decay applies: not to norms and biases."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in NO_DECAY, params)
 
 
 def global_norm(tree: Any) -> jax.Array:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -18,13 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ppctl.config import SGD, AdamW, Config
 from ppctl.executors.compiler_options import cpu_options
 from ppctl.executors.reference import reference
-from ppctl.model.stack import NO_DECAY, init
+from ppctl.model.stack import init
 from ppctl.model.trainable_parameters import trained_part, with_trained
-from ppctl.training.pipeline.evaluation import mean_of
-from ppctl.training.pipeline.job import TrainingJob
+from ppctl.training.pipeline.job import TrainingJob, make_optimizer
 
 Tree = Any
 SHIFTS = (0.0, -1.0, 1.0)  # of the gradients, in tolerances; the first is the oracle
@@ -59,7 +57,7 @@ class PlainSteps:
 
 @dataclass(frozen=True)
 class PlainModel:
-    """The un-pipelined model of a job; loss_and_grads: (params, batch) -> (loss, grads).
+    """The un-pipelined model of a job.
 
     Batches are divided into mesh.dp*mesh.fsdp*num_microbatches parts as on devices, so that models
     that mix the examples of a microbatch on purpose can be compared too.
@@ -67,18 +65,8 @@ class PlainModel:
 
     job: TrainingJob
     params: Tree
-    loss_and_grads: Callable[[Tree, Tree], tuple[jax.Array, Tree]]
-
-    def number_of(self, batch: Tree) -> float:
-        """Return the number of losses of a batch."""
-        return float(self._number(self.params, batch))
-
-    @cached_property
-    def _number(self) -> Callable[[Tree, Tree], jax.Array]:
-        pipe, how = self.job.pipe, {"num_microbatches": 1, "remat": "none", "with_grads": False}
-        losses = reference(pipe.stack, dtype=pipe.dtype, **how)
-        args = self.params, next(self.job.data.batches())
-        return _compiled(lambda params, batch: losses(params, batch)[1], *args)
+    loss_and_grads: Callable[[Tree, Tree], tuple[jax.Array, Tree]]  # of (params, batch)
+    losses: Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]  # (sum, number) of the same
 
     def run(self, num_steps: int, clip_norm: float | None, tolerance: float) -> PlainSteps:
         """Return the first train steps, clipped at this norm.
@@ -89,7 +77,7 @@ class PlainModel:
         """
         # 1. the update of a state
         config, data = self.job.config, self.job.data
-        optimizer, lr_schedule = plain_optimizer(config), plain_lr_schedule(config)
+        optimizer, lr_schedule = make_optimizer(config)
         max_norm = math.inf if clip_norm is None else clip_norm
         trained_of = partial(trained_part, trainable=self.job.pipe.stack.trainable)
 
@@ -108,11 +96,12 @@ class PlainModel:
         trained = trained_of(self.params)
         before = {"params": self.params, "optimizer": jax.device_get(optimizer.init(trained))}
         states, numbers = [before] * len(SHIFTS), []
-        compiled_update = _compiled(update, before, trained, max_norm, 0.0)
+        compiled_update = _compiled(update)
         for k, batch in enumerate(islice(data.batches(), num_steps)):
             loss, grads = jax.device_get(self.loss_and_grads(states[0]["params"], batch))
-            lr = float(jnp.asarray(lr_schedule(k)))
-            numbers.append(StepNumbers(float(loss), _norm(grads), lr))
+            numbers.append(
+                StepNumbers(float(loss), _norm(grads), float(jnp.asarray(lr_schedule(k))))
+            )
             pairs = zip(states, SHIFTS, strict=True)
             updated = [compiled_update(state, grads, max_norm, shift) for state, shift in pairs]
             states = jax.device_get(updated)
@@ -121,10 +110,10 @@ class PlainModel:
         largest = lambda a, *others: np.max([np.abs(b - a) for b in others], axis=0)  # noqa: E731
         slack, eval_loss = jax.tree.map(largest, after, *shifted), None
         if config.run.eval_every is not None:
-            loss_of = lambda batch: float(self.loss_and_grads(after["params"], batch)[0])  # noqa: E731
             batches = data.eval_batches(self.job.num_eval_batches)
-            means = [(loss_of(batch), self.number_of(batch)) for batch in batches]
-            eval_loss = mean_of(means, data.name)
+            pairs = (jax.device_get(self.losses(after["params"], batch)) for batch in batches)
+            total, number = map(sum, zip(*pairs, strict=True))
+            eval_loss = float(total) / max(1.0, float(number))
         return PlainSteps(clip_norm, tuple(numbers), before, after, slack, eval_loss)
 
 
@@ -140,33 +129,16 @@ def plain_model(job: TrainingJob) -> PlainModel:
     config, pipe = job.config, job.pipe
     params = jax.device_get(_compiled(lambda: init(pipe.stack, config.run.seed))())
     num_parts = config.schedule.num_microbatches * config.mesh.dp * config.mesh.fsdp
-    how = {"num_microbatches": num_parts, "remat": "none", "dtype": pipe.dtype}
-    function = reference(pipe.stack, **how)
-    return PlainModel(job, params, _compiled(function, params, next(job.data.batches())))
+    of_parts = partial(reference, pipe.stack, remat="none", dtype=pipe.dtype)
+    mean_loss = of_parts(num_microbatches=1, with_grads=False)
 
+    def losses(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        parts = jax.tree.map(lambda a: a.reshape(num_parts, -1, *a.shape[1:]), batch)
+        means, numbers = jax.lax.map(partial(mean_loss, params), parts)
+        return (means * numbers).sum(), numbers.sum()
 
-def plain_optimizer(config: Config) -> optax.GradientTransformation:
-    """Return the config's optimizer from optax, without clipping."""
-    lr_schedule, optim = plain_lr_schedule(config), config.optim
-    if isinstance(optim, SGD):
-        return optax.sgd(lr_schedule, momentum=optim.momentum)
-    assert isinstance(optim, AdamW), optim
-    is_decayed = lambda path, _: path[-1].key not in NO_DECAY  # noqa: E731
-    mask = lambda params: jax.tree_util.tree_map_with_path(is_decayed, params)  # noqa: E731
-    sizes = {key: asdict(optim)[key] for key in ("b1", "b2", "eps", "weight_decay")}
-    return optax.adamw(lr_schedule, **sizes, mask=mask)
-
-
-def plain_lr_schedule(config: Config) -> optax.Schedule:
-    """Return optax's linear warm-up, from lr/(w+1) to lr after w steps, and cosine decay.
-
-    w is warmup_steps, but less than the steps of the run.
-    """
-    optim, num_steps = config.optim, config.run.num_steps
-    w = min(optim.warmup_steps, num_steps - 1)
-    steps, last = (w, max(num_steps, w + 1)), optim.lr * optim.min_lr_fraction
-    rates = optax.warmup_cosine_decay_schedule(optim.lr / (w + 1), optim.lr, *steps, last)
-    return lambda step: rates(jnp.asarray(step, float))  # of an int32 optax computes in float32
+    functions = of_parts(num_microbatches=num_parts), losses
+    return PlainModel(job, params, *map(_compiled, functions))
 
 
 def _norm(tree: Tree) -> float:
@@ -174,7 +146,7 @@ def _norm(tree: Tree) -> float:
     return math.sqrt(sum(map(float, squares)))
 
 
-def _compiled(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """Return a function compiled for these arguments, quickly, since it runs a few times."""
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function to be compiled quickly, since it runs a few times."""
     options = cpu_options("once") if jax.default_backend() == "cpu" else None
-    return jax.jit(function).lower(*args).compile(options)
+    return jax.jit(function, compiler_options=options)

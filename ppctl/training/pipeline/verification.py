@@ -17,19 +17,11 @@ import numpy as np
 
 from ppctl.config import Config
 from ppctl.model.stack import Stack
-from ppctl.training.pipeline.evaluation import evaluate
-from ppctl.training.pipeline.job import TrainingJob
-from ppctl.training.pipeline.plain_steps import (
-    ROUNDINGS,
-    PlainModel,
-    PlainSteps,
-    plain_lr_schedule,
-    rounding_of,
-)
+from ppctl.training.pipeline.job import TrainingJob, evaluate
+from ppctl.training.pipeline.plain_steps import ROUNDINGS, PlainModel, PlainSteps, rounding_of
 
 Tree = Any
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}  # max|difference|/max|reference|
-MOST_RATES = 1000  # learning rates that are compared, spread over the steps of the run
 SLACKS = 2.0  # times the change of a state's number by the tolerance of gradients
 
 
@@ -80,15 +72,13 @@ class StepComparison:
 
 @dataclass(frozen=True)
 class TrainingComparison:
-    """Train steps, their final state, an evaluation of it, and learning rates of the whole run."""
+    """Train steps, their final state, and an evaluation of it."""
 
     clip_norm: float | None
     is_clip_norm_requested: bool  # False: chosen so that some steps are clipped and some are not
     steps: tuple[StepComparison, ...]
     state: tuple[Leaf, ...]  # parameters, the optimizer's numbers and the count of steps
     eval_loss: Number | None  # None: the request evaluates nothing
-    rates_error: float  # largest |difference| of MOST_RATES learning rates, of the largest rate
-    rates_tolerance: float
 
 
 def tolerance_of(job: TrainingJob) -> float:
@@ -143,8 +133,7 @@ def compare_training(
     trees += plain.before | counts[0], plain.slack | counts[0]
     leaves = in_layers(stack, compare_trees(*(of_author(stack, tree) for tree in trees)))
     is_requested = plain.clip_norm == requested.optim.clip_norm
-    compared_all = tuple(steps), leaves, eval_loss, *_compare_rates(job)
-    return TrainingComparison(plain.clip_norm, is_requested, *compared_all)
+    return TrainingComparison(plain.clip_norm, is_requested, tuple(steps), leaves, eval_loss)
 
 
 def of_author(stack: Stack, tree: Tree) -> Tree:
@@ -222,36 +211,19 @@ def steps_with_clipping(plain: PlainModel, num_steps: int, tolerance: float) -> 
     both branches of clipping run, and those of executor.post_validation. optim.clip_norm=null
     stays: such training clips nothing.
     """
-    # 1. the norm that is requested
     requested = plain.run(num_steps, plain.job.config.optim.clip_norm, tolerance)
     norms = [each.grad_norm for each in requested.numbers]
     is_finite = all(0 < n < math.inf for n in norms)
-    if requested.clip_norm is None or len({*requested.clipped}) == 2 or not is_finite:
+    is_enough = len({*requested.clipped}) == 2 or requested.clipped == (True,)
+    if requested.clip_norm is None or is_enough or not is_finite:
         return requested
-    # 2. a norm in the widest gap, preferably with a step after one that is clipped
-    tried, pairs = [requested], pairwise(sorted(norms))
-    between = [(high - low, (low + high) / 2) for low, high in pairs if high > low]
-    if between:
-        goes_on = lambda norm: any(n >= norm for n in norms[:-1])  # noqa: E731
-        _, norm = max(between, key=lambda gap: (goes_on(gap[1]), gap[0]))
-        tried.append(plain.run(num_steps, norm, tolerance))
-        if len({*tried[-1].clipped}) == 2:
-            return tried[-1]
-    # 3. all clipped
-    clipped = next((each for each in tried if any(each.clipped)), None)
-    return plain.run(num_steps, norms[0] / 2, tolerance) if clipped is None else clipped
 
+    # in the widest gap, preferably with a step after one that is clipped; of one step, below it
+    def worth(gap: tuple[float, float]) -> tuple[bool, float]:
+        return any(n >= sum(gap) / 2 for n in norms[:-1]), gap[1] - gap[0]
 
-def _compare_rates(job: TrainingJob) -> tuple[float, float]:
-    """Return (error, tolerance) of learning rates of the whole run, from first to last step."""
-    config, lr_schedule = job.config, job.pipe.lr_schedule
-    assert lr_schedule is not None, "every job has one"
-    last = config.run.num_steps - 1
-    steps = jnp.asarray(np.unique(np.linspace(0, last, MOST_RATES).round()), jnp.int32)
-    schedules = lr_schedule, plain_lr_schedule(config)
-    rates, expected = (jnp.asarray(jax.vmap(each)(steps)) for each in schedules)
-    error = float(jnp.abs(rates - expected).max()) / (float(expected.max()) or 1.0)
-    return error, TOLERANCE[str(expected.dtype)]
+    gap = max(pairwise(sorted(norms)), key=worth, default=(0.0, norms[0]))
+    return plain.run(num_steps, sum(gap) / 2, tolerance)
 
 
 def _key(entry: Any) -> Any:

@@ -23,8 +23,7 @@ from ppctl.reports.run_status import WARM_UP_STEPS
 from ppctl.schedule.simulator import Timeline
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.pipeline.engines.engine_protocol import Footprint
-from ppctl.training.pipeline.evaluation import evaluate
-from ppctl.training.pipeline.job import ModelFlops, TrainingJob, model_flops, unit_of_work
+from ppctl.training.pipeline.job import ModelFlops, TrainingJob, evaluate, model_flops, unit_of_work
 from ppctl.training.pipeline.mfu import mfu, mfu_peak_flops
 from ppctl.training.run import measured_timeline as timeline
 from ppctl.training.run import profiler

@@ -21,7 +21,6 @@ from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.schedule.simulator import simulate
 from ppctl.schedule.tick_lowering import Ticks, forward_only, ticks
-from ppctl.training.pipeline import optimizers as optim
 from ppctl.training.pipeline.engines.engine_protocol import Engine
 from ppctl.training.pipeline.engines.mpmd_engine import Mpmd
 from ppctl.training.pipeline.engines.one_program import OneProgram
@@ -57,12 +56,10 @@ def make_engine(
     if execution.dispatches_tasks:
         both = schedule, forward_only(schedule)
         training, evaluation = ((each, dispatch_order(each, costs)) for each in both)
-        engine = Mpmd(
-            states, shapes, model, (training, evaluation), *how, dict(execution.xla_flags)
-        )
-        if not execution.post_validation:
-            return engine
-        return PostValidated(engine, partial(optim.needs_no_clipping, max_norm=clip_norm))
+        arguments = states, shapes, model, (training, evaluation), *how, dict(execution.xla_flags)
+        if execution.post_validation:
+            return PostValidated(*arguments, max_norm=clip_norm)
+        return Mpmd(*arguments)
     # 2. the reference
     if lowered is None:
         functions, held = _by_reference(stack, model, states.layout, execution), {}

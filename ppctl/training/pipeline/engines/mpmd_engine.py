@@ -47,7 +47,7 @@ from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporari
 from ppctl.training.pipeline.engines.plan_inputs import STATE, Given
 from ppctl.training.pipeline.engines.step_programs import Choose, StepPrograms, dispatched_programs
 from ppctl.training.pipeline.engines.train_states import States
-from ppctl.training.pipeline.optimizers import lr_numbers, lr_of, sum_of_squares
+from ppctl.training.pipeline.optimizers import sum_of_squares
 from ppctl.training.pipeline.train_step import apply_gradients
 
 Tree = Any
@@ -55,6 +55,8 @@ Tree = Any
 
 class Mpmd:
     """An `Engine`. schedules: training and evaluation, each with its tasks in dispatch order."""
+
+    step_plan = "step"  # the name of a train step's plan
 
     def __init__(
         self,
@@ -71,7 +73,6 @@ class Mpmd:
         self.states, self.batch_shapes, self.model = states, batch_shapes, model
         self.training, self.evaluation = schedules
         self.metric_names = ("loss", "grad_norm", *(("lr",) if lr_schedule is not None else ()))
-        self.lr_numbers = lr_numbers(lr_schedule)
         # 2. stages and ranks
         have_embed_head, are_alike = model.own_embed_head is None, model.stack.are_alike
         how = {"are_alike": are_alike, "have_embed_head": have_embed_head}
@@ -90,7 +91,7 @@ class Mpmd:
         self.given = Given(
             *(self.division, self.runtime, states.staged, batch_shapes),
             dict.fromkeys(readers, self.ranks) if self.has_parts else readers,
-            *(model.num_microbatches, self.lr_numbers, self.has_parts),
+            *(model.num_microbatches, self.has_parts),
         )
         # 4. the rank whose copy of a step's numbers this process reads
         self.read_at = next(r for r in (self.last, *self.ranks) if self.runtime.is_mine[r])
@@ -134,43 +135,42 @@ class Mpmd:
     # steps
 
     def compile(self, *, evaluate: bool) -> Footprint:
-        step = self.walk("step")
+        step = self.walk(self.step_plan)
         if evaluate:
             self.walk("loss")
-        return self.footprint(step)
-
-    def footprint(self, step: Walk) -> Footprint:
-        """Return the footprint of a compiled plan of a step."""
         state_and_batch = (sum(held.values()) for held in self.given.bytes())
         terms = zip(state_and_batch, step.peak_bytes, self.runtime.is_mine, strict=True)
         return Footprint(max(step.peak_bytes), tuple((a + b) * mine for a, b, mine in terms), "")
 
-    def memory(
-        self, temporaries: Temporaries | None = None, what: str = "step"
-    ) -> tuple[dict[str, int], ...]:
-        ops, kept = self.plan(what)
+    def memory(self, temporaries: Temporaries | None = None) -> tuple[dict[str, int], ...]:
+        ops, kept = self.plan(self.step_plan)
         of = lambda program: 0 if program is None or temporaries is None else temporaries(program)  # noqa: E731
         temps = None if temporaries is None else [of(op.program) for op in ops]
         held = self.runtime.memory_breakdown(ops, self.given.shapes(), kept, temps)
         pairs = zip(self.given.bytes(), held, strict=True)
         return tuple(by_part(given | of_rank) for given, of_rank in pairs)
 
-    def programs(self, choose: Choose | None = None, what: str = "step") -> StepPrograms:
-        return dispatched_programs(self.runtime, self.plan(what), self.given.shapes(), choose)
+    def programs(self, choose: Choose | None = None) -> StepPrograms:
+        plan = self.plan(self.step_plan)
+        return dispatched_programs(self.runtime, plan, self.given.shapes(), choose)
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
-        found = self.walk("step").run(self.given.values(state, batch))
-        return self.state_of(found), self.metrics_of(found)
+        return self.run_step(self.walk(self.step_plan), state, batch)
 
     def step_by_step(
         self, state: Tree, batch: Tree
     ) -> tuple[Tree, dict[str, jax.Array], dict[Task, float]]:
         seconds: dict[Task, float] = {}
-        found = self.walk("step").timed(seconds).run(self.given.values(state, batch))
-        return self.state_of(found), self.metrics_of(found), seconds
+        walk = self.walk(self.step_plan).timed(seconds)
+        return *self.run_step(walk, state, batch), seconds
+
+    def run_step(self, walk: Walk, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        """Return (next state, metrics) of a compiled plan of a step."""
+        found = walk.run(self.given.values(state, batch))
+        return self.state_of(found), self.metrics_of(found)
 
     def dispatched(self) -> list[list[tuple[str, Task | None]]]:
-        return self.walk("step").programs
+        return self.walk(self.step_plan).programs
 
     def devices(self) -> list[int]:
         return [submesh.devices.flat[0].id for submesh in self.division.submeshes]
@@ -266,7 +266,7 @@ class Mpmd:
         """Return entries from gradients to a step's numbers; the last rank adds all squares."""
         ops = [self._op("squares", r, [("grads", r)], [("squares", r)]) for r in self.ranks]
         moves, squares = self._to_last("squares", self.ranks)
-        reads = [("loss",), ("number",), ("step", self.last), *self._rates(self.last), *squares]
+        reads = [("loss",), ("number",), ("step", self.last), *squares]
         return [*ops, *moves, self._op("combine", self.last, reads, [("numbers",)])]
 
     def _updates(self, kind: str, numbers: str) -> list[PlanEntry]:
@@ -274,13 +274,8 @@ class Mpmd:
         for r in self.ranks:
             state = [(name, r) for name in STATE]
             writes = [(f"next_{name}", r) for name in STATE] if kind == "try" else state
-            rates = self._rates(r) if kind == "try" else []  # read before the step's numbers exist
-            ops.append(self._op(kind, r, [*state, *self._grads(r), *rates, (numbers, r)], writes))
+            ops.append(self._op(kind, r, [*state, *self._grads(r), (numbers, r)], writes))
         return ops
-
-    def _rates(self, rank: int) -> list[Key]:
-        """Return the key of the learning rate's numbers on a rank, if it has any."""
-        return [] if self.lr_numbers is None else [("rates", rank)]
 
     def _op(self, kind: str, rank: int, reads: list[Key], writes: list[Key]) -> PlanEntry:
         return rank_entry(kind, self.roles[rank], rank, reads, writes)
@@ -331,7 +326,7 @@ class _Once:
             return self.of_state[program.shape][name]
         if name == "mean_grads":
             return self.of_state[program.shape]["params"]
-        is_number = name in ("loss", "number", "squares", "squares_there", "numbers", "rates")
+        is_number = name in ("loss", "number", "squares", "squares_there", "numbers")
         return P() if is_number else None
 
     def _mean(self, _: ProgramId, *losses: Tree) -> tuple:
@@ -360,14 +355,11 @@ class _Once:
         return (sum(sums, start=jnp.zeros((), jnp.float32)),)
 
     def _combine(
-        self, _: ProgramId, loss: jax.Array, number: jax.Array, step: jax.Array, *rest: jax.Array
+        self, _: ProgramId, loss: jax.Array, number: jax.Array, step: jax.Array, *squares: jax.Array
     ) -> tuple:
-        rates, squares = (None, rest) if self.engine.lr_numbers is None else (rest[0], rest[1:])
         norm = jnp.sqrt(sum(squares)) / divisor(number)
-        return ({"loss": loss, "grad_norm": norm, "number": number} | self._lr(rates, step),)
-
-    def _lr(self, rates: Any, step: jax.Array) -> dict[str, jax.Array]:
-        return {} if self.lr_schedule is None else {"lr": lr_of(self.lr_schedule, rates, step)}
+        rate = {} if self.lr_schedule is None else {"lr": self.lr_schedule(step)}
+        return ({"loss": loss, "grad_norm": norm, "number": number} | rate,)
 
     def _update(
         self, _: ProgramId, params: Tree, optimizer: Tree, step: jax.Array, grads: Tree, *rest: Tree
@@ -375,21 +367,12 @@ class _Once:
         *shared, numbers = rest
         state = {"params": params, "optimizer": optimizer, "step": step}
         grads = self._scaled(grads, numbers["number"], shared)
-        norm, lr = numbers["grad_norm"], numbers.get("lr")
-        state = apply_gradients(self.optimizer, state, grads, norm, lr)
+        state = apply_gradients(self.optimizer, state, grads, numbers["grad_norm"])
         return state["params"], state["optimizer"], state["step"]
 
-    def _try(
-        self,
-        program: ProgramId,
-        params: Tree,
-        optimizer: Tree,
-        step: jax.Array,
-        grads: Tree,
-        *rest: Tree,
-    ) -> tuple:
+    def _try(self, program: ProgramId, *reads: Tree) -> tuple:
         """Return the update that holds if the norm turns out to need no clipping."""
-        *given, number = rest
-        shared, rates = (given, None) if self.engine.lr_numbers is None else (given[:-1], given[-1])
-        numbers = {"number": number, "grad_norm": jnp.zeros_like(number)} | self._lr(rates, step)
-        return self._update(program, params, optimizer, step, grads, *shared, numbers)
+        *given, number = reads
+        return self._update(
+            program, *given, {"number": number, "grad_norm": jnp.zeros_like(number)}
+        )

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -21,7 +20,6 @@ from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporari
 from ppctl.training.pipeline.engines.process_examples import examples_of, put_examples
 from ppctl.training.pipeline.engines.step_programs import Choose, StepPrograms, one_program
 from ppctl.training.pipeline.engines.train_states import States, shardings_of
-from ppctl.training.pipeline.optimizers import lr_numbers
 from ppctl.training.pipeline.train_step import train_step
 
 Tree = Any
@@ -90,24 +88,11 @@ class OneProgram:
         return train_step(self.loss_and_grads_of, self.optimizer, self.lr_schedule)
 
     def trace_train_step(self) -> jax.stages.Traced:
-        """Trace the train step (state, batch, lr numbers) -> (state, metrics), state donated."""
+        """Trace the train step (state, batch) -> (state, metrics), state donated."""
         everywhere = NamedSharding(self.states.layout.mesh, P())
         out = shardings_of(self.states.staged), everywhere
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
-        shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere)  # noqa: E731
-        return step.trace(self.states.staged, self.placed_batch, *map(shape, self._numbers))
-
-    @property
-    def _numbers(self) -> tuple[np.ndarray, ...]:
-        """The numbers of the learning rate that the train step takes, if any."""
-        numbers = lr_numbers(self.lr_schedule)
-        return () if numbers is None else (numbers,)
-
-    @cached_property
-    def _placed_numbers(self) -> tuple[jax.Array, ...]:
-        everywhere = NamedSharding(self.states.layout.mesh, P())
-        place = jax.make_array_from_callback
-        return tuple(place(a.shape, everywhere, a.__getitem__) for a in self._numbers)
+        return step.trace(self.states.staged, self.placed_batch)
 
     def lower_train_step(self) -> jax.stages.Lowered:
         """Return the train step lowered, ready to compile."""
@@ -145,7 +130,7 @@ class OneProgram:
         return one_program(self.trace_train_step(), mesh, self.compile_program)
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
-        return self.compiled["step"](state, batch, *self._placed_numbers)
+        return self.compiled["step"](state, batch)
 
     def loss(self, state: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
         return self.compiled["loss"](state["params"], batch)

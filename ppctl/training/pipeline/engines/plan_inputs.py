@@ -33,7 +33,6 @@ class Given:
     batch_shapes: Mapping[str, jax.ShapeDtypeStruct]
     readers: Mapping[str, Sequence[int]]  # ranks that read "inputs", and "targets"
     num_microbatches: int
-    rates: np.ndarray | None  # numbers of the learning rate, on all ranks
     has_parts: bool  # whether each rank has a part of the vocabulary
 
     @property
@@ -70,7 +69,7 @@ class Given:
 
     @cached_property
     def _numbers(self) -> dict[Key, np.ndarray]:
-        """Numbers of microbatches on the ranks that read them, of parts, of the learning rate."""
+        """Numbers of microbatches on the ranks that read them, and of parts."""
         numbers = [np.asarray(m, np.int32) for m in range(self.num_microbatches)]
         readers = {rank for ranks in self.readers.values() for rank in ranks}
         found: dict[Key, np.ndarray] = {
@@ -78,8 +77,6 @@ class Given:
         }
         if self.has_parts:
             found |= {("part", r): np.asarray(r, np.int32) for r in self.ranks}
-        if self.rates is not None:
-            found |= {("rates", r): self.rates for r in self.ranks}
         return found
 
     @cached_property

@@ -9,7 +9,7 @@ state is thrown away. This costs a second state and the gradients in memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,8 @@ import jax
 
 from ppctl.executors.mpmd.mpmd_runtime import Walk
 from ppctl.schedule.ir import Task
-from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporaries
+from ppctl.training.pipeline.engines.engine_protocol import Footprint
 from ppctl.training.pipeline.engines.mpmd_engine import Mpmd
-from ppctl.training.pipeline.engines.step_programs import Choose, StepPrograms
 
 Tree = Any
 
@@ -39,59 +38,57 @@ class Attempt:
         return self
 
 
-class PostValidated:
-    """An `Engine`. needs_no_clipping(finite norm): whether the unclipped update is right."""
+class PostValidated(Mpmd):
+    """An `Engine` whose states are attempts. max_norm: of the optimizer's clipping, or None."""
 
-    def __init__(self, engine: Mpmd, needs_no_clipping: Callable[[float], bool]):
-        self.engine, self.needs_no_clipping = engine, needs_no_clipping
+    step_plan = "try"
+
+    def __init__(self, *arguments: Any, max_norm: float | None):
+        super().__init__(*arguments)
+        self.max_norm = max_norm
 
     def new_state(self, seed: int | None = None) -> Attempt:
-        return Attempt(self.engine.new_state(seed))
+        return Attempt(super().new_state(seed))
 
     def to_natural(self, state: Attempt) -> Tree:
-        return self.engine.to_natural(self.settled(state))
+        return super().to_natural(self.settled(state))
 
     def from_natural(self, state: Tree) -> Attempt:
-        return Attempt(self.engine.from_natural(state))
+        return Attempt(super().from_natural(state))
 
     def parameters(self, state: Attempt) -> Sequence[Tree]:
-        return self.engine.parameters(self.settled(state))
-
-    def share(self, rank: int) -> Tree:
-        return self.engine.share(rank)
-
-    @property
-    def examples(self) -> Sequence[int]:
-        return self.engine.examples
-
-    def put(self, batch: Mapping[str, Any]) -> Tree:
-        return self.engine.put(batch)
+        return super().parameters(self.settled(state))
 
     def compile(self, *, evaluate: bool) -> Footprint:
-        step = self.engine.walk("try")
-        self.engine.walk("redo")
-        if evaluate:
-            self.engine.walk("loss")
-        return self.engine.footprint(step)
-
-    def memory(self, temporaries: Temporaries | None = None) -> tuple[dict[str, int], ...]:
-        return self.engine.memory(temporaries, "try")
-
-    def programs(self, choose: Choose | None = None) -> StepPrograms:
-        return self.engine.programs(choose, "try")
+        footprint = super().compile(evaluate=evaluate)
+        self.walk("redo")
+        return footprint
 
     def step(self, state: Attempt, batch: Tree) -> tuple[Attempt, dict[str, jax.Array]]:
-        begun_from = state.state
-        attempt, metrics = self._try(begun_from, batch)
+        walk, begun_from = self.walk("try"), state.state
+        attempt, metrics = self.run_step(walk, begun_from, batch)
         if self.settled(state) is not begun_from:
-            attempt, metrics = self._try(state.state, batch)
+            attempt, metrics = self.run_step(walk, state.state, batch)
         return attempt, metrics
 
+    def step_by_step(
+        self, state: Attempt, batch: Tree
+    ) -> tuple[Attempt, dict[str, jax.Array], dict[Task, float]]:
+        return super().step_by_step(self.settled(state), batch)
+
+    def run_step(
+        self, walk: Walk, state: Tree, batch: Tree
+    ) -> tuple[Attempt, dict[str, jax.Array]]:
+        found = walk.run(self.given.values(state, batch))
+        metrics = self.metrics_of(found)
+        outcome = {key: found[key] for key in self.outcome}
+        return Attempt(self.state_of(found, "next_"), state, outcome, metrics["grad_norm"]), metrics
+
     def loss(self, state: Attempt, batch: Tree) -> tuple[jax.Array, jax.Array]:
-        return self.engine.loss(self.settled(state), batch)
+        return super().loss(self.settled(state), batch)
 
     def loss_and_grads(self, state: Attempt, batch: Tree) -> tuple[jax.Array, Tree]:
-        return self.engine.loss_and_grads(self.settled(state), batch)
+        return super().loss_and_grads(self.settled(state), batch)
 
     def settled(self, attempt: Attempt) -> Tree:
         """Return the right state; waits for the norm."""
@@ -101,31 +98,12 @@ class PostValidated:
             norm = float(attempt.norm)
             if not math.isfinite(norm):
                 attempt.state = attempt.before
-            elif not self.needs_no_clipping(norm):
-                given = self.engine.given.of_state(attempt.before) | attempt.outcome
-                attempt.state = self.engine.state_of(self.engine.walk("redo").run(given))
+            elif self.clips(norm):
+                given = self.given.of_state(attempt.before) | attempt.outcome
+                attempt.state = self.state_of(self.walk("redo").run(given))
             attempt.before = attempt.outcome = None
         return attempt.state
 
-    def step_by_step(
-        self, state: Attempt, batch: Tree
-    ) -> tuple[Attempt, dict[str, jax.Array], dict[Task, float]]:
-        seconds: dict[Task, float] = {}
-        walk = self.engine.walk("try").timed(seconds)
-        return *self._try(self.settled(state), batch, walk), seconds
-
-    def dispatched(self) -> list[list[tuple[str, Task | None]]]:
-        return self.engine.walk("try").programs
-
-    def devices(self) -> list[int]:
-        return self.engine.devices()
-
-    def _try(
-        self, state: Tree, batch: Tree, walk: Walk | None = None
-    ) -> tuple[Attempt, dict[str, jax.Array]]:
-        engine = self.engine
-        found = (walk or engine.walk("try")).run(engine.given.values(state, batch))
-        metrics = engine.metrics_of(found)
-        outcome = {key: found[key] for key in engine.outcome}
-        following = engine.state_of(found, "next_")
-        return Attempt(following, state, outcome, metrics["grad_norm"]), metrics
+    def clips(self, norm: float) -> bool:
+        """Return whether the optimizer clips gradients of this finite norm."""
+        return self.max_norm is not None and norm >= self.max_norm
