@@ -15,7 +15,7 @@ from ppctl.planner.cost.step_time import predicted_time
 from ppctl.planner.cost.task_flops import work_of
 from ppctl.training.pipeline.job import assemble
 from ppctl.training.pipeline.known_hardware import known
-from ppctl.training.run.prediction_check import StepPrediction
+from ppctl.training.run.run_lines import StepPrediction
 
 WORDS = (
     "mesh=1x2 schedule=gpipe schedule.num_microbatches=2 data=regression data.batch_size=16 "

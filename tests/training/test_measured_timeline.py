@@ -15,7 +15,7 @@ from ppctl.reports.measured_timeline_file import mean_costs, measured_timeline
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.ir import Task
 from ppctl.schedule.simulator import simulate
-from ppctl.training.run import measured_timeline as timeline
+from ppctl.training.run import profiler
 
 TINY = (
     "mesh=1x2 data=regression data.batch_size=8 data.num_rows=4096 model=mlp model.num_layers=2 "
@@ -81,7 +81,7 @@ def test_each_task_is_measured_in_program_order_beside_its_simulation(
 
 @pytest.mark.slow
 def test_where_the_trace_tells_nothing_tasks_are_timed_one_by_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(timeline, "traced_spans", lambda *_: None)
+    monkeypatch.setattr(profiler, "traced_spans", lambda *_: None)
     assert train(tmp_path, "executor=mpmd", "schedule=1f1b", "executor.remat=full") == 0
     for rows in rows_by_rank(tmp_path).values():
         for row in rows:

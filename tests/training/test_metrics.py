@@ -147,7 +147,7 @@ def shown(run_dir, console, **changes):
     return console.file.getvalue()
 
 
-def test_without_a_terminal_the_first_the_last_and_every_nth_step_are_one_plain_line(tmp_path):
+def test_the_first_the_last_and_every_nth_step_are_one_plain_line(tmp_path):
     lines = shown(tmp_path, plain(), num_steps=20, log_every=6).splitlines()
     assert [line.split("/")[0] for line in lines] == [
         f"step {step:2}" for step in (1, 6, 12, 18, 20)
@@ -206,27 +206,6 @@ def test_a_run_over_rows_shows_rows(tmp_path):
         "eval  1/20  eval_loss nan\n"
         "checkpoint [1] saved\n"
     )
-
-
-def test_a_terminal_shows_a_bar_of_one_line_and_notes_above_it(tmp_path):
-    terminal = {
-        "force_terminal": True,
-        "width": 80,
-        "color_system": None,
-        "_environ": {"TERM": "xterm"},
-    }
-    console = Console(file=io.StringIO(), **terminal)
-    with metrics(tmp_path, num_steps=200, console=console) as written:
-        for step in range(1, 20):
-            written.log(record(step))
-        written.note("checkpoint saved")
-        written.log(record(20))
-    text = console.file.getvalue()
-    assert "checkpoint saved\n" in text
-    bar = text.splitlines()[-2]  # the last line gives the cursor back
-    assert "step  20/200 ━━" in bar
-    assert "loss 0.1571  12,345 tok/s ETA" in bar
-    assert len(text.splitlines()) < 6  # a bar that wrapped would scroll
 
 
 # TensorBoard

@@ -23,7 +23,7 @@ from ppctl.schedule.ir import Task
 from ppctl.training.pipeline.engines import make_engine as make
 from ppctl.training.pipeline.job import assemble
 from ppctl.training.run import profiler
-from ppctl.training.run.traced_tasks import task_bodies, write_tasks
+from ppctl.training.run.profiler import task_bodies, write_tasks
 
 
 def tasks(run_dir):

@@ -22,7 +22,7 @@ from ppctl.planner.cost.step_time import (
 )
 from ppctl.schedule.search.extrapolated_cost import MOST_TASKS
 from ppctl.training.pipeline.job import TrainingJob
-from ppctl.training.run.prediction_check import StepPrediction
+from ppctl.training.run.run_lines import StepPrediction
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,7 +13,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
+
+import jax
 
 from ppctl.data.dataset_description import description
 from ppctl.errors import NonFiniteError, SaveError
@@ -25,17 +29,50 @@ from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.pipeline.engines.engine_protocol import Footprint
 from ppctl.training.pipeline.job import ModelFlops, TrainingJob, evaluate, model_flops, unit_of_work
 from ppctl.training.pipeline.mfu import mfu, mfu_peak_flops
-from ppctl.training.run import measured_timeline as timeline
 from ppctl.training.run import profiler
 from ppctl.training.run.heartbeat import Heartbeat
 from ppctl.training.run.metrics import Metrics
-from ppctl.training.run.prediction_check import StepPrediction
 from ppctl.training.run.run_environment import checkpoint_metadata, num_cores, writing
-from ppctl.training.run.step_clock import StepClock
-from ppctl.training.run.traced_tasks import write_tasks
+from ppctl.training.run.run_lines import StepPrediction
 
 Tree = Any
 MOST_TIMES = 1000  # step times kept for their median
+
+
+class StepClock:
+    """Times of steps, in the order of dispatch. A context manager, which ends the thread."""
+
+    def __init__(self) -> None:
+        self._steps: SimpleQueue[tuple[Tree, Future[float]] | None] = SimpleQueue()
+        self._done_s = 0.0  # seconds at which the step before was done
+        # a daemon: a failing process must not wait for a step that others never finish
+        threading.Thread(target=self._wait, name="step clock", daemon=True).start()
+
+    def __enter__(self) -> StepClock:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._steps.put(None)
+
+    def watch(self, numbers: Tree) -> Future[float]:
+        """Return a future of when a dispatched step's arrays are done (time.perf_counter)."""
+        done: Future[float] = Future()
+        self._steps.put((numbers, done))
+        return done
+
+    def step_time_s(self, dispatched_s: float, done: Future[float]) -> float:
+        """Wait for a step; return its seconds since dispatch, or since the step before was done."""
+        done_s = done.result()
+        began_s, self._done_s = max(self._done_s, dispatched_s), done_s
+        return done_s - began_s
+
+    def _wait(self) -> None:
+        for numbers, done in iter(self._steps.get, None):
+            try:
+                jax.block_until_ready(numbers)
+                done.set_result(time.perf_counter())
+            except BaseException as error:  # raised where the step is read
+                done.set_exception(error)
 
 
 class Dispatched(NamedTuple):
@@ -123,7 +160,7 @@ class Loop:
         if is_measured:
             self._read()
             timed: Any = engine  # config.check lets only one whose tasks are programs be measured
-            state, numbers, measured = timeline.timed_step(timed, pipe.schedule, state, batch)
+            state, numbers, measured = profiler.timed_step(timed, pipe.schedule, state, batch)
         else:
             with window.step(step):
                 state, numbers = engine.step(state, batch)
@@ -270,6 +307,6 @@ class Loop:
         tasks_file, pipe = None, self.job.pipe
         if pipe.ticks is not None:
             num_steps, text = len(self.job.config.run.profile_steps or ()), self.footprint.text
-            tasks_file = write_tasks(directory, text, pipe.ticks, pipe.mesh, num_steps)
+            tasks_file = profiler.write_tasks(directory, text, pipe.ticks, pipe.mesh, num_steps)
         tasks = "" if tasks_file is None else f"; tasks by rank for Perfetto in {tasks_file}"
         self.metrics.note(f"profile   {directory} (xprof, Perfetto){tasks}")

@@ -1,34 +1,34 @@
-"""The metrics of a run: `metrics.jsonl`, `eval.jsonl`, and progress on the terminal."""
+"""The metrics of a run: `metrics.jsonl`, `eval.jsonl`, and lines on the terminal."""
 
 from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
+from statistics import fmean, harmonic_mean
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ppctl.reports.terminal_output import OutputConsole, replace_file
+from ppctl.reports.terminal_output import OutputConsole, replace_file, show_lines
 from ppctl.training.run.run_environment import writing
 from ppctl.training.run.trackers import BackgroundTracker
 
-Record = Mapping[str, float | int | None]
+Record = Mapping[str, Any]  # numbers, or None
 
 
 class Metrics:
-    """The records of one run, a context manager; only process 0 has one.
+    """The records of one run, a context manager.
 
     Args:
         run_dir: Holds `metrics.jsonl` (one object a training step) and `eval.jsonl` (one object an
-            evaluation). Created if missing.
+            evaluation). Created if missing. None: nothing is recorded, as by all processes but 0.
         num_steps: Training steps of the whole run.
         start_step: Finished steps at the start. Lines of later steps, and half lines left by a
             kill, are dropped, so that a resumed run has each step exactly once.
-        log_every: Steps between lines without a progress bar; first and last step are shown too.
+        log_every: Steps between lines on the terminal; first and last step are shown too.
         trackers: Names in `training.run.trackers`; each starts with its `begin`.
         console: Where progress is shown; None: standard output.
 
@@ -36,11 +36,9 @@ class Metrics:
     returns. Numbers that are not finite are written as null, values of None are left out.
     """
 
-    trackers: Sequence[BackgroundTracker] = ()
-
     def __init__(
         self,
-        run_dir: Path | str,
+        run_dir: Path | str | None,
         *,
         num_steps: int,
         start_step: int,
@@ -48,24 +46,17 @@ class Metrics:
         trackers: Sequence[str] = (),
         console: Console | None = None,
     ):
-        # 1. the files
-        run_dir = Path(run_dir)
         self._num_steps, self._first_step, self._log_every = num_steps, start_step + 1, log_every
         self._console = console or OutputConsole()
-        self._unshown_s: list[float] = []  # step times since the last line
-        with writing(run_dir):
-            run_dir.mkdir(parents=True, exist_ok=True)
-            self._train_file = _continue_file(run_dir / "metrics.jsonl", start_step)
-            self._eval_file = _continue_file(run_dir / "eval.jsonl", start_step)
-        # 2. trackers and progress
-        self.trackers = [BackgroundTracker(name, self.note) for name in trackers]
-        self._progress = None
-        if self._console.is_interactive:
-            self._progress = _progress_bar(self._console)
-            self._bar = self._progress.add_task(
-                "train", total=num_steps, completed=start_step, shown=""
-            )
-            self._progress.start()
+        self._unshown: list[Record] = []  # the steps since the last line
+        self._files: tuple[FileIO, ...] = ()
+        self.trackers: Sequence[BackgroundTracker] = ()
+        if run_dir is not None:
+            with writing(run_dir := Path(run_dir)):
+                run_dir.mkdir(parents=True, exist_ok=True)
+                names = ("metrics.jsonl", "eval.jsonl")
+                self._files = tuple(_continue_file(run_dir / name, start_step) for name in names)
+            self.trackers = [BackgroundTracker(name, self.note) for name in trackers]
 
     def __enter__(self) -> Metrics:
         return self
@@ -78,21 +69,21 @@ class Metrics:
 
         A line shows the mean time of the steps since the line before.
         """
-        step = int(record["step"] or 0)
-        self._train_file.write(_line(record))
-        self._track(record, step, _train_tag)
-        if self._progress is not None:
-            self._progress.update(self._bar, completed=step, shown=_shown(record, _ON_BAR))
+        if not self._files:
             return
-        self._unshown_s.append(record.get("step_time_s") or 0.0)
+        step = int(record["step"] or 0)
+        self._files[0].write(_line(record))
+        self._track(record, step, _train_tag)
+        self._unshown.append(record)
         if step in (self._first_step, self._num_steps) or step % self._log_every == 0:
-            mean = _at(record, statistics.fmean(self._unshown_s))
-            self.note(f"step {self._counted(step)}  {_shown(mean)}")
-            self._unshown_s.clear()
+            self.note(f"step {self._counted(step)}  {_shown(_mean(self._unshown))}")
+            self._unshown.clear()
 
     def log_eval(self, step: int, record: Record) -> None:
         """Write and show one evaluation, after `step` finished steps. Keys start with `eval_`."""
-        self._eval_file.write(_line({"step": step, **record}))
+        if not self._files:
+            return
+        self._files[1].write(_line({"step": step, **record}))
         self._track(record, step, _eval_tag)
         self.note(f"eval {self._counted(step)}  {_shown(record)}")
 
@@ -101,34 +92,16 @@ class Metrics:
             tracker.log(record, step, tag)
 
     def note(self, text: str) -> None:
-        """Print a line above the progress bar."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        """Print a line."""
+        show_lines(self._console, text)
 
     def close(self) -> None:
-        """Close the files and give the terminal back. May be called again."""
-        if self._progress is not None:
-            self._progress.stop()
-        for tracker in self.trackers:
-            tracker.close()
-        self._train_file.close()
-        self._eval_file.close()
+        """Close the trackers and files. May be called again."""
+        for each in (*self.trackers, *self._files):
+            each.close()
 
     def _counted(self, step: int) -> str:
         return f"{step:>{len(str(self._num_steps))}}/{self._num_steps}"
-
-
-class NoMetrics(Metrics):
-    """The metrics of a process that does not lead: it records and shows nothing."""
-
-    def __init__(self) -> None: ...
-
-    def log(self, record: Record) -> None: ...
-
-    def log_eval(self, step: int, record: Record) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def _continue_file(path: Path, last_step: int) -> FileIO:
@@ -198,39 +171,27 @@ _SHOWN = {
 
 
 _SPEEDS = ("tokens_per_s", "rows_per_s", "mfu_fraction", "mfu_causal_fraction")
-_ON_BAR = ("loss", "tokens_per_s", "rows_per_s")
 
 
-def _shown(record: Record, keys: tuple[str, ...] = tuple(_SHOWN)) -> str:
+def _shown(record: Record) -> str:
     """Return the text of a record on the terminal.
 
     >>> _shown({"step": 10, "loss": 3.1416, "lr": 1e-3, "tokens_per_s": 12345.0})
     'loss 3.1416  lr 1.0e-03  12,345 tok/s'
     """
-    return "  ".join(_SHOWN[key](record[key]) for key in keys if record.get(key) is not None)
-
-
-def _at(record: Record, step_time_s: float) -> Record:
-    """Return a record as if its step had taken step_time_s.
-
-    >>> _at({"loss": 1.5, "tokens_per_s": 100.0, "step_time_s": 2.0}, 4.0)
-    {'loss': 1.5, 'tokens_per_s': 50.0, 'step_time_s': 4.0}
-    """
-    before_s = record.get("step_time_s")
-    if not before_s or not step_time_s:
-        return record
-    speeds = {key: value for key in _SPEEDS if (value := record.get(key)) is not None}
-    speeds = {key: value * before_s / step_time_s for key, value in speeds.items()}
-    return {**record, **speeds, "step_time_s": step_time_s}
-
-
-def _progress_bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=20),  # the line fits into 80 columns
-        TextColumn("{task.fields[shown]}", markup=False),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-        console=console,
+    return "  ".join(
+        text(record[key]) for key, text in _SHOWN.items() if record.get(key) is not None
     )
+
+
+def _mean(records: Sequence[Record]) -> Record:
+    """Return the last record at the mean seconds of the steps, and the speeds at these.
+
+    >>> _mean([{"rows_per_s": 30, "step_time_s": 2.0}, {"rows_per_s": 60, "step_time_s": 1.0}])
+    {'rows_per_s': 40.0, 'step_time_s': 1.5}
+    """
+    last, means = records[-1], {}
+    for key, mean in (*((speed, harmonic_mean) for speed in _SPEEDS), ("step_time_s", fmean)):
+        if last.get(key) is not None:
+            means[key] = mean([record[key] for record in records])
+    return {**last, **means}

@@ -28,7 +28,6 @@ def stop_requests(console: OutputConsole) -> Iterator[Callable[[int], int | None
         received.append(number)
         if number != signal.SIGPIPE:  # Python's handler would still wait for the step and the save
             signal.signal(number, signal.SIG_DFL)
-        console.show_cursor()  # a progress bar hides it
         if is_joined:
             os.kill(os.getpid(), signal.SIGTERM)
 

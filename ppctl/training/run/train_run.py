@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -39,15 +38,12 @@ from ppctl.training.pipeline.job_checks import check_job
 from ppctl.training.run.compilation_cache import counted_programs, keep_compiled
 from ppctl.training.run.heartbeat import Heartbeat
 from ppctl.training.run.kept_tokenizer import changed_tokenizer, keep_tokenizer
-from ppctl.training.run.loop import Loop
-from ppctl.training.run.metrics import Metrics, NoMetrics
-from ppctl.training.run.prediction_check import StepPrediction
+from ppctl.training.run.loop import Loop, StepClock
+from ppctl.training.run.metrics import Metrics
 from ppctl.training.run.process_group import compare, process_group
-from ppctl.training.run.resume import Resumed, resume
+from ppctl.training.run.resume import Resumed, resume, state_from
 from ppctl.training.run.run_environment import environment, writing
-from ppctl.training.run.start_from import state_from
-from ppctl.training.run.start_lines import describe
-from ppctl.training.run.step_clock import StepClock
+from ppctl.training.run.run_lines import StepPrediction, describe
 from ppctl.training.run.stop_requests import stop_requests
 from ppctl.training.run.trackers import check_trackers
 
@@ -113,7 +109,7 @@ def _train(
         if status is not None:
             _record_start(job, status, resumed, overrides)
         # 4. compile, and place the state
-        footprint, compile_time_s = _compiled(job, console, say, start)
+        footprint, compile_time_s = _compiled(job, say, start)
         heartbeat.note("start", start)
         compare({})  # waits for all: Gloo gives up on a process that is half a minute late
         state = job.pipe.init() if restored is None else job.pipe.from_natural(restored)
@@ -218,16 +214,16 @@ def _ending(exit_code: int, step: int) -> dict[str, Any]:
 
 
 def _metrics(config: Config, start: int, console: Console) -> Metrics:
-    if not distributed.is_lead():
-        return NoMetrics()
     how = {name: getattr(config.run, name) for name in ("num_steps", "log_every", "trackers")}
-    return Metrics(config.run.dir, start_step=start, console=console, **how)
+    where = config.run.dir if distributed.is_lead() else None
+    return Metrics(where, start_step=start, console=console, **how)
 
 
-def _compiled(job: TrainingJob, console: Console, say: Say, start: int) -> tuple[Footprint, float]:
+def _compiled(job: TrainingJob, say: Say, start: int) -> tuple[Footprint, float]:
     """Compile the step, record its memory, and return (its footprint, seconds of compiling)."""
     began = time.perf_counter()
-    with counted_programs() as programs, _alive(console, "compiling"):
+    say("compiling ...")
+    with counted_programs() as programs:
         footprint = job.pipe.engine.compile(evaluate=job.config.run.eval_every is not None)
     seconds, kept = time.perf_counter() - began, programs["kept"]
     count = f"{kept} of {kept + programs['compiled']} programs"
@@ -238,27 +234,3 @@ def _compiled(job: TrainingJob, console: Console, say: Say, start: int) -> tuple
             memory = {"step": start, "ranks": job.pipe.memory()}
             replace_file(run_dir / MEMORY_FILE, json.dumps(memory) + "\n")
     return footprint, seconds
-
-
-@contextmanager
-def _alive(console: Console, what: str, every_s: float = 15.0) -> Iterator[None]:
-    """Show a spinner on a terminal, elsewhere a line now and then, while the body runs."""
-    if console.is_interactive:
-        with console.status(f"{what} ..."):
-            yield
-        return
-    console.print(f"{what} ...", markup=False, highlight=False)
-    began, done = time.perf_counter(), threading.Event()
-
-    def beat() -> None:
-        while not done.wait(every_s):
-            text = f"{what} ... {time.perf_counter() - began:.0f} s"
-            console.print(text, markup=False, highlight=False)
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
