@@ -17,7 +17,7 @@ class Tune:
     """The search of a layout: its devices and choices, and the recipe that it writes."""
 
     devices: int | None = None  # how many; None: those of the mesh
-    schedules: list[str] | None = None  # families, and auto (a search); None: all of the executor
+    schedules: list[str] | None = None  # families; None: all of the executor
     remat: list[str] | None = None  # values of executor.remat; None: all
     max_chunks: int = 4  # stages a rank, at most
     vocab: list[str] | None = None  # values of schedule.vocab; None: all of executor and model

@@ -195,7 +195,7 @@ class _Staged:
             self.bounds.microbatch,
             self.layout.rank_devices,
         )
-        again = Remat.of(microbatch.remat).recomputed_layers(self.sizes)
+        again, stages = Remat.of(microbatch.remat).recomputed_layers(self.sizes), len(self.sizes)
         return Candidate(
             bounds.mesh,
             self.family,
@@ -207,14 +207,9 @@ class _Staged:
             again * self.op_times.layer.forward_s * microbatch.number * num_devices / time.tasks_s,
             memory,
             tuple(self.placed.rank_of),
-            stage_seconds(self.costs, len(self.sizes)),
+            tuple(tuple(self.costs.seconds(kind, s, 1) for kind in "FBIW") for s in range(stages)),
             vocab="parallel" if bounds.has_parts else "whole",
         )
-
-
-def stage_seconds(costs: Costs, num_stages: int) -> tuple[tuple[float, ...], ...]:
-    """Return the seconds of F, B, I and W of each stage."""
-    return tuple(tuple(costs.seconds(kind, s, 1) for kind in "FBIW") for s in range(num_stages))
 
 
 def _staged(bounds: Bounds, family: str, chunks: int, sizes: tuple[int, ...] | None) -> _Staged:

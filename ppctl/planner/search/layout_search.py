@@ -113,7 +113,7 @@ class LayoutSearch:
         return Found(tuple(best), alone, len(layouts), num_too_large, num_simulated, smallest)
 
     def improved(self, found: Found) -> Found:
-        """Return the layouts with faster partitions, by simulation (`cut_layers.improved`), in order."""
+        """Return the layouts with faster partitions, by simulation (`cut_layers`), in order."""
         with uncollected():
             best = sorted(map(self._improved, found.best), key=rank)
         return replace(found, best=tuple(best))  # one stage has one partition

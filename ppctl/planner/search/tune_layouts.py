@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from ppctl import config as settings
-from ppctl.config import Config, Mpmd, Spmd
+from ppctl.config import Config, Explicit, Mpmd, Spmd, Uniform
+from ppctl.config.schedule_from_config import named
 from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import all_devices
 from ppctl.executors.stage.jaxpr_flops import relative_costs
@@ -28,16 +29,15 @@ from ppctl.model.stack import Stack, init
 from ppctl.model.trainable_parameters import trained_share
 from ppctl.planner.cost.counted_costs import Machine
 from ppctl.planner.cost.device_models import device_models, divisions
-from ppctl.planner.cost.rank_memory import DeviceLimit, device_limit
+from ppctl.planner.cost.predict_step import predict_job
+from ppctl.planner.cost.rank_memory import device_limit
 from ppctl.planner.cost.step_time import machine_of
 from ppctl.planner.rehearsal.timed_runs import run_steps
 from ppctl.planner.search.job_script import hosts_for
 from ppctl.planner.search.layout_candidate import Candidate
 from ppctl.planner.search.layout_search import Found, LayoutSearch, rank
 from ppctl.planner.search.layout_space import PREFERRED, Space
-from ppctl.planner.search.planned_layouts import Planned, as_planned
 from ppctl.planner.search.token_budget import check_tokens, token_budget
-from ppctl.planner.search.tune_auto import AUTO, SearchedSchedule, with_searched
 from ppctl.planner.show.tune_terminal import Tuned
 from ppctl.schedule.families.registry import BASELINE, FAMILIES, ON_RING, build
 from ppctl.schedule.remat import Remat
@@ -59,6 +59,7 @@ from ppctl.training.pipeline.optimizers import clipped
 from ppctl.training.pipeline.pipeline_request import divided_stack, with_vocabulary_of
 from ppctl.training.pipeline.train_step import init_state
 
+Planned = tuple[Candidate, Config]  # a layout predicted as by `ppctl plan`, and its request
 Predict = Callable[[Candidate], Planned]
 SLACK = 1.02  # room of a search over the limit: the error of its estimates if stages are alike
 
@@ -78,7 +79,7 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
     check_memory_fraction(config, device, only_planned=True)
     hardware = _hardware(config, device)
     hosts = None if tune.launch is None else hosts_for(tune.launch, hardware, num_devices)
-    limit = _limit(config, hardware.name, num_devices, device)
+    limit = device_limit(replace(config, mesh=settings.Mesh(dp=num_devices)), device)
 
     # 2. the model and the search
     data = open_data(config)
@@ -89,7 +90,7 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
     search = _search(config, stack, batch, machine_of(config, device.device_kind, dtype))
     began = time.perf_counter()
     limit_bytes = inf if limit is None else limit.size_bytes
-    found, configs, searched = planned(config, stack, search, limit_bytes)
+    found, configs = planned(config, stack, search, limit_bytes)
     search_s = time.perf_counter() - began
 
     # 3. steps of the best
@@ -107,7 +108,6 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
         peak_flops=peak and peak * num_devices,
         token_budget=token_budget(plan.tokens, tokens, step_s, num_devices, hardware),
         hosts=hosts,
-        searched=searched,
     )
     return tuned, configs
 
@@ -155,7 +155,7 @@ def _space(
         example_bytes=tree_bytes(batch) // batch_size,
         in_ticks=config.executor.IN_TICKS,
         gather=config.executor.gather if isinstance(config.executor, Spmd | Mpmd) else "step",
-        families=tuple(name for name in tune.schedules or () if name != AUTO) or PREFERRED,
+        families=tuple(tune.schedules or PREFERRED),
         remats=tuple(tune.remat or tune.REMAT),
         max_chunks=tune.max_chunks,
         layer_costs=layer_costs,
@@ -175,7 +175,7 @@ def _check(config: Config) -> None:
             "schedule.vocab=parallel is of one schedule, and `ppctl tune` chooses schedules. "
             "Leave it out: it is found where it wins, and alone with tune.vocab=[parallel]."
         )
-    runs = (*(ON_RING if config.executor.IN_TICKS else FAMILIES), AUTO)
+    runs = ON_RING if config.executor.IN_TICKS else FAMILIES
     for family in config.tune.schedules or ():
         if family not in runs:
             raise ConfigError(
@@ -201,41 +201,50 @@ def _vocab(
     return tuple(requested or settings.Schedule.VOCAB)
 
 
-def _limit(config: Config, name: str, num_devices: int, device: Any) -> DeviceLimit | None:
-    """Return the memory of a device, as in `ppctl plan`. ConfigError if auto needs and lacks it."""
-    limit = device_limit(replace(config, mesh=settings.Mesh(dp=num_devices)), device)
-    if limit is None and AUTO in (config.tune.schedules or ()):
-        raise ConfigError(
-            f"tune.schedules: {AUTO} is searched for the memory of a device, which is not known "
-            f"of {name}. Use plan.memory_gib."
-        )
-    return limit
-
-
 def planned(
     config: Config, stack: Stack, search: LayoutSearch, limit_bytes: float
-) -> tuple[Found, list[Config], tuple[SearchedSchedule, ...] | None]:
+) -> tuple[Found, list[Config]]:
     """Return a search's layouts, predicted as by `ppctl plan`, and their requests, fastest first.
 
-    The third is the result of schedule=auto for the best, where it is among tune.schedules. stack:
-    the model as the hardware runs it.
+    stack: the model as the hardware runs it.
     """
     predicted = partial(as_planned, config, stack)
     found, rows = _fitting(search, predicted, config.tune.best, limit_bytes, limit_bytes * SLACK)
     smallest = None if found.smallest is None else predicted(found.smallest)
     if not rows and smallest is not None and smallest[0].total_bytes <= limit_bytes:
         rows = [smallest]
-    searched = None
-    if AUTO in (config.tune.schedules or ()):
-        more, searched = with_searched(config, stack, rows, limit_bytes)
-        rows = sorted([*rows, *more], key=lambda row: rank(row[0]))
     found = replace(
         found,
         best=tuple(row for row, _ in rows),
         without_pipeline=_without_pipeline(search, predicted, found, limit_bytes),
         smallest=None if smallest is None else smallest[0],
     )
-    return found, [request for _, request in rows], searched
+    return found, [request for _, request in rows]
+
+
+def as_planned(config: Config, stack: Stack, candidate: Candidate) -> Planned:
+    """Return a layout with the prediction of `ppctl plan` in place of the search's estimates."""
+    # 1. its request
+    sizes = list(candidate.partition)
+    is_uniform = sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
+    schedule = named(candidate.family, candidate.num_microbatches, candidate.num_chunks)
+    request = replace(
+        config,
+        mesh=settings.Mesh(*candidate.mesh, order=config.mesh.order),
+        schedule=replace(schedule, vocab=candidate.vocab),
+        partition=Uniform() if is_uniform else Explicit(layers=sizes),
+        executor=replace(config.executor, remat=candidate.remat),
+        tune=settings.Tune(),
+    )
+    settings.check(request)
+
+    # 2. its prediction
+    job = assemble(request, on_one_device=True, only_planned=True)
+    found = predict_job(replace(job, counted_stack=stack))
+    assert found.time is not None, "unknown hardware is not tuned for"
+    memory = max(found.memory, key=lambda of_rank: sum(of_rank.values()))
+    bubbles = {"ideal_bubble": found.ideal_bubble, "bubble": found.bubble}
+    return replace(candidate, time=found.time, memory=memory, **bubbles), request
 
 
 def _fitting(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl import config as settings
-from ppctl.config import Auto, Balanced, Config, Explicit
+from ppctl.config import Config, Explicit
 from ppctl.config.schedule_from_config import label
 from ppctl.planner.cost.rank_memory import DeviceLimit
 from ppctl.planner.cost.step_prediction import StagePart
@@ -18,7 +18,6 @@ from ppctl.planner.search.job_script import Hosts
 from ppctl.planner.search.layout_candidate import Candidate
 from ppctl.planner.search.layout_search import Found
 from ppctl.planner.search.token_budget import TokenBudget
-from ppctl.planner.search.tune_auto import SearchedSchedule, words_of
 from ppctl.planner.search.tuned_recipe import command_of
 from ppctl.planner.show.plan_terminal import show_stages
 from ppctl.reports.terminal_output import (
@@ -49,7 +48,6 @@ class Tuned:
     hosts: Hosts | None = None  # of tune.launch
     job_script: str | None = None  # the file
     job_command: str | None = None  # that starts it
-    searched: tuple[SearchedSchedule, ...] | None = None  # None: tune.schedules has no auto
 
 
 def show_tuned(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> None:
@@ -88,9 +86,6 @@ def _before(tuned: Tuned) -> Iterator[str]:
 def _after(tuned: Tuned) -> Iterator[str]:
     """Yield the lines below the table."""
     yield _about_pipelines(tuned)
-    if tuned.searched == ():
-        yield "schedule=auto: none of these layouts has a pipeline."
-    yield from (searched.text for searched in tuned.searched or ())
     if tuned.token_budget is not None:
         yield f"tokens, with the first: {tuned.token_budget.text}."
     if tuned.recipe is not None:
@@ -168,7 +163,9 @@ def _about_pipelines(tuned: Tuned) -> str:
     if alone is None:
         return "without a pipeline (mesh.pp=1) nothing fits."
     ratio = f"{_times(tuned, alone):.2f} times as long"
-    return f"without a pipeline the best is {words_of(alone)}: {ratio}."
+    mesh, number = settings.Mesh(*alone.mesh).text, alone.num_microbatches
+    about = f"mesh={mesh}, {number} microbatches, remat={alone.remat}"
+    return f"without a pipeline the best is {about}: {ratio}."
 
 
 def _times(tuned: Tuned, other: Candidate) -> float:
@@ -186,37 +183,21 @@ def _document(tuned: Tuned, configs: Sequence[Config]) -> dict[str, Any]:
     for candidate, config, measured_s in zip_longest(found.best, configs, tuned.measured_s):
         words = {"schedule": _schedule_text(config), "overrides": _overrides(config)}
         best.append(_plain(candidate) | words | {"measured_s": measured_s})
-    alone, smallest, searched = found.without_pipeline, found.smallest, tuned.searched
+    alone, smallest = found.without_pipeline, found.smallest
 
     # 2. all else
-    apart = ("found", "limit", "searched")
+    apart = ("found", "limit")
     size_bytes, source, fraction = (None, None, None) if tuned.limit is None else tuned.limit
     return {name: value for name, value in asdict(tuned).items() if name not in apart} | {
         "limit_bytes": size_bytes,
         "limit_source": source,
         "limit_fraction": fraction,
         "best": best,
-        "searched_schedules": None if searched is None else [*map(_searched, searched)],
         "without_pipeline": None if alone is None else _plain(alone),
         "num_layouts": found.num_layouts,
         "num_too_large": found.num_too_large,
         "num_simulated": found.num_simulated,
         "smallest_bytes": None if smallest is None else smallest.total_bytes,
-    }
-
-
-def _searched(searched: SearchedSchedule) -> dict[str, Any]:
-    found, choice, layout = searched.found, searched.choice, _plain(searched.layout)
-    if found is None or choice is None:
-        return {"layout": layout, "found": None, "why_not": searched.why_not}
-    return {
-        "layout": layout,
-        "found": _plain(found),
-        "why_not": searched.why_not,
-        "auto": choice.summary,
-        "gap_fraction": choice.gap_fraction,
-        "saved_s": searched.saved_s,
-        "saved_fraction": searched.saved_s / searched.best.time.total_s,
     }
 
 
@@ -240,12 +221,8 @@ def _overrides(config: Config) -> list[str]:
         layout["schedule.num_chunks"] = knobs["num_chunks"]
     if schedule.vocab != settings.Schedule().vocab:
         layout["schedule.vocab"] = schedule.vocab
-    if isinstance(schedule, Auto):
-        layout["schedule.max_memory_gib"] = schedule.max_memory_gib
-        layout["schedule.max_chunks"] = schedule.max_chunks
     layout["executor.remat"] = config.executor.remat
-    if isinstance(partition, Balanced | Explicit):
-        layout["partition"] = partition.name
     if isinstance(partition, Explicit):
+        layout["partition"] = partition.name
         layout["partition.layers"] = f"[{','.join(map(str, partition.layers))}]"
     return [f"{key}={value}" for key, value in layout.items()]
