@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ppctl.reports.charts.palette import INK, MARKS, PARTS, SIGNS, line_style
+from ppctl.reports.charts.palette import MARKS, SIGNS, line_style
 from ppctl.reports.foreign_files import printable
 from ppctl.reports.terminal_output import SPEEDS, size_text
 
@@ -171,12 +171,3 @@ def line_legend(names: Iterable[str]) -> str:
     """Return the legend of lines that are drawn in this order."""
     items = (f"<li>{line_sample(i)}{text(name)}</li>" for i, name in enumerate(names))
     return f'<ul class="keys">{"".join(items)}</ul>'
-
-
-def part_legend(lines: Iterable[tuple[int, str]]) -> str:
-    """Return the legend of bars by part: the number of each part's colour, and what it is."""
-    items = []
-    for i, line in lines:
-        look = f'class="swatch" style="background:{PARTS[i]};color:{INK}" aria-hidden="true"'
-        items.append(f"<li><span {look}>{i + 1}</span>{text(line)}</li>")
-    return f'<ul class="parts">{"".join(items)}</ul>'

@@ -167,10 +167,10 @@ def test_losses_that_are_not_finite_are_crosses_and_a_warning(capsys):
     make("a", records)
     text, said = write(capsys, "a")
     assert "the loss is not finite at 2 steps, first at step 5" in words_of(text)
-    assert text.count('class="data lost"') == 2  # two figures
+    assert text.count('class="lost"') == 2  # two figures
     assert "Loss not finite" in words_of(text)
     loss = text[text.index("<figcaption>Loss</figcaption>") :]
-    assert re.search(r'class="data all"><path d="M[^M]*M[^M]*"', loss)  # the curve has a gap
+    assert re.search(r'class="data"> <path d="M[^M]*M[^M]*"', loss)  # the curve has a gap
     assert said["runs"][0]["loss"] is None
 
 

@@ -30,7 +30,7 @@ def test_several_runs_are_a_table_of_what_differs_and_labelled_curves(capsys):
     assert "no end recorded 9 of 9 0.4444 0.5 10,000 1.5 MiB 12.5% 20.0%" in seen
     assert "2 second 8 1f1b" in seen
     assert "5 of 9 0.8000 0.5 20,000" in seen
-    labels = re.findall(r'class="label"[^>]*><title>([^<]*)</title>', text)
+    labels = re.findall(r"<li><span[^>]*>.</span>([^<]*)</li>", text)
     assert sorted(labels) == sorted(["1 first", "2 second"] * 2)  # of losses and of speeds
     assert '<a href="runs/first">' in text
 
@@ -63,7 +63,7 @@ def test_any_number_of_runs_is_compared_eight_to_a_figure_on_the_same_axes(capsy
     ]
     assert [" open>" in page.split("<summary>")[0] for page in pages] == [True, False, False]
     losses = [page[page.index("<figcaption>Loss<") :].split("</figure>")[0] for page in pages]
-    labels = [re.findall(r'class="label"[^>]*><title>([^<]*)</title>', figure) for figure in losses]
+    labels = [re.findall(r"<li><span[^>]*>.</span>([^<]*)</li>", figure) for figure in losses]
     assert sorted(label for of_page in labels for label in of_page) == sorted(
         f"{i} {n}" for i, n in enumerate(names, 1)
     )

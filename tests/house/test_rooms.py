@@ -38,7 +38,7 @@ HYDRA_SIDE = (
     "cli.sweep_composition",
     "cli.optuna_sweeper",
 )
-MATPLOTLIB_SIDE = ("reports.charts.image_charts", "reports.charts.svg_surface")
+MATPLOTLIB_SIDE = ("reports.charts.image_charts", "reports.charts.page_figures")
 PRIVATE = ("jax._src", "jax.interpreters", "jax.lib", "jax.core", "jaxlib")
 CONFIG_STOPS_AT = (
     "executors",

@@ -47,11 +47,11 @@ function canvases() {
   }));
 }
 function figures() {
-  return [...document.querySelectorAll("svg.lines")].map((svg) => ({
+  return [...document.querySelectorAll("svg.lines, .bars")].map((svg) => ({
     name: svg.getAttribute("aria-label"), width: wide(), height: document.documentElement.scrollHeight,
-    texts: [...svg.querySelectorAll("text")].filter((each) => each.textContent)
+    texts: [...svg.querySelectorAll("text, small, span")].filter((each) => each.textContent)
       .map((each) => inked(each)),
-    lines: [...svg.querySelectorAll(".limit path")].map((each) => boxed("", each.getBoundingClientRect())),
+    lines: [...svg.querySelectorAll(".limit")].map((each) => boxed("", each.getBoundingClientRect())),
   }));
 }
 function inked(text) { // without the room above and below its letters

@@ -22,7 +22,7 @@ from ppctl.launch.sweep.sweep_records import (
 )
 from ppctl.reports import bubble_names as bubbles
 from ppctl.reports import page_kit as kit
-from ppctl.reports.charts.svg_plots import MOST_LINES, Curve, Line, curves_svg, lines_svg
+from ppctl.reports.charts.page_figures import MOST_LINES, Line, curves_svg, lines_svg
 from ppctl.reports.run_page.write_report import FILE as REPORT
 
 MICROBATCHES, RATE, SEED = "schedule.num_microbatches", "optim.lr", "run.seed"
@@ -47,7 +47,7 @@ class Number(NamedTuple):
 
     name: str
     title: str
-    form: str  # of the values on the axis
+    form: str  # of the values on the axis, as in {x:.0%}
     predicted: str | None = None  # dashed
     measured: str | None = None  # hollow marks
 
@@ -64,9 +64,11 @@ def sweep_page(
     # 2. figures of loss, speed and bubble
     done = finished(sweep, records)
     loss = loss_of(done)
-    losses = [Number(loss, kit.NUMBERS[loss][0], ".4g")]
-    bubble = "ideal_bubble_fraction", "bubble", ".0%", "predicted_bubble_fraction"
-    speeds = [Number(name, unit, ",.0f", f"predicted_{name}") for name, unit in kit.SPEEDS.items()]
+    losses = [Number(loss, kit.NUMBERS[loss][0], "{x:.4g}")]
+    bubble = "ideal_bubble_fraction", "bubble", "{x:.0%}", "predicted_bubble_fraction"
+    speeds = [
+        Number(name, unit, "{x:,.0f}", f"predicted_{name}") for name, unit in kit.SPEEDS.items()
+    ]
     speeds.append(Number(*bubble, measured="measured_bubble_fraction"))
     timed = [(job, _with_predicted_speeds(record)) for job, record in done]
     how = {"from_zero": False, "is_log": True}
@@ -135,10 +137,8 @@ def _figures_over(
         about = ["dashed: as predicted before the run"] * any(line.predicted for line in lines)
         about += ["hollow: measured"] * any(line.measured for line in lines)
         about += means * (len({*places}) < len(places))
-        form = ("{:" + number.form + "}").format
-        svg = lines_svg(
-            lines, title=number.title, x_name=key.removeprefix("schedule.num_"), y_text=form, **how
-        )
+        x_name = key.removeprefix("schedule.num_")
+        svg = lines_svg(lines, title=number.title, x_name=x_name, y_form=number.form, **how)
         figures.append(kit.figure(number.title, svg, "; ".join(about)))
     # 3. the section
     left_out = len(by_line) - len(drawn)
@@ -170,8 +170,8 @@ def _history(search: Search, records: Records) -> str:
         return ""
     so_far = accumulate((value for _, value in points), better)
     best = [(job, value) for (job, _), value in zip(points, so_far, strict=True)]
-    curves = [Curve("best so far", best), Curve("each job", points, is_marked=True)]
-    drawn = curves_svg(curves, title=name, x_name="job")
+    curves = {"best so far": best, "each job": points}
+    drawn = curves_svg(curves, title=name, x_name="job") + kit.line_legend(curves)
     return kit.section("The search", kit.figures([kit.figure(name, drawn)]))
 
 

@@ -10,8 +10,8 @@ from ppctl.planner.show.plan_page import MOST_BARS, request_title
 from ppctl.planner.show.plan_terminal import ABOUT, overhead_text, speed_text
 from ppctl.reports import page_kit as kit
 from ppctl.reports.charts.html_charts import charts_html, too_many_tasks
+from ppctl.reports.charts.memory_bars import memory_bars
 from ppctl.reports.charts.schedule_drawing import drawing_of_timeline
-from ppctl.reports.charts.svg_plots import memory_bars
 from ppctl.reports.terminal_output import OutputConsole, show_lines, show_table, size_text
 from ppctl.schedule.simulator import Timeline
 from ppctl.training.pipeline.engines.engine_memory import PARTS

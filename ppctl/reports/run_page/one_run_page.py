@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ppctl.reports import page_kit as kit
-from ppctl.reports.charts.svg_plots import TREND
+from ppctl.reports.charts.page_figures import TREND
 from ppctl.reports.run_files import RUNNING
 from ppctl.reports.run_page.predicted_vs_measured import memory_section, predictions_section
 from ppctl.reports.run_page.read_run import SLOW, RecordedRun

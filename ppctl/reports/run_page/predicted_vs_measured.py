@@ -7,8 +7,8 @@ from typing import Any
 from ppctl.reports import bubble_names as bubbles
 from ppctl.reports import page_kit as kit
 from ppctl.reports.bubble_names import shared_cores_text
+from ppctl.reports.charts.memory_bars import memory_bars
 from ppctl.reports.charts.palette import PARTS
-from ppctl.reports.charts.svg_plots import memory_bars, stacked_bars
 from ppctl.reports.run_page.read_run import RecordedRun
 from ppctl.reports.terminal_output import size_text
 
@@ -20,7 +20,6 @@ ABOUT = (
 
 def predictions_section(run: RecordedRun) -> str:
     """Return the planner's predictions compared with measurements, "" without either."""
-    # 1. the table
     newest, seconds, share = run.newest.get, "{:.4g} s".format, "{:.1%}".format
     sizes = newest("predicted_memory_bytes"), newest("memory_bytes")
     step_s = newest("predicted_step_time_s"), run.median("step_time_s")
@@ -41,11 +40,7 @@ def predictions_section(run: RecordedRun) -> str:
         return ""
     columns = ["", "predicted", "measured", "measured / predicted"]
     listed = kit.table("predicted and measured", columns, rows)
-    # 2. bars of memory
-    named = zip(("predicted", "compiled"), sizes, strict=True)
-    known = [(name, {"memory": int(size)}) for name, size in named if size and size > 0]
-    bars = stacked_bars(known, ("memory",), None, size_text) if len(known) == 2 else ""
-    return kit.section("Predicted and measured", listed, bars, kit.soft(ABOUT + _shared_text(run)))
+    return kit.section("Predicted and measured", listed, kit.soft(ABOUT + _shared_text(run)))
 
 
 def _shared_text(run: RecordedRun) -> str:

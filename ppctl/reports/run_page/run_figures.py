@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from ppctl.reports.charts.svg_plots import Curve, curves_svg, histogram_svg, is_far
-from ppctl.reports.charts.thinning import Points
-from ppctl.reports.page_kit import SPEEDS, figure
+from ppctl.reports.charts.page_figures import FAR_BIN, Points, curves_svg, histogram_svg, is_far
+from ppctl.reports.page_kit import SPEEDS, figure, line_legend
 from ppctl.reports.run_page.read_run import RecordedRun
 
 SPEED_STEPS = 5  # over which speed is drawn
-FEW_EVALUATIONS = 40  # that carry a mark each
 _SPEED = f"Speed, {{}}, over {SPEED_STEPS} steps"
 
 
 def figures_of_run(run: RecordedRun) -> list[str]:
     """Return the figures of one run, those it has records for."""
-    drawn = [_loss(run)]
+    losses = {"train": run.curves.get("loss", ())}
+    if run.evaluations:
+        losses["eval"] = run.evaluations
+    drawn = [_figure("Loss", losses)]
     for name, title in (("grad_norm", "Gradient norm"), ("lr", "Learning rate")):
-        drawn.append(_figure(title, [_curve(run, name, title)], from_zero=name == "lr"))
+        drawn.append(_figure(title, {title: run.curves.get(name, ())}, from_zero=name == "lr"))
     if run.speed is not None:
         unit = SPEEDS[run.speed]
-        drawn.append(_figure(_SPEED.format(unit), [_speed(run, run.speed, unit)], from_zero=True))
+        drawn.append(_figure(_SPEED.format(unit), {unit: _speed(run, run.speed)}, from_zero=True))
     drawn.append(_step_times(run))
     return [each for each in drawn if each]
 
@@ -31,28 +32,24 @@ def figures_of_runs(
     runs: Sequence[RecordedRun], labels: Sequence[str], num_together: int
 ) -> list[list[str]]:
     """Return the figures of losses and speeds, for each num_together runs, on the same axes."""
-    named = list(zip(runs, labels, strict=True))
-    losses = [_curve(run, "loss", label) for run, label in named]
-    evals = [Curve(label, run.evaluations, _lost(run.evaluations)) for run, label in named]
-    kinds = [("Loss", losses, False), ("Eval loss", evals, False)]
+    kinds = [("Loss", [run.curves.get("loss", ()) for run in runs], False)]
+    kinds.append(("Eval loss", [run.evaluations for run in runs], False))
     for speed, unit in SPEEDS.items():
-        kinds.append((_SPEED.format(unit), [_speed(run, speed, name) for run, name in named], True))
+        kinds.append((_SPEED.format(unit), [_speed(run, speed) for run in runs], True))
     pages = []
-    for first in range(0, len(named), num_together):
+    for first in range(0, len(runs), num_together):
+        some = slice(first, first + num_together)
         drawn = (
-            _figure(title, curves[first : first + num_together], from_zero=from_zero, others=curves)
+            _figure(
+                title,
+                dict(zip(labels[some], curves[some], strict=True)),
+                from_zero=from_zero,
+                others=curves,
+            )
             for title, curves, from_zero in kinds
         )
         pages.append([each for each in drawn if each])
     return pages
-
-
-def _loss(run: RecordedRun) -> str:
-    curves = [_curve(run, "loss", "train")]
-    if run.evaluations:
-        is_marked = len(run.evaluations) <= FEW_EVALUATIONS
-        curves.append(Curve("eval", run.evaluations, _lost(run.evaluations), is_marked))
-    return _figure("Loss", curves)
 
 
 def _step_times(run: RecordedRun) -> str:
@@ -60,14 +57,16 @@ def _step_times(run: RecordedRun) -> str:
     median, predicted = run.median("step_time_s"), run.newest.get("predicted_step_time_s")
     if not values or not median or median < 0:
         return ""
-    named = [("median", median)]
-    note = "solid: the median"
+    named = {"median": median}
+    notes = [f"solid: the median, {median:.4g} s"]
     if predicted is not None and predicted > 0:
-        named.append(("predicted", predicted))
-        far = f"; predicted: {predicted:.4g} s, too far to be drawn"
-        note += far if is_far(median, predicted) else "; dashed: as predicted"
+        named["predicted"] = predicted
+        far = is_far(median, predicted)
+        notes.append(f"{'not drawn' if far else 'dashed'}: as predicted, {predicted:.4g} s")
+    if beyond := sum(value > FAR_BIN * median for value in values):
+        notes.append(f"last bar: {beyond:,} of more than {FAR_BIN * median:.4g} s")
     drawn = histogram_svg(values, named, title="Step times", x_name="seconds of a step")
-    return figure("Step times, number of steps", drawn, note)
+    return figure("Step times, number of steps", drawn, "; ".join(notes))
 
 
 def over_steps(speeds: Points, step_times_s: Points, num_steps: int) -> Points:
@@ -93,26 +92,21 @@ def over_steps(speeds: Points, step_times_s: Points, num_steps: int) -> Points:
     return points
 
 
-def _speed(run: RecordedRun, name: str, label: str) -> Curve:
-    points = over_steps(run.curves.get(name, ()), run.curves.get("step_time_s", ()), SPEED_STEPS)
-    return Curve(label, points, _lost(points))
-
-
-def _curve(run: RecordedRun, name: str, label: str) -> Curve:
-    points = run.curves.get(name, ())
-    return Curve(label, points, _lost(points))
-
-
-def _lost(points: Points) -> list[float]:
-    return [x for x, y in points if y is None]
+def _speed(run: RecordedRun, name: str) -> Points:
+    return over_steps(run.curves.get(name, ()), run.curves.get("step_time_s", ()), SPEED_STEPS)
 
 
 def _figure(
-    title: str, curves: Sequence[Curve], *, from_zero: bool = False, others: Sequence[Curve] = ()
+    title: str,
+    curves: Mapping[str, Points],
+    *,
+    from_zero: bool = False,
+    others: Sequence[Points] = (),
 ) -> str:
     """Return a figure with its caption, on axes for `others` too; "" without a finite value."""
-    if not any(y is not None for curve in curves for _, y in curve.points):
+    values = [y for points in curves.values() for _, y in points]
+    if all(y is None for y in values):
         return ""
-    note = "crosses: not finite" if any(curve.lost for curve in curves) else ""
+    note = "crosses: not finite" if None in values else ""
     drawn = curves_svg(curves, title=title, x_name="step", from_zero=from_zero, others=others)
-    return figure(title, drawn, note)
+    return figure(title, drawn + (line_legend(curves) if len(curves) > 1 else ""), note)

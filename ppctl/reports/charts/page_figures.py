@@ -1,0 +1,269 @@
+"""Static figures of html pages by matplotlib: curves over steps, lines over sizes, a histogram.
+
+An svg takes its letters and colours from the page (THEME, `.lines` in page.css), so that it is read
+on light and on dark paper. Matplotlib is imported when a figure is drawn.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from html import escape
+from typing import Any, NamedTuple
+
+from ppctl.reports.charts.palette import LINES, line_style
+
+WIDTH, HEIGHT = 460, 300  # units of an svg, each about a pixel
+SOFT, GRID, DARK, PAPER = "#010101", "#020202", "#030303", "#040404"  # replaced by the page's
+THEME = {SOFT: "var(--soft)", GRID: "var(--line)", DARK: "var(--ink)", PAPER: "var(--paper)"}
+LOOK: dict[Any, Any] = {
+    "font.size": 13,
+    "svg.fonttype": "none",  # letters are the page's
+    "text.parse_math": False,  # a name may hold a $
+    **dict.fromkeys(("xtick.color", "ytick.color", "axes.labelcolor"), SOFT),
+    "xtick.bottom": False,
+    "ytick.left": False,
+    "ytick.major.pad": 7,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": GRID,
+    "grid.linewidth": 1,
+    "path.simplify_threshold": 0.5,  # pixels; every spike is drawn
+}
+MOST_LINES = len(LINES) ** 2  # a colour and a mark tell them apart
+TREND = 80  # medians of a curve of many points
+NUM_MARKS = 5  # on each of several curves, about
+NUM_BINS = 40
+FAR_BIN = 3.0  # medians: larger values share the last bin, and a named one is only written
+LOG_FROM = 100.0  # greatest over least value from which on an axis of values is logarithmic
+LEAST = 1e-100  # on a logarithmic axis
+
+Points = Sequence[tuple[float, float | None]]  # ascending by x; None: not finite
+
+
+class Line(NamedTuple):
+    """One line of a figure over a few sizes; points ascend by x."""
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    predicted: Sequence[tuple[float, float]] = ()  # drawn dashed, without marks
+    measured: Sequence[tuple[float, float]] = ()  # hollow marks
+
+
+def curves_svg(
+    curves: Mapping[str, Points],
+    *,
+    title: str,
+    x_name: str,
+    from_zero: bool = False,
+    others: Sequence[Points] = (),
+) -> str:
+    """Return the svg of at most MOST_LINES curves by label, one with a value.
+
+    Values that are not finite are gaps with crosses at the upper edge. others: curves of further
+    figures, whose values these axes hold too, for comparison. Of many points a pale curve has the
+    least and the greatest in every pixel column, a strong one the medians.
+    """
+    import numpy as np
+
+    assert 0 < len(curves) <= MOST_LINES, "a colour and a mark each"
+    with _axes() as axes:
+        # 1. curves
+        for number, points in enumerate(curves.values()):
+            _draw_curve(axes, number, np.array(points, float).reshape(-1, 2), len(curves) > 1)
+        # 2. axes
+        every = [point for points in (*curves.values(), *others) for point in points]
+        first, last = (end(x for x, _ in every) for end in (min, max))
+        low, high = (end(y for _, y in every if y is not None) for end in (min, max))
+        axes.update_datalim([(first, low), (last, high)])
+        axes.autoscale_view()
+        axes.set_xlim(first - (first == last), last + (first == last))
+        axes.locator_params(axis="x", integer=True, nbins=5)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel(x_name)
+        _set_values(axes, low, high, from_zero=from_zero)
+        abouts = (f"{label}: {_summary(points)}" for label, points in curves.items())
+        return _svg_of(axes, "; ".join([f"{title}, by {x_name}", *abouts]))
+
+
+def lines_svg(
+    lines: Sequence[Line],
+    *,
+    title: str,
+    x_name: str,
+    y_form: str,
+    from_zero: bool = True,
+    is_log: bool = False,
+) -> str:
+    """Return the svg of at most MOST_LINES lines; y_form: of a y, as in {x:.0%}.
+
+    from_zero: y from 0 up, else from the least to the greatest. x is logarithmic with `is_log`, and
+    where it spans a factor of four, so that doublings stand equally far apart.
+    """
+    assert 0 < len(lines) <= MOST_LINES, "a colour and a mark each"
+    every = [point for line in lines for points in line[1:] for point in points]
+    low, high = (end(x for x, _ in every) for end in (min, max))
+    with _axes() as axes:
+        # 1. lines and marks
+        abouts = [f"{title}, by {x_name}"]
+        for number, (label, points, predicted, measured) in enumerate(lines):
+            colour, marker = line_style(number)
+            look = {"color": colour, "markersize": 9, "markeredgewidth": 2}
+            axes.plot(*_columns(predicted), "--", linewidth=1.5, gid="dashed", **look)
+            axes.plot(*_columns(points), marker=marker, linewidth=2.5, gid="data", **look)
+            hollow = {"marker": marker, "markerfacecolor": PAPER, "linestyle": "none"}
+            axes.plot(*_columns(measured), gid="hollow", **hollow, **look)
+            for kind, each in (("", points), (" measured", measured)):
+                values = ", ".join(f"{x:g}: {y_form.format(x=y)}" for x, y in each)
+                abouts += [f"{label}{kind} {values}"] * bool(each)
+        # 2. axes
+        if low > 0 and (is_log or high >= 4 * low):
+            base, subs = (10, (1, 2, 5)) if is_log else (2, (1,))
+            axes.set_xscale("log", base=base)
+            axes.xaxis.get_major_locator().set_params(subs=subs)
+            axes.xaxis.set_major_formatter("{x:g}")
+        else:
+            axes.locator_params(axis="x", integer=True, nbins=5)
+        axes.set_xlabel(x_name)
+        _set_values(axes, *(end(y for _, y in every) for end in (min, max)), from_zero=from_zero)
+        axes.yaxis.set_major_formatter(y_form)
+        return _svg_of(axes, "; ".join(abouts))
+
+
+def histogram_svg(
+    values: Sequence[float], named: Mapping[str, float], *, title: str, x_name: str
+) -> str:
+    """Return the svg of positive values; `named`: their median, a solid line, others dashed.
+
+    Values beyond FAR_BIN times the median are counted in a last bin, apart from the others.
+    """
+    import numpy as np
+
+    # 1. bins
+    median = next(iter(named.values()))
+    near = [value for value in named.values() if not is_far(median, value)]
+    inside = [value for value in values if value <= FAR_BIN * median]
+    every = inside + near
+    counts, edges = np.histogram(inside, NUM_BINS, (min(every), max(every)))
+    first, last, width = edges[0], edges[-1], edges[1] - edges[0]
+    counts = np.append(counts, len(values) - len(inside))
+    edges[-1] += 2 * width  # of the last bin: apart
+    [some] = counts.nonzero()
+    # 2. the figure
+    with _axes() as axes:
+        # a pixel at least: one of a hundred thousand is seen
+        heights = np.maximum(counts[some], max(counts) / HEIGHT)
+        axes.bar(edges[some], heights, 0.9 * width, align="edge", color=LINES[0], gid="mark")
+        axes.set_xticks([tick for tick in axes.get_xticks() if first <= tick <= last])
+        for value, dashes in zip(near, ("-", "--"), strict=False):
+            axes.axvline(value, color=PAPER, linewidth=5)
+            axes.axvline(value, color=DARK, linewidth=2, linestyle=dashes, gid="named")
+        _set_values(axes, 0, max(counts), from_zero=True)
+        axes.set_xlabel(x_name)
+        about = [f"{title}, {x_name}", *(f"{name} {value:.4g}" for name, value in named.items())]
+        return _svg_of(axes, "; ".join(about))
+
+
+def is_far(median: float, value: float) -> bool:
+    """Return whether a value lies too far from the median to be drawn with it."""
+    return not median / FAR_BIN <= value <= FAR_BIN * median
+
+
+def _draw_curve(axes: Any, number: int, points_N2: Any, is_one_of_several: bool) -> None:
+    """Draw a curve, its medians and marks, and crosses where it is not finite."""
+    import numpy as np
+
+    colour, marker = line_style(number)
+    look = {"color": colour}
+    # 1. all points, of many in a pale line; a dot where neighbours are missing
+    x, y = points_N2.T
+    is_known = np.isfinite(y)
+    known = points_N2[is_known]
+    is_many = len(known) > 4 * TREND
+    name, width = ("pale", 1) if is_many else ("data", 2)
+    axes.plot(x, y, linewidth=width, gid=name, **look)
+    around = np.pad(is_known, 1)
+    is_alone = is_known & ~around[:-2] & ~around[2:]
+    if is_alone.any():
+        axes.plot(x[is_alone], y[is_alone], "o", markersize=3, gid="data", **look)
+    # 2. medians and marks
+    if is_many:
+        known = np.array([np.median(block, axis=0) for block in np.array_split(known, TREND)])
+        axes.plot(*known.T, linewidth=2.5, gid="trend", **look)
+    if is_one_of_several and len(known):
+        every = known[:: -max(1, len(known) // NUM_MARKS)]
+        axes.plot(*every.T, marker, markersize=8, gid="data", **look)
+    # 3. crosses, one for each pixel
+    if not is_known.all():
+        pixels = np.round(x[~is_known] * (WIDTH / max(np.ptp(x), 1)))
+        lost = x[~is_known][np.unique(pixels, return_index=True)[1]]
+        cross = {"markersize": 8, "markeredgewidth": 2, "transform": axes.get_xaxis_transform()}
+        axes.plot(lost, np.ones_like(lost), "x", gid="lost", **cross, **look)
+
+
+def _set_values(axes: Any, low: float, high: float, *, from_zero: bool) -> None:
+    """Set the axis of values: from 0, or logarithmic if they span LOG_FROM."""
+    if from_zero:
+        axes.set_ylim(min(low, 0), max(1.05 * high, 0) or 1)
+        axes.yaxis.set_major_formatter("{x:,g}")
+    elif low > LEAST and high >= LOG_FROM * low:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+    if axes.get_yscale() == "linear":
+        axes.locator_params(axis="y", nbins=5)
+    axes.minorticks_off()
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _summary(points: Points) -> str:
+    values = [y for _, y in points if y is not None]
+    if not values:
+        return "no finite value"
+    ends = {"first": values[0], "last": values[-1], "least": min(values), "greatest": max(values)}
+    return ", ".join(f"{name} {value:.4g}" for name, value in ends.items())
+
+
+@contextmanager
+def _axes() -> Iterator[Any]:
+    """Yield the axes of a figure, a point of which is a unit of the svg."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(LOOK):
+        size = {"figsize": (WIDTH / 72, HEIGHT / 72), "dpi": 72, "layout": "constrained"}
+        figure = Figure(frameon=False, **size)
+        yield figure.subplots(subplot_kw={"frame_on": False})
+
+
+def _svg_of(axes: Any, about: str) -> str:
+    """Return the figure of axes as an svg element that `about` describes in words.
+
+    Its groups have classes in place of ids. The ids of marks are of this figure only, and the same
+    for the same values.
+    """
+    import matplotlib
+
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": about}):
+        axes.figure.savefig(out, format="svg", metadata={"Date": None})
+    inside = out.getvalue()
+    inside = inside[inside.index("<g ") :].replace("xlink:", "")  # below the style sheet
+    for pattern, new in (
+        (r'<g id="([A-Za-z]+)[^"]*"', r'<g class="\1"'),
+        (r"font-\w+: [^;]*; ", ""),  # the page's
+        (r'\s*\n\s*| transform="rotate\(-0[^"]*"', " "),
+        (r' clip-path="[^"]*"|<defs> <clipPath.*?</defs>', ""),  # all is within the axes
+        (r'([ "]-?\d+\.\d)\d+', r"\1"),
+    ):
+        inside = re.sub(pattern, new, inside)
+    for colour, variable in THEME.items():
+        inside = inside.replace(colour, variable)
+    shown = "".join(letter if letter.isprintable() else "?" for letter in about)
+    frame = f'class="lines" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
+    return f'<svg {frame} aria-label="{escape(shown)}">{inside}'
