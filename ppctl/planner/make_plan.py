@@ -32,10 +32,9 @@ from ppctl.planner.cost.step_time import (
 from ppctl.planner.rehearsal.timed_runs import out_of_memory
 from ppctl.planner.search.advise_partition import propose
 from ppctl.planner.search.token_budget import check_tokens, token_budget
-from ppctl.training.pipeline.gpu_memory import MOST_MEMORY_FRACTION
+from ppctl.training.pipeline.jax_start import MOST_MEMORY_FRACTION
 from ppctl.training.pipeline.job import TrainingJob, assemble, model_flops, unit_of_work
-from ppctl.training.pipeline.known_hardware import described_only, host_devices
-from ppctl.training.pipeline.mfu import mfu
+from ppctl.training.pipeline.known_hardware import described_only, host_devices, mfu
 from ppctl.training.pipeline.pipeline import Pipeline
 
 AVAILABLE = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT])\)")  # of XLA for TPUs

@@ -95,7 +95,6 @@ INAPPLICABLE = [
         {"plan": c.Plan(memory_gib=3.0)},
         "plan.memory_gib=3.0: applies to `ppctl plan` and `ppctl tune` only. Leave it out",
     ),
-    ("bench", {"costs": c.Analytic(doctor="x")}, f"costs.doctor=x: applies to {PLANNERS} only"),
     ("train", {"tune": c.Tune(devices=3)}, "tune.devices=3: applies to `ppctl tune` only"),
     (
         "train",

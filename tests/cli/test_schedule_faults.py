@@ -83,7 +83,6 @@ FAULTS = [
         "show costs=analytic",
         "costs=analytic: `ppctl schedule` assumes costs, for it knows no model. Use costs=unit",
     ),
-    ("show costs.doctor=x", "costs.doctor=x: `ppctl schedule` assumes costs"),
     ("show mseh=1x2", "mseh is not a part of a drawing. Did you mean mesh"),
     ("show costs.forward_s=-1", "costs.forward_s=-1.0 must be a finite number of at least 0"),
     ("show costs.forward_s=nan", "costs.forward_s=nan must be a finite number"),

@@ -50,7 +50,6 @@ COUNTED = {
     "hardware": "hardware=h100 hardware.network.bytes_per_s=12e9 hardware.cuda.cores=99 "
     "run.dtype=bfloat16",
     "a dtype": "hardware=h100 +hardware.peak_flops.float64=67e12 run.memory_fraction=0.9",
-    "links": "hardware=v5e costs.doctor=links.json",
     "order": "mesh=2x2 mesh.order=dp-pp-fsdp",
     "own": "hardware=mine hardware.memory_gib=33",
 }

@@ -9,7 +9,7 @@ import pytest
 from ppctl import config
 from ppctl.errors import ConfigError
 from ppctl.planner.cost.rank_memory import device_limit
-from ppctl.training.pipeline.gpu_memory import check_memory_fraction, set_memory_fraction
+from ppctl.training.pipeline.jax_start import check_memory_fraction, set_memory_fraction
 from ppctl.training.pipeline.known_hardware import known
 
 NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")

@@ -1,7 +1,5 @@
 """Descriptions agree with data sheets, and are found by device, by topology and by name."""
 
-import json
-import math
 import re
 
 import pytest
@@ -12,12 +10,11 @@ from ppctl.config.config_dirs import ROOT
 from ppctl.errors import ConfigError
 from ppctl.training.pipeline.known_hardware import (
     known,
-    links_of,
+    mfu_peak_flops,
     of_device,
     peak_flops,
     resolved,
 )
-from ppctl.training.pipeline.mfu import mfu_peak_flops
 
 # What a device of each kind states: peak FLOP/s (float32, bfloat16), memory in GiB or GB, bytes/s
 # of memory.
@@ -160,67 +157,3 @@ def test_hardware_is_as_asked_or_that_of_the_topology_or_of_the_devices():
 def test_a_topology_of_other_or_unknown_hardware_is_refused(asked, topology, message):
     with pytest.raises(ConfigError, match=message):
         resolved(asked, "cpu", topology)
-
-
-# --- links as measured --------------------------------------------------------------------------
-
-
-def test_links_are_those_that_doctor_wrote(tmp_path):
-    path = tmp_path / "doctor.json"
-    path.write_text(
-        json.dumps({"ok": True, "costs": {"transfer_s": 3e-6, "transfer_bytes_per_s": 2e9}})
-    )
-    assert links_of(path) == links_of(str(path)) == (3e-6, 2e9)
-    path.write_text('{"costs": {"transfer_s": 0, "transfer_bytes_per_s": 1}}')
-    assert links_of(path) == (0.0, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "is not JSON. Write it: ppctl doctor"),
-        ("[]", "is not what `ppctl doctor --json` writes"),
-        ("{}", "is not what `ppctl doctor --json` writes"),
-        (
-            '{"costs": null}',
-            "has no link between pipeline ranks: it is of mesh.pp=1. Write it: ppctl doctor "
-            "mesh=1x2",
-        ),
-        (
-            '{"costs": {"transfer_s": 1}}',
-            "has no costs.transfer_s of at least 0 with costs.transfer_bytes_per_s above",
-        ),
-        (
-            '{"costs": {"transfer_s": -1, "transfer_bytes_per_s": 1}}',
-            "has no costs.transfer_s of at least 0",
-        ),
-        ('{"costs": {"transfer_s": 1, "transfer_bytes_per_s": 0}}', "above 0"),
-        ('{"costs": {"transfer_s": NaN, "transfer_bytes_per_s": 1}}', "has no costs.transfer_s"),
-        ('{"costs": {"transfer_s": 1, "transfer_bytes_per_s": "fast"}}', "has no costs.transfer_s"),
-    ],
-)
-def test_a_file_without_links_is_one_line(tmp_path, text, message):
-    path = tmp_path / "doctor.json"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message) as caught:
-        links_of(path)
-    assert str(caught.value).startswith(f"costs.doctor={path} ")
-    assert "\n" not in str(caught.value)
-
-
-def test_a_missing_or_binary_file_is_one_line(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"missing\.json cannot be read: No such file or directory\. Write it"
-    ):
-        links_of(tmp_path / "missing.json")
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="bytes is not JSON"):
-        links_of(tmp_path / "bytes")
-
-
-def test_infinite_speeds_are_none(tmp_path):
-    (tmp_path / "x").write_text(
-        json.dumps({"costs": {"transfer_s": 0.0, "transfer_bytes_per_s": math.inf}})
-    )
-    with pytest.raises(ConfigError, match="above 0"):
-        links_of(tmp_path / "x")

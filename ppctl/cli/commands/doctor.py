@@ -33,8 +33,7 @@ from ppctl.executors import link_speeds
 from ppctl.executors.link_speeds import AllReduce, MeasuredLink
 from ppctl.launch import join_processes as distributed
 from ppctl.reports.terminal_output import size_text
-from ppctl.training.pipeline.gpu_memory import is_gpu, memory_share
-from ppctl.training.pipeline.jax_start import start_jax
+from ppctl.training.pipeline.jax_start import is_gpu, memory_share, start_jax
 from ppctl.training.pipeline.job import DEFAULT_DTYPE, assemble, state_bytes
 from ppctl.training.pipeline.job_checks import check_job
 from ppctl.training.pipeline.known_hardware import of_device, stated_bytes

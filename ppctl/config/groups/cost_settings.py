@@ -58,7 +58,6 @@ class Analytic:
     """Seconds from the FLOPs and bytes of tasks and the speeds of `hardware`."""
 
     name: str = "analytic"
-    doctor: str | None = None  # file of `ppctl doctor --json`: measured links; None: of hardware
 
     def check(self) -> None:
-        """Check nothing here: `ppctl.training.pipeline.known_hardware.links_of` reads the file."""
+        """Accept all values: there are none besides the name."""

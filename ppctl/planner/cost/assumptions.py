@@ -78,7 +78,7 @@ def _counted(job: TrainingJob, machine: Machine) -> Iterator[str]:
 def _links(job: TrainingJob, machine: Machine) -> Iterator[str]:
     """Yield the speed of each kind of link that axes of the mesh use."""
     links, axes_of = layout_of(job.pipe).links(machine), dict[Link, list[str]]()
-    over, doctor = machine.over(job.pipe.mesh.shape), job.config.costs.doctor
+    over = machine.over(job.pipe.mesh.shape)
     for axis, size in job.pipe.mesh.shape.items():
         if size > 1:
             axes_of.setdefault(links[axis], []).append(axis)
@@ -87,9 +87,8 @@ def _links(job: TrainingJob, machine: Machine) -> Iterator[str]:
         where = " between hosts" if over[axes[0]] > 1 and has_network else ""
         if is_inner and has_network and machine.host_devices is not None:
             where = f" within hosts of {machine.host_devices}"
-        source = f" (costs.doctor={doctor})" if doctor is not None and is_inner else ""
         speed, latency = f"{link.bytes_per_s / 1e9:.4g} GB/s", _microseconds(link.latency_s)
-        yield f"{' and '.join(axes)}{where} at {speed} each way and {latency} a message{source}"
+        yield f"{' and '.join(axes)}{where} at {speed} each way and {latency} a message"
     if axes_of:
         yield "links without contention, rings for collectives"
 

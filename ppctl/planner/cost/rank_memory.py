@@ -18,7 +18,7 @@ from ppctl.planner.cost.step_time import hardware_of, layout_of, param_bytes_of
 from ppctl.planner.cost.task_flops import work_of
 from ppctl.reports.terminal_output import size_text
 from ppctl.schedule.ir import PART_KINDS
-from ppctl.training.pipeline.gpu_memory import (
+from ppctl.training.pipeline.jax_start import (
     JAX_MEMORY_FRACTION,
     MOST_MEMORY_FRACTION,
     MemoryShare,

@@ -37,11 +37,10 @@ from ppctl.training.pipeline.job import TrainingJob
 from ppctl.training.pipeline.known_hardware import (
     NOMINAL,
     host_devices,
-    links_of,
+    mfu_peak_flops,
     peak_flops,
     resolved,
 )
-from ppctl.training.pipeline.mfu import mfu_peak_flops
 from ppctl.training.pipeline.pipeline import Pipeline
 
 Tree = Any
@@ -145,8 +144,7 @@ def _described(config: Config, device_kind: str, dtype: str) -> tuple[Hardware, 
 def machine_of(config: Config, device_kind: str, dtype: str) -> Machine:
     """Return the devices that a plan is for. ConfigError where nothing is known of them."""
     hardware, peak = _described(config, device_kind, dtype)
-    link, doctor = Link(hardware.link_latency_s, hardware.link_bytes_per_s), config.costs.doctor
-    link, hosts = link if doctor is None else Link(*links_of(doctor)), hardware.hosts
+    link, hosts = Link(hardware.link_latency_s, hardware.link_bytes_per_s), hardware.hosts
     network = None if hosts is None else Link(hosts.latency_s, hosts.bytes_per_s)
     return Machine(
         speed_of(hardware, peak),

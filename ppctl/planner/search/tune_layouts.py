@@ -43,8 +43,7 @@ from ppctl.schedule.families.registry import BASELINE, FAMILIES, ON_RING, build
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
 from ppctl.training.pipeline.execution import Execution
-from ppctl.training.pipeline.gpu_memory import check_memory_fraction
-from ppctl.training.pipeline.jax_start import start_jax
+from ppctl.training.pipeline.jax_start import check_memory_fraction, start_jax
 from ppctl.training.pipeline.job import (
     DEFAULT_DTYPE,
     assemble,
@@ -53,8 +52,7 @@ from ppctl.training.pipeline.job import (
     open_data,
     stack_for,
 )
-from ppctl.training.pipeline.known_hardware import resolved
-from ppctl.training.pipeline.mfu import mfu_peak_flops
+from ppctl.training.pipeline.known_hardware import mfu_peak_flops, resolved
 from ppctl.training.pipeline.optimizers import clipped
 from ppctl.training.pipeline.pipeline_request import divided_stack, with_vocabulary_of
 from ppctl.training.pipeline.train_step import init_state

@@ -44,8 +44,7 @@ from ppctl.training.pipeline import optimizers as optim
 from ppctl.training.pipeline.auto_schedule import ModelCosts
 from ppctl.training.pipeline.built_in_models import make_stack
 from ppctl.training.pipeline.engines.engine_protocol import Engine
-from ppctl.training.pipeline.gpu_memory import check_memory_fraction
-from ppctl.training.pipeline.jax_start import start_jax
+from ppctl.training.pipeline.jax_start import check_memory_fraction, start_jax
 from ppctl.training.pipeline.known_hardware import described_device
 from ppctl.training.pipeline.pipeline import Pipeline, pipeline
 from ppctl.training.pipeline.pipeline_request import divided_stack

@@ -1,10 +1,8 @@
-"""The hardware of a config: descriptions in `conf/hardware/`, and links measured by `doctor`."""
+"""The hardware of a config: descriptions in `conf/hardware/`, and the peak of MFU."""
 
 from __future__ import annotations
 
 import copy
-import json
-import math
 import os
 import typing
 from dataclasses import dataclass
@@ -159,40 +157,34 @@ def peak_flops(hardware: Hardware, dtype: str) -> float | None:
     return hardware.peak_flops.get(dtype)
 
 
-def links_of(path: str | Path) -> tuple[float, float]:
-    """Return (latency in seconds, bytes/s) of links as `ppctl doctor --json` wrote them to a file.
-
-    ConfigError if the file cannot be read or lacks them.
-    """
-    # 1. the file
-    where = f"costs.doctor={path}"
-    remedy = f"Write it: ppctl doctor mesh=1x2 --json > {path}"
-    try:
-        document = json.loads(Path(path).expanduser().read_text())
-    except OSError as error:
-        raise ConfigError(f"{where} cannot be read: {error.strerror}. {remedy}") from error
-    except (ValueError, RecursionError) as error:  # of text and of JSON
-        raise ConfigError(f"{where} is not JSON. {remedy}") from error
-    # 2. its numbers
-    costs = document.get("costs", {}) if isinstance(document, dict) else {}
-    if costs is None:
-        raise ConfigError(
-            f"{where} has no link between pipeline ranks: it is of mesh.pp=1. {remedy}"
-        )
-    match costs:
-        case {
-            "transfer_s": int() | float() as latency_s,
-            "transfer_bytes_per_s": int() | float() as speed,
-        } if 0 <= latency_s < math.inf and 0 < speed < math.inf:
-            return float(latency_s), float(speed)
-    raise ConfigError(
-        f"{where} is not what `ppctl doctor --json` writes: it has no costs.transfer_s of at "
-        f"least 0 with costs.transfer_bytes_per_s above 0. {remedy}"
-    )
-
-
 def stated_bytes(device: Any) -> int | None:
     """Return the memory that a device states, or None; a simulated one has all of the machine's."""
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def mfu_peak_flops(request: Hardware | AutoHardware, device_kind: str, dtype: str) -> float | None:
+    """Return the peak that MFU is relative to; None for unknown devices and nominal peaks (CPUs).
+
+    >>> mfu_peak_flops(AutoHardware(), "TPU v4", "float32")
+    275000000000000.0
+    >>> mfu_peak_flops(AutoHardware(), "cpu", "float32")
+    """
+    hardware = request if isinstance(request, Hardware) else of_device(device_kind)
+    if hardware is None:
+        return None
+    peak = peak_flops(hardware, dtype)
+    is_nominal = hardware.name == NOMINAL and peak == peak_flops(known()[NOMINAL], dtype)
+    return None if is_nominal else peak
+
+
+def mfu(step_flops: float, step_s: float | None, peak_flops_per_s: float | None) -> float | None:
+    """Return a step's model FLOPs over the peak's in its time, 0..1; None if one is unknown.
+
+    >>> mfu(3e12, 2.0, 4e12)
+    0.375
+    """
+    if step_s is None or peak_flops_per_s is None:
+        return None
+    return step_flops / (step_s * peak_flops_per_s)
