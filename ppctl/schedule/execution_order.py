@@ -6,17 +6,18 @@ and kind; the walk then runs on integers. A schedule of 131,072 tasks takes a fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import product
 
-from ppctl.errors import ScheduleError
-from ppctl.schedule.deadlock import order_that_blocks
-from ppctl.schedule.error_grid import grid
 from ppctl.schedule.ir import ALL_KINDS, PART_VALUES, STAGE_VALUES, Kind, Schedule, Task, writes
+from ppctl.schedule.schedule_faults import fault, order_that_blocks
 
 # by kind and stage the values that a task reads: (base, seconds after it was written)
 Arrivals = dict[Kind, list[tuple[tuple[int, float], ...]]]
+NEVER = float("inf")
+Wake = tuple[float, int]  # when, and which rank
 
 
 @dataclass(frozen=True)
@@ -66,18 +67,9 @@ class Rule:
         return {kind: list(map(delayed, of_stage)) for kind, of_stage in self.reads.items()}
 
 
-def walk(schedule: Schedule) -> Iterator[tuple[int, int, Task]]:
-    """Yield (rank, step, task) in an order ranks can run: program order, reads after writes.
-
-    ScheduleError, with the grid and an arrow, when no rank can go on although tasks are left.
-    """
-    for rank, step, task, _, _ in timed_walk(schedule, lambda kind, stage: 0.0, 0.0):
-        yield rank, step, task
-
-
 def check_order(schedule: Schedule) -> None:
-    """Raise ScheduleError when ranks wait for each other for ever."""
-    for _ in walk(schedule):
+    """Raise ScheduleError, with the grid and an arrow, when ranks wait for each other for ever."""
+    for _ in timed_walk(schedule, lambda kind, stage: 0.0, 0.0):
         pass
 
 
@@ -89,7 +81,7 @@ def timed_walk(
     seconds(kind, stage) is how long a task takes; a value that crosses ranks arrives `hop_s` after
     it was written. The other walks are special for a reason: `Jobs.run` numbers tasks and gives up
     early (thousands of runs of one search), `pack` counts ticks, `shared_cores` slows ranks down,
-    and in `search.event_loop` ranks choose their tasks.
+    and in `run_ranks` ranks choose their tasks.
     """
     rule = Rule.of(schedule)
     arrivals = rule.arrivals(hop_s)
@@ -144,7 +136,17 @@ def _check_done(schedule: Schedule, rule: Rule, at: list[int], written: list[flo
             raise fault(schedule, rank, at[rank], what.rstrip())
 
 
-def fault(schedule: Schedule, rank: int, step: int, what: str) -> ScheduleError:
-    """Return the error at one step of one rank: what is wrong, and the grid with an arrow."""
-    shown = grid(schedule.ranks, (rank, step))
-    return ScheduleError(f"{schedule.name}: rank {rank}, step {step}: {what}\n{shown}")
+def run_ranks(num_ranks: int, act: Callable[[int, float], tuple[float, Sequence[Wake]]]) -> None:
+    """Let ranks that choose their tasks act at 0, then when woken and free, by time, then rank.
+
+    act(rank, now_s) runs the rank's task and returns until when the rank is busy, and whom to wake
+    when, itself included. The loop ends when no rank is left to be woken.
+    """
+    wake = [(0.0, rank) for rank in range(num_ranks)]
+    free_s = [0.0] * num_ranks
+    while wake:
+        now_s, rank = heappop(wake)
+        if free_s[rank] <= now_s:
+            free_s[rank], wakes = act(rank, now_s)
+            for each in wakes:
+                heappush(wake, each)

@@ -1,4 +1,4 @@
-"""A schedule as text: CSV both ways, the grid of errors, lists of tasks in JaxPP's words."""
+"""A schedule as text: CSV both ways, lists of tasks in JaxPP's words."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import textwrap
 from collections.abc import Sequence
 
 from ppctl.errors import ScheduleError
-from ppctl.schedule.error_grid import grid
 from ppctl.schedule.ir import PART_KINDS, Kind, Schedule, Task
 from ppctl.schedule.validation import validate
-
-__all__ = ["from_csv", "grid", "task_lists", "task_name", "task_names", "to_csv"]
 
 _STAGE_WORDS: dict[Kind, str] = {"F": "fwd", "B": "bwd", "I": "bwd_i", "W": "bwd_w"}
 _PART_WORDS: dict[Kind, str] = {"E": "embed", "S": "logits", "T": "logits_bwd", "G": "embed_bwd"}

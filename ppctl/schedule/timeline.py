@@ -1,17 +1,40 @@
-"""When each task of a schedule runs: in the ticks of one program, or on free-running ranks."""
+"""When each task of a schedule runs: in the ticks of one program, or on free-running ranks.
+
+Ranks may share cores, as simulated devices do: with a capacity of c, k ranks at work go on at the
+speed min(1, c/k) each (processor sharing).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from math import inf
 
 from ppctl.schedule.costs import Costs
+from ppctl.schedule.execution_order import Rule, check_order
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.schedule.lockstep_ticks import phases
-from ppctl.schedule.shared_cores import free_running, together_s
-from ppctl.schedule.simulator import Timeline
+from ppctl.schedule.simulator import Timeline, simulate
 from ppctl.schedule.tick_lowering import Ticks, how_divided
+
+ROUNDING = 1e-12  # relative
+
+
+def together_s(works_s: Sequence[float], capacity: float) -> float:
+    """Return the seconds until all of `works_s`, which start together, are done.
+
+    >>> together_s([1.0, 1.0, 3.0], capacity=2.0)
+    3.5
+    """
+    left = len(works_s)
+    if left <= capacity:
+        return max(works_s, default=0.0)
+    done = elapsed = 0.0
+    for work in sorted(works_s):
+        elapsed += (work - done) * max(1.0, left / capacity)
+        done, left = work, left - 1
+    return elapsed
 
 
 def timeline_at(
@@ -21,6 +44,58 @@ def timeline_at(
     if ticks is None:
         return free_running(schedule, costs, capacity)
     return _lockstep(ticks, costs, capacity)
+
+
+def free_running_s(schedule: Schedule, costs: Costs, capacity: float = inf) -> float:
+    """Return the makespan of free ranks that share `capacity`; see `simulate` if it is enough.
+
+    >>> from ppctl.schedule.families.one_f_one_b import one_f_one_b
+    >>> free_running_s(one_f_one_b(2, 4), Costs(), capacity=1.0)
+    24.0
+    """
+    return free_running(schedule, costs, capacity).makespan_s
+
+
+def free_running(schedule: Schedule, costs: Costs, capacity: float = inf) -> Timeline:
+    """Return the timeline whose makespan is `free_running_s`. Transfers take no capacity."""
+    if capacity >= schedule.num_ranks:
+        return simulate(schedule, costs)
+    costs.check(schedule.num_stages, schedule.num_parts)
+    rule, num_chunks = Rule.of(schedule), schedule.num_chunks
+    arrivals, now = rule.arrivals(costs.transfer_s), 0.0
+    at, written = [0] * schedule.num_ranks, dict[int, float]()  # each rank's step | value's time
+    left: dict[int, float] = {}  # seconds at full speed left of each working rank's task
+    start_s, end_s = dict[Task, float](), dict[Task, float]()
+    while True:
+        # 1. every idle rank begins its next task, if all that it reads is there
+        arrives_s = inf  # the first of the values that ranks wait for
+        for rank, tasks in enumerate(schedule.ranks):
+            if rank in left or at[rank] == len(tasks):
+                continue
+            stage, kind, m = task = tasks[at[rank]]
+            needs = arrivals[kind][stage]
+            ready = max((written.get(base + m, inf) + after for base, after in needs), default=0.0)
+            if ready <= now * (1 + ROUNDING):
+                left[rank], start_s[task] = costs.seconds(kind, stage, num_chunks), now
+            else:
+                arrives_s = min(arrives_s, ready)
+        if not left and arrives_s == inf:
+            break
+        # 2. all at work go on until one is done, or a value arrives
+        speed = min(1.0, capacity / len(left)) if left else 1.0
+        until = min(*(seconds / speed for seconds in left.values()), arrives_s - now, inf)
+        now += until
+        for rank in list(left):
+            left[rank] -= until * speed
+            if left[rank] <= ROUNDING * now:
+                del left[rank]
+                stage, kind, m = task = schedule.ranks[rank][at[rank]]
+                end_s[task] = now
+                written |= dict.fromkeys((base + m for base in rule.writes[kind][stage]), now)
+                at[rank] += 1
+    if len(end_s) < sum(map(len, schedule.ranks)):
+        check_order(schedule)  # raises the error that names the missing value
+    return Timeline(schedule, costs, start_s, end_s, is_uneven=True)
 
 
 def _lockstep(ticks: Ticks, costs: Costs, capacity: float) -> Timeline:

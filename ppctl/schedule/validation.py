@@ -7,10 +7,9 @@ before it exists.
 from __future__ import annotations
 
 from ppctl.errors import ScheduleError
-from ppctl.schedule.execution_order import Rule, check_order, fault, walk
+from ppctl.schedule.execution_order import Rule, check_order
 from ppctl.schedule.ir import ALL_KINDS, PART_KINDS, Kind, Schedule, Task, Value, writes
-
-__all__ = ["validate", "walk"]
+from ppctl.schedule.schedule_faults import fault
 
 
 def validate(schedule: Schedule) -> Schedule:

@@ -15,8 +15,8 @@ from math import inf
 
 from ppctl.errors import ScheduleError
 from ppctl.schedule.costs import Costs
+from ppctl.schedule.execution_order import Wake, run_ranks
 from ppctl.schedule.ir import ALL_KINDS, KINDS, PART_KINDS, Kind, Schedule, Task, Value, writes
-from ppctl.schedule.search.event_loop import Wake, run_ranks
 from ppctl.schedule.validation import validate
 
 DELAYS = (0, 1, 2)  # one hides the way to the sums, one that to the last output's gradient

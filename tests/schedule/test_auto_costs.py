@@ -15,13 +15,17 @@ from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.families.stage_placement import loop
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.lower_bounds import makespan_bound_s
+from ppctl.schedule.lower_bounds import bound_under_cap_s, makespan_bound_s
 from ppctl.schedule.partition.partition import balanced, explicit, uniform
 from ppctl.schedule.search.auto_search import choose, published
-from ppctl.schedule.search.layer_costs import LayerCosts, Piece
-from ppctl.schedule.search.memory_bound import bound_under_cap_s
 from ppctl.schedule.search.numbered_orders import Jobs
-from ppctl.schedule.search.placement_costs import Ledger, Placed, peak_activations
+from ppctl.schedule.search.placement_costs import (
+    LayerCosts,
+    Ledger,
+    Piece,
+    Placed,
+    peak_activations,
+)
 from ppctl.schedule.simulator import simulate
 from ppctl.schedule.validation import validate
 

@@ -22,8 +22,7 @@ from support.all_families import (
 from ppctl.cli.choices import schema_of
 from ppctl.errors import ScheduleError
 from ppctl.schedule.families.registry import FAMILIES, LOOPED_WHOLE, ON_RING, advice, build
-from ppctl.schedule.families.schedule_passes import split_backward
-from ppctl.schedule.ir import Task
+from ppctl.schedule.ir import Task, split_backward
 from ppctl.schedule.simulator import simulate
 from ppctl.schedule.tick_lowering import ticks
 from ppctl.schedule.validation import validate

@@ -21,7 +21,7 @@ TOY = """
 from ppctl.schedule.families.family import Family, each_num_chunks
 from ppctl.schedule.families.formulas import looped_bubble_s
 from ppctl.schedule.families.looped_bfs import looped_bfs
-from ppctl.schedule.families.schedule_passes import split_backward
+from ppctl.schedule.ir import split_backward
 from dataclasses import replace
 
 

@@ -5,7 +5,8 @@ import pytest
 from ppctl.errors import ScheduleError
 from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.ir import KINDS, Task, Value
-from ppctl.schedule.schedule_text import grid, task_lists, task_name, task_names
+from ppctl.schedule.schedule_faults import grid
+from ppctl.schedule.schedule_text import task_lists, task_name, task_names
 
 
 @pytest.mark.parametrize("kind", KINDS)

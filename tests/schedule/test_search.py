@@ -10,22 +10,23 @@ from support.sizes import random_programs
 
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import build
-from ppctl.schedule.families.schedule_passes import split_backward
-from ppctl.schedule.families.v_blocks import blocks, steady_excess
-from ppctl.schedule.search.greedy_order import fill
-from ppctl.schedule.search.hill_climbing import _moves, climb
-from ppctl.schedule.search.move_trial import Trials
-from ppctl.schedule.search.numbered_orders import Jobs
-from ppctl.schedule.search.placement_costs import Ledger
-from ppctl.schedule.search.squeeze_pattern import (
+from ppctl.schedule.ir import split_backward
+from ppctl.schedule.search.building_blocks import (
     F_DOWN,
     F_UP,
     I_DOWN,
     I_UP,
     PERIOD,
+    blocks,
     repeated,
     squeeze,
+    steady_excess,
 )
+from ppctl.schedule.search.greedy_order import fill
+from ppctl.schedule.search.hill_climbing import _moves, climb
+from ppctl.schedule.search.move_trial import Trials
+from ppctl.schedule.search.numbered_orders import Jobs
+from ppctl.schedule.search.placement_costs import Ledger
 from ppctl.schedule.simulator import peak_activations, simulate
 from ppctl.schedule.validation import validate
 

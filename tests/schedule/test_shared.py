@@ -12,8 +12,8 @@ from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.ir import Schedule, Task, reads, writes
-from ppctl.schedule.shared_cores import free_running_s, together_s
 from ppctl.schedule.simulator import simulate
+from ppctl.schedule.timeline import free_running_s, together_s
 
 CAPACITIES = (0.4, 1.0, 1.7, 2.0, 3.5)
 families = pytest.mark.parametrize("family", FAMILIES)

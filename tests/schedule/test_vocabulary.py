@@ -14,8 +14,8 @@ from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.ir import PART_KINDS, Task
 from ppctl.schedule.schedule_text import from_csv, task_lists, to_csv
-from ppctl.schedule.shared_cores import free_running
 from ppctl.schedule.simulator import simulate
+from ppctl.schedule.timeline import free_running
 from ppctl.schedule.validation import validate
 from ppctl.schedule.vocabulary_parallel import with_vocabulary, without_vocabulary
 

@@ -37,8 +37,7 @@ from ppctl.schedule.lower_bounds import split_makespan_bound_s, whole_makespan_b
 from ppctl.schedule.partition.partition import Partition, balanced, uniform
 from ppctl.schedule.search.auto_choice import GIB, Choice
 from ppctl.schedule.search.extrapolated_cost import MOST_TASKS, extrapolate
-from ppctl.schedule.search.layer_costs import LayerCosts, Piece
-from ppctl.schedule.search.placement_costs import CostsOf, Placed
+from ppctl.schedule.search.placement_costs import CostsOf, LayerCosts, Piece, Placed
 from ppctl.schedule.simulator import simulate
 
 SHOW_FORMATS = tuple(DRAWN_AS)

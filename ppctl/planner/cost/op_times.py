@@ -13,8 +13,8 @@ from typing import NamedTuple
 from ppctl.schedule.costs import OF_PARTS, Costs
 from ppctl.schedule.ir import Kind, Schedule
 from ppctl.schedule.lockstep_ticks import Rows, rows_s
-from ppctl.schedule.shared_cores import free_running_s, together_s
 from ppctl.schedule.tick_lowering import Ticks
+from ppctl.schedule.timeline import free_running_s, together_s
 
 
 @dataclass(frozen=True)

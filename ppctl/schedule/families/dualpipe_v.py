@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from ppctl.schedule.families.family import Family
 from ppctl.schedule.families.formulas import forward_trip_s, only_if
-from ppctl.schedule.families.rank_program import RankProgram
-from ppctl.schedule.families.stage_placement import v_shape
+from ppctl.schedule.families.stage_placement import RankProgram, v_shape
 from ppctl.schedule.ir import Schedule, Task
 
 

@@ -1,4 +1,4 @@
-"""Terms that the closed forms of several families share.
+"""Terms of closed forms, and checks of sizes and knobs, that several families share.
 
 `tests/schedule/test_formulas.py` compares every formula with the simulator. A formula is None
 outside its domain: other ratios of F, I and W, an unsupported latency, too few microbatches.
@@ -6,11 +6,12 @@ outside its domain: other ratios of F, I and W, an unsupported latency, too few 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ppctl.errors import ScheduleError
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.families.family_checks import floor_hops
 
 SMALL_HOP = 0.3  # latency relative to F and to B up to which the formulas of 1F1B hold
 
@@ -91,3 +92,37 @@ def forward_trip_s(s: FormulaInputs) -> float:
 def peak_of_1f1b(s: FormulaInputs) -> float:
     """Return min(m, p)."""
     return min(s.m, s.p)
+
+
+def require_at_least(name: str, what: str, value: int, least: int) -> None:
+    """Raise ScheduleError for a count below `least`."""
+    if value < least:
+        use = f"Use {what}={least} or more."
+        raise ScheduleError(f"{what}={value} is below {least} ({name}). {use}")
+
+
+def require_multiple_of_ranks(name: str, num_microbatches: int, num_ranks: int) -> None:
+    """Raise ScheduleError for microbatches that do not fill groups of p."""
+    if num_microbatches % num_ranks:
+        what = f"num_microbatches={num_microbatches} is not a multiple of num_ranks={num_ranks}"
+        use = f"Use {num_ranks}, {2 * num_ranks}, ... or schedule=1f1b."
+        raise ScheduleError(f"{what} ({name}). {use}")
+
+
+def hops_floor(name: str, warmup_hops: float, hops: int) -> int:
+    """Return floor(warmup_hops * hops). ScheduleError unless 1 <= warmup_hops <= 2.
+
+    >>> hops_floor("eager_1f1b", 1.2, 5)
+    6
+    """
+    if not 1 <= warmup_hops <= 2:
+        raise ScheduleError(
+            f"warmup_hops={warmup_hops} is outside [1, 2] ({name}). "
+            "Use 1 for the fewest activations, 2 to hide the latency of transfers."
+        )
+    return floor_hops(warmup_hops, hops)
+
+
+def floor_hops(warmup_hops: float, hops: int) -> int:
+    """Return floor(warmup_hops * hops), exact for decimals: 1.2 * 5 is 6, not 5.999..."""
+    return math.floor(warmup_hops * hops + 1e-9)

@@ -4,8 +4,7 @@ import heapq
 
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.family import Family, where_slower
-from ppctl.schedule.families.family_checks import require_at_least
-from ppctl.schedule.families.formulas import FormulaInputs, only_if, peak_of_1f1b
+from ppctl.schedule.families.formulas import FormulaInputs, only_if, peak_of_1f1b, require_at_least
 from ppctl.schedule.families.interleaved import interleaved
 from ppctl.schedule.families.stage_placement import waves
 from ppctl.schedule.ir import Schedule, Task

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from itertools import product
 
 from ppctl.schedule.families.family import WARMUP_HOPS, Family, KnobValues
-from ppctl.schedule.families.family_checks import (
+from ppctl.schedule.families.formulas import (
     hops_floor,
+    looped_bubble_s,
+    only_if,
     require_at_least,
     require_multiple_of_ranks,
 )
-from ppctl.schedule.families.formulas import looped_bubble_s, only_if
 from ppctl.schedule.families.stage_placement import loop
 from ppctl.schedule.ir import Kind, Schedule, Task
 

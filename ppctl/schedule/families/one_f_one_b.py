@@ -1,8 +1,13 @@
 from __future__ import annotations
 
 from ppctl.schedule.families.family import WARMUP_HOPS, Family
-from ppctl.schedule.families.family_checks import hops_floor
-from ppctl.schedule.families.formulas import FormulaInputs, fill_and_drain_s, only_if, peak_of_1f1b
+from ppctl.schedule.families.formulas import (
+    FormulaInputs,
+    fill_and_drain_s,
+    hops_floor,
+    only_if,
+    peak_of_1f1b,
+)
 from ppctl.schedule.families.stage_placement import loop
 from ppctl.schedule.ir import Schedule, Task
 

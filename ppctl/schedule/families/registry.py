@@ -17,7 +17,7 @@ from ppctl.errors import ScheduleError
 from ppctl.schedule import families
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.family import Family
-from ppctl.schedule.families.family_checks import require_at_least
+from ppctl.schedule.families.formulas import require_at_least
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.tick_lowering import runs_in_fb_ticks
 from ppctl.schedule.validation import validate

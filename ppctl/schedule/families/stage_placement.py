@@ -1,6 +1,10 @@
-"""Which rank holds which stage."""
+"""Which rank holds which stage, and programs of ranks as the papers write them."""
 
 from __future__ import annotations
+
+from collections import Counter
+
+from ppctl.schedule.ir import Task
 
 
 def loop(num_ranks: int, num_chunks: int = 1) -> tuple[int, ...]:
@@ -28,3 +32,38 @@ def waves(num_ranks: int, num_waves: int) -> tuple[int, ...]:
     (0, 1, 1, 0, 0, 1, 1, 0)
     """
     return (*range(num_ranks), *reversed(range(num_ranks))) * num_waves
+
+
+class RankProgram:
+    """The tasks of a rank with one stage on the way `down`, one `up`. Microbatches are counted.
+
+    >>> program = RankProgram(down=0, up=3)
+    >>> program.add(2, "F down")
+    >>> program.add(1, "F up", "I up")
+    >>> [str(task) for task in program.tasks]
+    ['0F0', '0F1', '3F0', '3I0']
+    """
+
+    def __init__(self, down: int, up: int) -> None:
+        self.stage = {"down": down, "up": up}
+        self.count: Counter[str] = Counter()  # by kind and way; a B counts as an I and a W
+        self.pending: list[str] = []  # ways of the I whose W is to come, oldest first
+        self.tasks: list[Task] = []
+
+    def add(self, times: int, *steps: str) -> None:
+        """Append `steps`, such as "F down", `times` over, each for its next microbatch.
+
+        "W" alone is the weight gradient that has waited longest, whichever way.
+        """
+        for _ in range(times):
+            for step in steps:
+                kind, _, way = step.partition(" ")
+                way = way or self.pending[0]
+                if kind == "I":
+                    self.pending.append(way)
+                if kind == "W":
+                    self.pending.remove(way)
+                counted = ("I", "W") if kind == "B" else (kind,)
+                microbatch = self.count[f"{counted[0]} {way}"]
+                self.tasks.append(Task(self.stage[way], kind, microbatch))  # type: ignore[arg-type]
+                self.count.update(f"{one} {way}" for one in counted)

@@ -5,7 +5,7 @@ from ppctl.schedule.families.family import Family, where_slower
 from ppctl.schedule.families.formulas import only_if
 from ppctl.schedule.families.one_f_one_b import one_f_one_b
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.search.squeeze_pattern import repeated, squeeze
+from ppctl.schedule.search.building_blocks import repeated, squeeze
 
 
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:

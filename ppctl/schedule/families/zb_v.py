@@ -2,10 +2,9 @@ from __future__ import annotations
 
 from ppctl.schedule.families.family import Family
 from ppctl.schedule.families.formulas import forward_trip_s, only_if, peak_of_1f1b
-from ppctl.schedule.families.rank_program import RankProgram
-from ppctl.schedule.families.stage_placement import v_shape
+from ppctl.schedule.families.stage_placement import RankProgram, v_shape
 from ppctl.schedule.ir import Kind, Schedule, Task
-from ppctl.schedule.search.squeeze_pattern import squeeze
+from ppctl.schedule.search.building_blocks import squeeze
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:

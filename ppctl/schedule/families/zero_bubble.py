@@ -1,8 +1,14 @@
 from __future__ import annotations
 
 from ppctl.schedule.families.family import Family, each_num_chunks
-from ppctl.schedule.families.family_checks import require_at_least, require_multiple_of_ranks
-from ppctl.schedule.families.formulas import forward_trip_s, only_if, peak_of_1f1b, zero_bubble_s
+from ppctl.schedule.families.formulas import (
+    forward_trip_s,
+    only_if,
+    peak_of_1f1b,
+    require_at_least,
+    require_multiple_of_ranks,
+    zero_bubble_s,
+)
 from ppctl.schedule.families.interleaved import task_order
 from ppctl.schedule.families.stage_placement import loop
 from ppctl.schedule.ir import Schedule, Task

@@ -19,17 +19,15 @@ from operator import add
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES, build
-from ppctl.schedule.families.schedule_passes import split_backward
 from ppctl.schedule.families.stage_placement import v_shape
-from ppctl.schedule.families.v_blocks import Block, blocks, steady_excess
-from ppctl.schedule.ir import Schedule
+from ppctl.schedule.ir import Schedule, split_backward
+from ppctl.schedule.lower_bounds import bound_under_cap_s
 from ppctl.schedule.search.auto_choice import GIB, NO_GAP, Choice, FoundSchedule
+from ppctl.schedule.search.building_blocks import Block, blocks, repeated, squeeze, steady_excess
 from ppctl.schedule.search.greedy_order import fill
 from ppctl.schedule.search.hill_climbing import climb, length_s
-from ppctl.schedule.search.memory_bound import bound_under_cap_s
 from ppctl.schedule.search.numbered_orders import Jobs, Orders
 from ppctl.schedule.search.placement_costs import CostsOf, Ledger, Placed
-from ppctl.schedule.search.squeeze_pattern import repeated, squeeze
 from ppctl.schedule.validation import validate
 
 MOST_TASKS = 400_000  # of a schedule that is searched; above, the search takes minutes

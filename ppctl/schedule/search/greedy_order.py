@@ -5,7 +5,7 @@ A rank that would wait runs a later task of its order that is ready, if memory a
 
 from __future__ import annotations
 
-from ppctl.schedule.search.event_loop import NEVER, Wake, run_ranks
+from ppctl.schedule.execution_order import NEVER, Wake, run_ranks
 from ppctl.schedule.search.numbered_orders import Jobs, Orders
 
 WINDOW = 48  # how far along its order a rank looks for a task that is ready

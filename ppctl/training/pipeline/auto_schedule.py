@@ -19,7 +19,7 @@ from ppctl.executors.spmd.spmd_memory import spmd_bytes, waiting_bytes
 from ppctl.executors.tree_bytes import shard_bytes, tree_bytes
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.partition.partition import Partition
-from ppctl.schedule.search.layer_costs import LayerCosts, Piece
+from ppctl.schedule.search.placement_costs import LayerCosts, Piece
 from ppctl.schedule.tick_lowering import Ticks
 from ppctl.training.pipeline.engines.make_engine import tick_options
 from ppctl.training.pipeline.engines.train_states import States

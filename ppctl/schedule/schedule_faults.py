@@ -1,10 +1,35 @@
-"""Why ranks of a schedule wait for each other for ever: the tasks whose order makes them."""
+"""Errors of schedules: the rank-by-step grid with an arrow, and why ranks wait for ever."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ppctl.errors import ScheduleError
 from ppctl.schedule.ir import Schedule, Task, writes
+
+GRID_WIDTH = 14  # steps
+
+
+def grid(ranks: Sequence[Sequence[Task]], arrow: tuple[int, int] | None = None) -> str:
+    """Return the ranks' tasks: at most GRID_WIDTH steps around the marked `arrow` (rank, step)."""
+    center = arrow[1] if arrow else 0
+    steps = max([center + 1, *map(len, ranks)])  # the arrow may point at the end of a program
+    low = max(0, min(center - GRID_WIDTH // 2, steps - GRID_WIDTH))
+    high = min(steps, low + GRID_WIDTH)
+    lines = ["step".rjust(8) + "".join(f"{t:>9}" for t in range(low, high))]
+    for r, tasks in enumerate(ranks):
+        cells = [
+            ("->" if arrow == (r, t) else "") + (str(tasks[t]) if t < len(tasks) else "")
+            for t in range(low, high)
+        ]
+        lines.append(f"rank {r}".rjust(8) + "".join(f"{cell:>9}" for cell in cells))
+    return "\n".join(lines)
+
+
+def fault(schedule: Schedule, rank: int, step: int, what: str) -> ScheduleError:
+    """Return the error at one step of one rank: what is wrong, and the grid with an arrow."""
+    shown = grid(schedule.ranks, (rank, step))
+    return ScheduleError(f"{schedule.name}: rank {rank}, step {step}: {what}\n{shown}")
 
 
 def order_that_blocks(schedule: Schedule, at: Sequence[int]) -> str:
