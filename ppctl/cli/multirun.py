@@ -56,7 +56,7 @@ def compose_sweep(
     # 3. the launcher
     launcher.check()
     if not isinstance(launcher, SideBySide):
-        _require("submitit", "hydra/launcher=submitit_local and submitit_slurm", "slurm")
+        _require("submitit", "hydra/launcher=submitit_slurm", "slurm")
     as_json, settings = "--json" in words, OmegaConf.to_yaml(common)
     return Sweep(words[0], directory, jobs, launcher, as_json, settings, study)
 

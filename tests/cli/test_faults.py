@@ -46,7 +46,7 @@ FAULTS = [
     ("train --multirun run.seed=1,2 hydra.launcher.jbos=1", "Did you mean hydra.launcher.jobs"),
     ("train --multirun run.seed=1,2 hydra.launcher.jobs=0", "hydra.launcher.jobs=0 must be"),
     (
-        "verify --multirun run.seed=1,2 hydra/launcher=submitit_local",
+        "verify --multirun run.seed=1,2 hydra/launcher=submitit_slurm",
         "only jobs of `ppctl train` run side by side",
     ),
     (
@@ -307,7 +307,7 @@ OF_SWEEPS = [
     ("hydra.launcher.jobs=abc", "hydra.launcher.jobs takes a whole number .default 1"),
     ("hydra.launcher.jobs=many", "hydra.launcher.jobs takes a whole number"),
     ("hydra/launcher=[a]", "is not an option of hydra/launcher"),
-    ("hydra.launcher._target_=os.kill", "choose hydra/launcher=ppctl . submitit_local"),
+    ("hydra.launcher._target_=os.kill", "choose hydra/launcher=ppctl . submitit_slurm"),
     ("hydra.launcher.jobs=1,2", "Give hydra.launcher.jobs one value"),
     ("hydra/sweeper=basic", "hydra/sweeper=basic is not an option of hydra/sweeper"),
 ]

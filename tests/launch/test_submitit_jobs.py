@@ -1,4 +1,4 @@
-"""Jobs submitted by submitit, to this machine and, if installed, to a Slurm of one node."""
+"""Jobs submitted by submitit, to commands that stand in for Slurm's, and to a Slurm of one node if installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -24,8 +23,7 @@ import submitit
 from rich.console import Console
 
 from ppctl.config import Config, Run
-from ppctl.config.groups import sweep_settings
-from ppctl.config.groups.sweep_settings import SubmititLocal, SubmititSlurm
+from ppctl.config.groups.sweep_settings import SubmititSlurm
 from ppctl.errors import ConfigError
 from ppctl.launch.sweep import submitit_jobs
 from ppctl.launch.sweep.job_runner import run_jobs
@@ -34,7 +32,6 @@ from ppctl.launch.sweep.sweep_jobs import SUBMITIT, SUBMITTED, SUBMITTED_LOG, Jo
 
 NUM_STEPS = 20
 FAST = [sys.executable, "-I", "-S", "-c"]  # starts in a few milliseconds
-LOCAL = SubmititLocal(jobs=2)
 
 
 @pytest.fixture(autouse=True)
@@ -44,14 +41,14 @@ def directory(tmp_path, monkeypatch):
     return tmp_path
 
 
-def sweep_of(number, launcher=LOCAL):
+def sweep_of(number, launcher=None):
     jobs = []
     for index in range(number):
         run_dir = Path("runs/s") / f"run.seed={index}"
         config = Config(run=Run(dir=str(run_dir), num_steps=NUM_STEPS, seed=index))
         swept = f"run.seed={index}"
         jobs.append(Job(index, (swept,), {"run.seed": index}, ("train", swept), run_dir, config))
-    return Sweep("train", Path("runs/s"), jobs, launcher)
+    return Sweep("train", Path("runs/s"), jobs, launcher or SubmititSlurm(jobs=2))
 
 
 def programs(monkeypatch, *texts):
@@ -79,6 +76,48 @@ def stop_when(condition):
     threading.Thread(target=wait, daemon=True).start()
 
 
+SBATCH = """#!/bin/sh
+cp "$1" sbatch.txt
+sh -c "$(dirname "$0")/started" > /dev/null 2>&1 &
+echo Submitted batch job 7
+"""
+STARTED = """#!/bin/sh
+export SLURM_JOB_NUM_NODES=1 SLURM_NTASKS=1 SLURM_NODEID=0 SLURM_PROCID=0 SLURM_LOCALID=0
+export SLURM_JOB_NODELIST=node0 SLURM_JOB_ID=7
+last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' sbatch.txt)
+test -z "$last" && exec sh sbatch.txt
+export SLURM_ARRAY_JOB_ID=7
+for task in $(seq 0 $last); do SLURM_ARRAY_TASK_ID=$task sh sbatch.txt & done
+"""
+SRUN = """#!/bin/sh
+while true; do case "$1" in --output|--error) shift 2;; --*) shift;; *) break;; esac; done
+echo $$ >> pids
+exec "$@"
+"""
+SACCT = """#!/bin/sh
+echo 'JobID|State|NodeList'
+for job in 7 7_0 7_1 7_2; do echo "$job|$(cat state)|node0"; done
+"""
+
+
+@pytest.fixture
+def commands_of_slurm(tmp_path, monkeypatch):
+    """Commands that answer as Slurm's do, and run jobs here. The file `state` is the state of all.
+
+    `pids` are the processes of jobs.
+    """
+    texts = {"sbatch": SBATCH, "started": STARTED, "scontrol": STARTED, "srun": SRUN}
+    (tmp_path / "bin").mkdir()
+    for name, text in {**texts, "sacct": SACCT}.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(submitit_jobs, "QUEUE_S", 0.2)
+    monkeypatch.setattr(submitit.SlurmJob, "watcher", type(submitit.SlurmJob.watcher)())
+    monkeypatch.setattr(submitit.SlurmJob, "_results_timeout_s", 0.5)
+    Path("state").write_text("PENDING")
+
+
 COUNTS = """
 import pathlib, time
 with open("began", "a") as file: file.write("x")
@@ -89,7 +128,7 @@ print("said so")
 
 
 @pytest.mark.slow
-def test_ends_and_outputs_of_local_jobs(monkeypatch, capfd):
+def test_ends_and_outputs_of_jobs(commands_of_slurm, monkeypatch, capfd):
     programs(
         monkeypatch,
         "print('good')",
@@ -111,30 +150,24 @@ def test_ends_and_outputs_of_local_jobs(monkeypatch, capfd):
         "",
     ]
     err = capfd.readouterr().err
-    assert "note: Jobs ran side by side, which slows each of them" in err
-    assert "job 0: run.seed=0: running as process " in err
-    assert f"output in runs/s/run.seed=0/{SUBMITTED_LOG}" in err
+    assert "job 0: run.seed=0: queued as Slurm job 7_0, output in runs/s/run.seed=0/" in err
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Exception ignored in. <function Popen.__del__"
-)  # here no process ends with it
-def test_jobs_go_on_without_the_sweep_which_finds_them_again(monkeypatch):
+def test_jobs_go_on_without_the_sweep_which_finds_them_again(commands_of_slurm, monkeypatch):
+    Path("state").write_text("RUNNING")
     programs(monkeypatch, COUNTS)
     stop_when(lambda: Path("began").exists())
     outcomes, stop, text = told(sweep_of(1))
     assert ([each.status for each in outcomes], stop) == (["running"], signal.SIGTERM)
     assert (
         "SIGTERM: submitted jobs go on; the same line waits for them again, this ends them: "
-        "kill " in text
+        "scancel 7\n" in text
     )
     threading.Timer(1.0, Path("go").touch).start()
     outcomes, stop, text = told(sweep_of(1))
     assert ([each.status for each in outcomes], stop) == (["finished"], None)
-    assert "submitted before" in text
+    assert "queued as Slurm job 7, submitted before" in text
     assert Path("began").read_text() == "x"
-    told(sweep_of(1))  # it has a result, so that it is one of the past
-    assert Path("began").read_text() == "xx"
 
 
 SAVES = """
@@ -144,28 +177,26 @@ def leave(number, frame):
     sys.exit(128 + number)
 signal.signal(signal.SIGTERM, leave)
 print("began", flush=True)
+pathlib.Path("began").touch()
 if not pathlib.Path("saved").exists(): time.sleep(30)
 """
 
 
 @pytest.mark.full
-def test_a_job_saves_before_the_end_of_its_time_and_is_started_again(monkeypatch):
-    monkeypatch.setattr(sweep_settings, "SIGNAL_DELAY_S", 5)
+def test_a_job_saves_before_the_end_of_its_time_and_is_queued_again(commands_of_slurm, monkeypatch):
+    Path("state").write_text("RUNNING")
     programs(monkeypatch, SAVES)
-    outcomes, _, _ = told(sweep_of(1, replace(LOCAL, time=0.15)))
+
+    def end_of_time():
+        while not Path("began").exists():
+            time.sleep(0.05)
+        os.kill(int(Path("pids").read_text().split()[0]), signal.SIGUSR2)
+
+    threading.Thread(target=end_of_time, daemon=True).start()
+    outcomes, _, _ = told(sweep_of(1))
     assert [each.status for each in outcomes] == ["finished"]
     assert Path("saved").read_text() == str(int(signal.SIGTERM))
     assert Path("runs/s/run.seed=0", SUBMITTED_LOG).read_text() == "began\nbegan\n"
-
-
-@pytest.mark.full
-def test_a_job_that_never_gets_ready_in_its_time_fails_with_the_reason(monkeypatch):
-    monkeypatch.setattr(sweep_settings, "SIGNAL_DELAY_S", 5)
-    monkeypatch.setattr(submitit_jobs, "MAX_NUM_TIMEOUT", 0)
-    programs(monkeypatch, SAVES.replace('if not pathlib.Path("saved").exists(): ', ""))
-    outcomes, _, _ = told(sweep_of(1, replace(LOCAL, time=0.15)))
-    assert outcomes[0].status == "failed"
-    assert "Job not requeued because: timed-out too many times" in outcomes[0].error
 
 
 @pytest.mark.parametrize(
@@ -177,7 +208,7 @@ def test_a_job_that_never_gets_ready_in_its_time_fails_with_the_reason(monkeypat
 )
 def test_impossible_settings(settings, message):
     with pytest.raises(ConfigError, match=message):
-        replace(LOCAL, **settings).check()
+        SubmititSlurm(**settings).check()
 
 
 def test_without_slurm_nothing_is_written(monkeypatch):
@@ -281,32 +312,6 @@ def test_slurm_runs_an_array_whose_jobs_go_on_without_the_sweep(slurm, monkeypat
     assert Path("began").read_text() == "x"
 
 
-SBATCH = """#!/bin/sh
-cp "$1" sbatch.txt
-echo Submitted batch job 7
-"""
-SACCT = """#!/bin/sh
-echo 'JobID|State|NodeList'
-echo "7|$(cat state)|node0"
-"""
-
-
-@pytest.fixture
-def commands_of_slurm(tmp_path, monkeypatch):
-    """Commands that answer as Slurm's do, where no Slurm is needed. The file `state` is the state
-    of job 7.
-    """
-    (tmp_path / "bin").mkdir()
-    for name, text in (("sbatch", SBATCH), ("srun", "#!/bin/sh\n"), ("sacct", SACCT)):
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setattr(submitit_jobs, "QUEUE_S", 0.2)
-    monkeypatch.setattr(submitit.SlurmJob, "watcher", type(submitit.SlurmJob.watcher)())
-    monkeypatch.setattr(submitit.SlurmJob, "_results_timeout_s", 0.5)
-    Path("state").write_text("PENDING")
-
-
 def test_a_job_that_slurm_drops_is_no_hang(commands_of_slurm):
     threading.Timer(1.0, Path("state").write_text, args=("RUNNING",)).start()
     threading.Timer(2.0, Path("state").write_text, args=("CANCELLED by 0",)).start()
@@ -319,7 +324,7 @@ def test_a_job_that_slurm_drops_is_no_hang(commands_of_slurm):
         *("queued as Slurm job 7", "running", "failed")
     ]
     record = json.loads(Path("runs/s/run.seed=0", SUBMITTED).read_text())
-    assert record == {"id": "7", "tasks": 2, "is_slurm": True}
+    assert record == {"id": "7", "tasks": 2}
     lines = set(Path("sbatch.txt").read_text().splitlines())
     assert lines >= {
         f"#SBATCH --{option}"
@@ -348,14 +353,12 @@ class Evil:
         return os.mkdir, ("made",)
 
 
-def test_a_record_of_a_job_leads_to_no_pickle_elsewhere():
+def test_a_record_of_a_job_leads_to_no_pickle_elsewhere(commands_of_slurm):
     sweep = sweep_of(1)
     (job,) = sweep.jobs
     job.run_dir.mkdir(parents=True)
     (sweep.directory / SUBMITIT).mkdir()
-    (job.run_dir / SUBMITTED).write_text(
-        json.dumps({"id": "../evil", "tasks": 1, "is_slurm": False})
-    )
+    (job.run_dir / SUBMITTED).write_text(json.dumps({"id": "../evil", "tasks": 1}))
     (sweep.directory / "evil_0_result.pkl").write_bytes(pickle.dumps(Evil()))
     jobs = submitit_jobs.SubmittedJobs(sweep, SimpleQueue())
     try:

@@ -29,22 +29,6 @@ class SideBySide:
 
 
 @dataclass
-class SubmititLocal:
-    """hydra/launcher=submitit_local: jobs are local processes that outlive the sweep."""
-
-    jobs: int = 1  # side by side
-    time: int = 1440  # minutes; shortly before their end a job saves and is started again
-
-    def check(self) -> None:
-        at_least("hydra.launcher.jobs", self.jobs, 1)
-        _check_time(self.time)
-
-    def parameters(self) -> dict[str, Any]:
-        """Return the parameters of submitit's executor."""
-        return {"timeout_min": self.time, "signal_delay_s": SIGNAL_DELAY_S}
-
-
-@dataclass
 class SubmititSlurm:
     """hydra/launcher=submitit_slurm: jobs are queued in Slurm and outlive the sweep."""
 
@@ -63,7 +47,7 @@ class SubmititSlurm:
         for key in ("jobs", "nodes", "cpus_per_task"):
             at_least(f"hydra.launcher.{key}", getattr(self, key), 1)
         at_least("hydra.launcher.gpus_per_node", self.gpus_per_node, 0)
-        _check_time(self.time)
+        at_least("hydra.launcher.time", self.time, SIGNAL_DELAY_S // 60 + 1)
 
     def parameters(self) -> dict[str, Any]:
         """Return the parameters of submitit's executor, the number of tasks a node among them."""
@@ -100,9 +84,5 @@ class Search:
         return SMALLER_IS_BETTER[self.metric]
 
 
-Launcher = SideBySide | SubmititLocal | SubmititSlurm
+Launcher = SideBySide | SubmititSlurm
 Sweeper = Combinations | Search
-
-
-def _check_time(minutes: int) -> None:
-    at_least("hydra.launcher.time", minutes, SIGNAL_DELAY_S // 60 + 1)

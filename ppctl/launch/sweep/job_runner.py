@@ -51,6 +51,8 @@ from ppctl.reports.terminal_output import show_lines
 if TYPE_CHECKING:
     from ppctl.launch.sweep.submitit_jobs import SubmittedJobs  # an extra
 
+WAKE_S = 1.0  # longest deafness to a stop request whose signal reached another thread
+
 
 def run_jobs(sweep: Sweep, console: Console) -> tuple[list[Outcome], int | None]:
     """Run the jobs; return the outcome of each, and the signal that ended the sweep early or None.
@@ -115,7 +117,7 @@ class _Runner:
     def handle_events(self, events: Events, *, wait: bool) -> None:
         """Handle all events there are, or wait for the first one to come."""
         with suppress(queue.Empty):
-            self.handle(events.get(block=wait))
+            self.handle(_next(events) if wait else events.get_nowait())
             while True:  # a stop request may follow the end of a job
                 self.handle(events.get_nowait())
 
@@ -200,6 +202,12 @@ class _Runner:
 
     def say(self, text: str) -> None:
         show_lines(self.console, f"ppctl: {text}")
+
+
+def _next(events: JobEvents) -> Exit | Stop | Moved:
+    while True:
+        with suppress(queue.Empty):
+            return events.get(timeout=WAKE_S)
 
 
 def error_line(tail: str, code: int) -> str:

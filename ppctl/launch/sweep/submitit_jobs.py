@@ -1,4 +1,4 @@
-"""Jobs of a sweep submitted with submitit, to Slurm or to this machine: they outlive the sweep.
+"""Jobs of a sweep submitted to Slurm with submitit: they outlive the sweep.
 
 Needs the extra ppctl[slurm]. A record in the run.dir of a job names its submission, so that the
 same sweep, started again, waits for the job instead of submitting it twice.
@@ -22,7 +22,7 @@ from typing import Any
 import submitit
 from submitit.core.utils import FailedJobError
 
-from ppctl.config.groups.sweep_settings import SubmititLocal, SubmititSlurm
+from ppctl.config.groups.sweep_settings import SubmititSlurm
 from ppctl.errors import ConfigError
 from ppctl.launch.supervisor import ALIVE_FD, Exit
 from ppctl.launch.sweep.sweep_jobs import (
@@ -56,8 +56,6 @@ class NodeCommand:
 
     command: list[str]
     run_dir: str
-    is_signalled: bool  # the cluster itself sends signals to every process of a job
-    gpus: str | None  # the sweep's CUDA_VISIBLE_DEVICES, which submitit hides from local jobs
 
     def __call__(self) -> tuple[int, str]:
         task = submitit.JobEnvironment().global_rank
@@ -78,26 +76,17 @@ class NodeCommand:
 
     def _start(self, log: int) -> subprocess.Popen[bytes]:
         # 1. the environment: the run ends when this process, which holds the pipe, is gone
-        env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        if not self.is_signalled:
-            env.pop("CUDA_VISIBLE_DEVICES", None)
-            env |= {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": self.gpus}
         alive, self.held = os.pipe()
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", ALIVE_FD: str(alive)}
         # 2. the process, deaf to the signal before the end of its time: that is for this process
         warning = getattr(signal, f"SIG{submitit.JobEnvironment.USR_SIG}")
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [warning])
         try:
-            env[ALIVE_FD] = str(alive)
             streams: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            popen: type[subprocess.Popen[bytes]] = subprocess.Popen
-            process = popen(self.command, env=env, pass_fds=(alive,), **streams)
+            return subprocess.Popen[bytes](self.command, env=env, pass_fds=(alive,), **streams)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(alive)
-        # 3. SIGTERM is handed on where the cluster does not send it to the run itself
-        if not self.is_signalled:
-            signal.signal(signal.SIGTERM, lambda *_: os.kill(process.pid, signal.SIGTERM))
-        return process
 
     def _wait(self) -> int:
         """Return the exit code. Unlike Popen.wait, `checkpoint` can interrupt it."""
@@ -112,12 +101,10 @@ class SubmittedJobs:
     is_awaited = False  # a stop request ends the waiting, and no job
 
     def __init__(self, sweep: Sweep, events: JobEvents) -> None:
-        assert isinstance(sweep.launcher, SubmititLocal | SubmititSlurm)
-        self.events = events
-        self.is_slurm = isinstance(sweep.launcher, SubmititSlurm)
-        self.takes_all = self.is_slurm and sweep.study is None
-        kind = submitit.SlurmExecutor if self.is_slurm else submitit.LocalExecutor
-        self.executor = kind(sweep.directory / SUBMITIT, max_num_timeout=MAX_NUM_TIMEOUT)
+        assert isinstance(sweep.launcher, SubmititSlurm)
+        self.events, self.takes_all = events, sweep.study is None
+        folder = sweep.directory / SUBMITIT
+        self.executor = submitit.SlurmExecutor(folder, max_num_timeout=MAX_NUM_TIMEOUT)
         try:
             self.executor.update_parameters(**sweep.launcher.parameters())
         except (TypeError, ValueError) as error:
@@ -137,15 +124,14 @@ class SubmittedJobs:
         if submission is None:
             self.batch.append(job)
         else:
-            self._know(job, submission, f" as {self._name(submission)}, submitted before")
+            self._know(job, submission, "submitted before")
 
     def commit(self) -> None:
         """Submit the batch, several jobs as one array of Slurm."""
         jobs, self.batch = self.batch, []
         if not jobs:
             return
-        how = self.is_slurm, os.environ.get("CUDA_VISIBLE_DEVICES")
-        commands = [NodeCommand(job_command(job), str(job.run_dir), *how) for job in jobs]
+        commands = [NodeCommand(job_command(job), str(job.run_dir)) for job in jobs]
         try:
             submissions = self.executor.submit_array(commands)
         except (OSError, subprocess.SubprocessError, FailedJobError) as error:
@@ -155,10 +141,8 @@ class SubmittedJobs:
             return
         for job, submission in zip(jobs, submissions, strict=True):
             record = {"id": submission.job_id, "tasks": submission.num_tasks}
-            record["is_slurm"] = self.is_slurm
             replace_file(job.run_dir / SUBMITTED, json.dumps(record) + "\n")
-            output = job.run_dir / SUBMITTED_LOG
-            self._know(job, submission, f" as {self._name(submission)}, output in {output}")
+            self._know(job, submission, f"output in {job.run_dir / SUBMITTED_LOG}")
 
     def end(self, index: int) -> str:
         """Return the end of the output of a job."""
@@ -171,7 +155,7 @@ class SubmittedJobs:
             ids = [self.known[index][0].job_id for index in sorted(jobs) if index in self.known]
         if not ids:
             return "nothing is left running"
-        ends = " ".join(["scancel" if self.is_slurm else "kill", *ids])
+        ends = " ".join(["scancel", *ids])
         return f"submitted jobs go on; the same line waits for them again, this ends them: {ends}"
 
     def close(self) -> None:
@@ -179,21 +163,20 @@ class SubmittedJobs:
         self.thread.join()
 
     def _know(self, job: Job, submission: SubmititJob, more: str) -> None:
-        state = "queued" if self.is_slurm else "running"
         with self.lock:
-            self.known[job.index] = submission, state
-        self.events.put(Moved(job.index, state, more))
+            self.known[job.index] = submission, "queued"
+        self.events.put(Moved(job.index, "queued", f" as Slurm job {submission.job_id}, {more}"))
 
     def _watch(self) -> None:
         asked_s = 0.0
         while not self.closed.wait(POLL_S):
             with self.lock:
                 known = dict(self.known)
-            if self.is_slurm and known and time.monotonic() - asked_s >= QUEUE_S:
+            if known and time.monotonic() - asked_s >= QUEUE_S:
                 asked_s = time.monotonic()
                 submitit.SlurmJob.watcher.update()
             for index, (submission, state) in known.items():
-                if _is_done(submission):
+                if submission.done():
                     self._end(index, *_result(submission))
                     continue
                 now = STATES.get(submission.state, state)
@@ -213,25 +196,10 @@ class SubmittedJobs:
         with suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads((job.run_dir / SUBMITTED).read_text())
             name, tasks = str(record["id"]), [*range(int(record["tasks"]))]
-            if record["is_slurm"] == self.is_slurm and JOB_ID.fullmatch(name):
+            if JOB_ID.fullmatch(name):
                 submission = self.executor.job_class(self.executor.folder, name, tasks=tasks)
-                return None if _is_done(submission) else submission
+                return None if submission.done() else submission
         return None
-
-    def _name(self, submission: SubmititJob) -> str:
-        return f"Slurm job {submission.job_id}" if self.is_slurm else f"process {submission.job_id}"
-
-
-def _is_done(submission: SubmititJob) -> bool:
-    is_local = isinstance(submission, submitit.LocalJob)
-    if not is_local or submission.state != "NO PROCESS AND NO RESULT":
-        return submission.done()
-    try:  # submitit knows no process that an earlier start of the sweep began
-        os.kill(int(submission.job_id), 0)
-        file = Path(f"/proc/{submission.job_id}/cmdline")
-        return Path("/proc").exists() and b"submitit" not in file.read_bytes()
-    except OSError:
-        return True
 
 
 def _result(submission: SubmititJob) -> tuple[int, str]:

@@ -69,12 +69,7 @@ class Sweep:
     @property
     def is_submitted(self) -> bool:
         """Whether its jobs outlive this process."""
-        return not isinstance(self.launcher, SideBySide)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether its jobs share this machine, where they slow each other."""
-        return not isinstance(self.launcher, SubmititSlurm)
+        return isinstance(self.launcher, SubmititSlurm)
 
     @property
     def trains(self) -> bool:
@@ -118,8 +113,7 @@ class Outcome:
 
 def side_by_side_note(sweep: Sweep) -> str:
     """Return a note if any job shared the machine, in this or an earlier start, else ""."""
-    is_shared = sweep.is_submitted and sweep.is_local and sweep.num_parallel > 1
-    return SHARED if is_shared or any((job.run_dir / LOG).exists() for job in sweep.jobs) else ""
+    return SHARED if any((job.run_dir / LOG).exists() for job in sweep.jobs) else ""
 
 
 def check_sweep(sweep: Sweep) -> None:
@@ -131,7 +125,7 @@ def check_sweep(sweep: Sweep) -> None:
         )
     if (sweep.num_parallel > 1 or sweep.is_submitted) and not sweep.trains:
         how = f"hydra.launcher.jobs={sweep.num_parallel}"
-        how = "hydra/launcher=submitit" if sweep.is_submitted else how
+        how = "hydra/launcher=submitit_slurm" if sweep.is_submitted else how
         raise ConfigError(
             f"{how}: only jobs of `ppctl train` run side by side, which have a run.dir for their "
             f"output. Leave it out, and jobs of `ppctl {sweep.command}` follow one another."
@@ -146,10 +140,10 @@ def check_sweep(sweep: Sweep) -> None:
     # 3. study and Slurm
     if sweep.study is not None:
         sweep.study.check()
-    if isinstance(sweep.launcher, SubmititSlurm) and shutil.which("sbatch") is None:
+    if sweep.is_submitted and shutil.which("sbatch") is None:
         raise ConfigError(
             "hydra/launcher=submitit_slurm needs Slurm's sbatch, which is not on this machine's "
-            "PATH. Start the sweep where jobs are submitted, or use hydra/launcher=submitit_local."
+            "PATH. Start the sweep where jobs are submitted, or leave the launcher out."
         )
 
 
