@@ -84,7 +84,7 @@ _MOST_USED = {
     "optim": "lr warmup_steps",
     "data": "batch_size",
     "run": "name dir num_steps seed dtype platform resume resume_with eval_every checkpoint.every "
-    "profile show_placement",
+    "profile",
     "launch": "processes max_restarts",
     "verify": "steps",
     "plan": "compile topology memory_gib tokens html",

@@ -13,7 +13,7 @@ from ppctl.config.groups.run_settings import Run
 FREE_PARTS = ("launch", "verify", "plan", "tune", "inspect")
 _FREE_OF_RUN = (
     "name dir resume resume_with start_from log_every trackers checkpoint heartbeat_s slow_after_s "
-    "distributed coordinator num_processes process_id show_placement compilation_cache"
+    "distributed coordinator num_processes process_id compilation_cache"
 )
 FREE = {f"run.{name}" for name in _FREE_OF_RUN.split()} | {"data.cache_dir"}
 

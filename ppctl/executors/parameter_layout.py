@@ -166,13 +166,6 @@ class Layout:
             slots.append(tuple(np.unique(held).tolist()) or (0,))
         return tuple(slots)
 
-    @property
-    def places(self) -> list[tuple[int, int, int]]:
-        """For each layer in model order its (chunk, rank, layer slot) in staged form."""
-        layer, place = self._index
-        chunks, ranks, layer_slots = np.unravel_index(place, layer.shape)
-        return list(zip(chunks.tolist(), ranks.tolist(), layer_slots.tolist(), strict=True))
-
     def shard(self, path: tuple, num_dims: int) -> Shard | None:
         """Return how tp divides a leaf of num_dims dims (within one layer), or None."""
         shard = self.shards.get(parameter_of(path))

@@ -28,7 +28,6 @@ Tree = Any
 class StageAxes:
     """The devices along tp and cp that divide a stage.
 
-    context: how attention gets the keys and values of other devices along cp: gather | ring.
     vocab_ranks: the ranks of the pipeline that divide embedding and head by their vocabulary, on
     top of tp: see `VocabularyParts`.
     """
@@ -36,7 +35,6 @@ class StageAxes:
     tp: int = 1
     cp: int = 1
     sequence_parallel: bool = True
-    context: str = "gather"
     vocab_ranks: int = 1
 
     @property

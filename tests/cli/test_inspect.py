@@ -98,7 +98,7 @@ def test_the_terminal_shows_the_summary_then_the_table(capsys):
 
 def test_gathers_in_a_branch_run_at_most_so_often(capsys):
     words = (
-        "mesh=1x2x2 schedule=gpipe executor.gather=tick executor.remat=full inspect.what=summary "
+        "mesh=1x2x2 schedule=gpipe executor.gather=layer executor.remat=full inspect.what=summary "
         "--json"
     )
     said = json.loads(ask(capsys, words))

@@ -313,16 +313,8 @@ def scaled(**scaling):
             "executor.remat=some is not one of none, layer, full",
         ),
         (
-            config_with(executor=c.Mpmd(context="rong")),
-            "executor.context=rong is not one of gather, ring",
-        ),
-        (
             config_with(executor=c.Spmd(gather="never")),
-            "executor.gather=never is not one of step, tick, layer",
-        ),
-        (
-            config_with(executor=c.Mpmd(gather="tick")),
-            "executor.gather=tick is not one of step, layer",
+            "executor.gather=never is not one of step, layer",
         ),
         (config_with(executor=c.Spmd(unroll=-1)), "executor.unroll=-1 must be .* at least 0"),
         (config_with(optim=c.AdamW(lr=-1.0)), "optim.lr=-1.0 must be .* at least 0"),

@@ -41,12 +41,11 @@ CASES = {
             "remat": "layer",
         },
     ),
-    "cp2 ring full": (
+    "cp2 full": (
         {"cp": 2, "dp": 2},
         ODD
         | {
             "executor": "mpmd",
-            "context": "ring",
             "remat": "full",
             "model": {"attention": "chunked"},
         },
@@ -60,7 +59,7 @@ BY_LAYER = {  # weights of a layer are gathered over fsdp, its activations over 
     ),
     "cp2 fsdp2 mpmd": (
         {"cp": 2, "fsdp": 2, "pp": 2},
-        {"executor": "mpmd", "context": "ring", "remat": "layer"},
+        {"executor": "mpmd", "remat": "layer"},
     ),
     "cp2 fsdp2 spmd": ({"cp": 2, "fsdp": 4}, {"remat": "none", "unroll": 0}),
 }
@@ -87,12 +86,10 @@ def every_mesh():
     for i, (mesh, executor) in enumerate(product(MESHES, ("spmd", "mpmd"))):
         schedule, knobs = SCHEDULES[i % 5]
         remat, kv, tied, attention = MODELS[i % 4]
-        context = "ring" if executor == "mpmd" and i % 3 else "gather"
         model = {"num_kv_heads": kv, "tied": tied, "num_layers": 8, "attention": attention}
         how = {
             "schedule": schedule,
             "remat": remat,
-            "context": context,
             "sequence_parallel": i % 7 > 0,
             "model": model,
         }
@@ -107,7 +104,7 @@ def every_mesh():
 
 SLOW = (
     "tp2 spmd",
-    "cp2 ring full",
+    "cp2 full",
     "tp4 kv2 fsdp2 layer",
 )  # whose parts the others, and the divided vocabulary's, have
 SELECTED = [full(case) if name in SLOW else case for name, case in CASES.items()]
@@ -209,13 +206,7 @@ REFUSED = [
         {"num_tokens": 7},
         r"7 tokens are fewer than the 2\*cp = 2\*4 = 8 pieces .* Use cp=3 at most",
     ),
-    (
-        {"cp": 2, "pp": 2},
-        {"context": "ring"},
-        "context=ring does not apply to executor=spmd. Leave it out",
-    ),
     ({"cp": 2}, {"model": {"window": 4}}, "model.window=4 and cp=2: .* Use cp=1, and tp"),
-    ({"cp": 2}, {"executor": "mpmd", "context": "rong"}, "context=rong is not one of gather, ring"),
     (
         {"cp": 2},
         {"model": {"attention": "pallas"}},

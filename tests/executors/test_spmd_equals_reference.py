@@ -26,7 +26,7 @@ from ppctl.schedule.families.registry import ON_RING
 
 DEFAULT = [
     Case("gpipe", (2, 4, 1), remat="none", model="mlp"),
-    Case("eager_1f1b", (1, 2, 4), remat="layer", model="mlp", unroll=0, gather="tick"),
+    Case("eager_1f1b", (1, 2, 4), remat="layer", model="mlp", unroll=0),
     Case("interleaved", (2, 2, 2), num_chunks=2, num_layers=4, remat="full", model="tied swiglu"),
     Case(
         "interleaved",

@@ -34,7 +34,7 @@ DEFAULT = [
         case(name, (1, 4, 1), remat=REMATS[i % 3], loops=i % 2 == 0)
         for i, name in enumerate(SINGLE_OP)
     ),
-    case("zb_h1", (2, 2, 2), remat="none", gather="tick", model="tied swiglu"),
+    case("zb_h1", (2, 2, 2), remat="none", model="tied swiglu"),
     case("zb_v", (2, 2, 2), remat="full", model="untied gelu"),
     # 10 layers on 4 x 2 stages, unrolled and scanned
     case("zb_v", (1, 4, 1), remat="none", num_layers=10),
@@ -53,10 +53,7 @@ MORE = [  # of `make test-full`; `make exhaustive` has the whole product
         case(name, (1, 3, 1), 6, remat="none", num_layers=7, batch_size=60, unroll=0)
         for name in SINGLE_OP
     ),
-    *(
-        case(name, (1, 8, 1), remat="full", num_layers=17, gather="tick")
-        for name in ("v_min", "dualpipe_v")
-    ),
+    *(case(name, (1, 8, 1), remat="full", num_layers=17) for name in ("v_min", "dualpipe_v")),
     *(case(name, (1, 2, 4), remat=remat) for name in ("zb_h1", "dualpipe_v") for remat in REMATS),
 ]
 

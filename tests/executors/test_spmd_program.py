@@ -36,14 +36,6 @@ def test_a_tick_moves_one_activation_and_one_gradient_and_nothing_else(
         assert whole["reduce-scatter"] >= 2
 
 
-def test_parameters_are_gathered_inside_the_tick_when_asked_for():
-    case = Case("interleaved", (2, 2, 2), num_chunks=2, model="mlp", gather="tick")
-    _, (loop,) = collectives(case)
-    assert loop.pop("collective-permute") == 2
-    assert loop.pop("all-gather") >= 2
-    assert loop == {}
-
-
 @pytest.mark.parametrize("unroll", [0, 16])
 def test_gradients_are_scattered_layer_by_layer_before_they_are_stacked(unroll):
     case = Case("interleaved", (2, 2, 2), num_chunks=2, model="mlp", unroll=unroll)
@@ -148,7 +140,7 @@ def test_program_size_does_not_depend_on_the_number_of_microbatches(schedule, nu
     assert at(8) == at(64)
 
 
-@pytest.mark.parametrize("changes", [{"unroll": 0}, {"remat": "none"}, {"gather": "tick"}], ids=str)
+@pytest.mark.parametrize("changes", [{"unroll": 0}, {"remat": "none"}], ids=str)
 def test_no_option_makes_program_size_depend_on_the_number_of_microbatches(changes):
     def at(m):
         return sizes(

@@ -15,9 +15,9 @@ PYRIGHT = Path(sys.executable).parent / "pyright"
 HEAD = "from ppctl.config import Config, Mpmd\n\n\ndef read(config: Config) -> None:\n"
 CLASSES_WITHOUT = {  # an expression: the classes that lack its last name
     "config.executor.remat": [],
-    "isinstance(config.executor, Mpmd) and config.executor.context": [],
+    "isinstance(config.executor, Mpmd) and config.executor.post_validation": [],
     "config.executor.remta": ["Mpmd", "Reference", "Spmd"],
-    "config.executor.context": ["Reference", "Spmd"],
+    "config.executor.post_validation": ["Reference", "Spmd"],
     "config.optim.lrr": ["AdamW", "SGD"],
     "config.model.d_model": ["CustomModel"],
     "config.hardware.peak_flops": ["AutoHardware"],

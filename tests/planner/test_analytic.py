@@ -191,9 +191,6 @@ def test_per_step_overhead_by_hand():
     by_hand = gathered + layers + gathered_embed_head + embed_head + replicas + cast + update
     assert overhead_s(PARAMS, MACHINE, layout) == pytest.approx(by_hand)
     assert counted(layout).overhead_s == overhead_s(PARAMS, MACHINE, layout)
-    each_tick = counted(layout, gather="tick")
-    assert each_tick.overhead_s == pytest.approx(by_hand - gathered)
-    assert each_tick.task_s == pytest.approx(0.25 + gathered)
     by_layer = counted(layout, gather="layer")
     assert by_layer.overhead_s == pytest.approx(
         by_hand - gathered - (360 - 360 / 4) * 1.5 / 50
@@ -260,12 +257,6 @@ def test_one_device_sends_nothing():
     assert overhead_s(PARAMS, replace(MACHINE, link=Link(1e9, 1e-9)), layout) == overhead_s(
         PARAMS, MACHINE, layout
     )
-
-
-def test_a_tick_gathers_one_chunk_of_several():
-    layout = PlannedLayout(dp=1, pp=2, fsdp=2, rank_layers=6, chunk_layers=2)
-    times = counted(layout, gather="tick")
-    assert times.task_s == pytest.approx(0.25 + NEAR.hop_s(2 * 60 / 2))
 
 
 def test_devices_of_a_rank_are_those_of_all_axes_but_pp():

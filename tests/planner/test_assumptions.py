@@ -49,11 +49,6 @@ def said(request, *, is_timed=True):
             "before each task",
         ),
         (
-            {"mesh": config.Mesh(1, 2, 2), "executor": config.Spmd(gather="tick")},
-            "before each task",
-            "before all tasks",
-        ),
-        (
             {"mesh": config.Mesh(1, 2, 2), "executor": config.Mpmd(gather="layer")},
             "each layer gathered in each task that reads it, with nothing computed meanwhile",
             "before all tasks",

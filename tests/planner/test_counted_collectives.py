@@ -106,30 +106,6 @@ def test_collectives_of_a_step_take_what_those_of_the_program_take(case):
     assert overhead_s(sizes, MACHINE, plan) == pytest.approx(ring_s(per_step, case.mesh), rel=1e-12)
 
 
-def test_gathering_in_every_tick_moves_the_layers_of_one_chunk_and_embedding_and_head_per_step():
-    case = Case(
-        "interleaved", (2, 2, 2), 4, num_chunks=2, num_layers=8, batch_size=16, gather="tick"
-    )
-    plan, sizes, found = traced(case)
-    per_step = [each for each in found if each[0] != "ppermute" and not each[3]]
-    layers_per_step = [
-        each for each in per_step if each[0] == "all_gather" and each[1] == ("fsdp",)
-    ]  # of which nothing is used
-    per_step = [each for each in per_step if each not in layers_per_step]
-    assert overhead_s(sizes, MACHINE, plan, gather="tick") == pytest.approx(
-        ring_s(per_step, case.mesh), rel=1e-12
-    )
-    gathers = [each for each in found if each[0] == "all_gather" and each[3]]
-    number = (
-        2 * plan.rank_layers // plan.chunk_layers
-    )  # F and B, for each chunk that a tick may name
-    work = ModelWork(NOTHING, NOTHING, NOTHING, x_bytes=0, stash_bytes={}, pending_bytes={})
-    found_times = op_times(
-        work, sizes, MACHINE, plan, microbatch_examples=1, remat="full", gather="tick"
-    )
-    assert found_times.task_s * number == pytest.approx(ring_s(gathers, case.mesh), rel=1e-12)
-
-
 @pytest.mark.parametrize("remat", ["none", "layer", "full"])
 @pytest.mark.parametrize("unroll", [16, 0])
 def test_gathering_by_layer_moves_each_layer_in_each_task_that_reads_it(remat, unroll):

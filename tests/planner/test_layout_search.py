@@ -72,7 +72,7 @@ def some(seed):
     models = {(1, 1): DeviceModel(work, params)}
     if seed % 3 == 0:
         models |= {axes: divided(models[1, 1], *axes) for axes in ((2, 1), (1, 2), (4, 2))}
-    gather = "step" if seed % 2 else "layer" if executor == "mpmd" or seed % 4 else "tick"
+    gather = "step" if seed % 2 else "layer"
     space = replace(
         space,
         divisions=tuple(models),

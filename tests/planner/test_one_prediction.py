@@ -52,8 +52,6 @@ def some(seed):
     words += [
         choose.choice(["hardware=h100", "hardware=host", "executor.unroll=0", "executor.unroll=2"])
     ]
-    if executor == "spmd":
-        words += [choose.choice(["executor.gather=step", "executor.gather=tick"])]
     return " ".join(words).split()
 
 

@@ -158,17 +158,6 @@ def test_memory_is_that_of_the_run_with_the_temporaries_of_a_task(executor):
         assert of_rank.total_bytes == sum(known.values()) - known.get("temporaries", 0) + 100
 
 
-@pytest.mark.parametrize("gather", ["step", "tick"])
-def test_gathering_each_tick_is_counted_in_tasks_and_not_once(gather):
-    asked = replace(
-        SMALL, mesh=config.Mesh(1, 2, 2), executor=config.Spmd(remat="none", gather=gather)
-    )
-    slow = replace(FREE, link=Link(1.0, 1e30))
-    found = replace(times(asked, 1.0, 2.0), machine=slow)
-    assert found.costs.forward_s[0] == pytest.approx(1.0 + (gather == "tick"))  # fsdp - 1 messages
-    assert found.step.overhead_s == pytest.approx(0.5 + 1.0 * (gather == "step") + 1.0 + 2 * 3.0)
-
-
 DIVIDED = replace(
     SMALL,
     model=config.Transformer(num_layers=4, d_model=16, num_heads=2, seq_len=16, attention="xla"),

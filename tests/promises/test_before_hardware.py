@@ -58,7 +58,7 @@ def test_a_run_takes_what_its_plan_says(layout, tmp_path, capsys):
     compiled = (
         printed(capsys, "plan", *words, "plan.compile=true") if "spmd" not in layout else planned
     )
-    train(tmp_path / "run", layout, "run.show_placement=true", num_steps=3)
+    train(tmp_path / "run", layout, num_steps=3)
     out = capsys.readouterr().out
     record = records(tmp_path / "run")[-1]
     name = planned["schedule"].split()[0]

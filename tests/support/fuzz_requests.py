@@ -230,7 +230,7 @@ def _executor(rng: random.Random, executor: str) -> list[str]:
         executor != "reference" and rng.random() < 0.5
     )
     if executor == "spmd":
-        words += ["executor.gather=tick"] * (rng.random() < 0.3)
+        words += ["executor.gather=layer"] * (rng.random() < 0.3)
     if executor == "mpmd":
         words += ["executor.post_validation=true"] * (rng.random() < 0.4)
     return words
@@ -302,7 +302,6 @@ MISTAKES: dict[str, Callable[[Sizes], list[str]]] = {  # words that come last, a
     "hops out of range": lambda s: ["schedule=eager_1f1b", "schedule.warmup_hops=3"],
     "a knob of another family": lambda s: ["schedule=gpipe", "schedule.num_chunks=2"],
     "no waves": lambda s: ["schedule=hanayo", "schedule.num_waves=0"],
-    "a ring in one program": lambda s: ["executor=spmd", "executor.context=ring"],
     "a placement that is no ring": lambda s: ["executor=spmd", "schedule=dualpipe_v"],
     "the reference on several devices": lambda s: ["executor=reference", "mesh=2x1"],
     "post-validation of one program": lambda s: ["executor=spmd", "executor.post_validation=true"],

@@ -39,7 +39,7 @@ FACTORS = {
     "layers": ["even", "uneven"],
     "model": list(MODELS),
     "unroll": [16, 0],
-    "gather": ["step", "tick", "layer"],
+    "gather": ["step", "layer"],
     "loops": [False, True],
 }
 
@@ -91,7 +91,7 @@ FEW = FACTORS | {
     ],
     "mesh": [(1, 4, 1), (2, 2, 2), (1, 2, 4), (8, 1, 1), (1, 3, 1)],
     "model": ["mlp"],
-    "gather": ["step", "tick"],  # layer by layer: tests/executors/test_gather_by_layer.py
+    "gather": ["step"],  # layer by layer: tests/executors/test_gather_by_layer.py
 }
 FEW_PAIRS = {
     pair

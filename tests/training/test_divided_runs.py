@@ -81,18 +81,9 @@ def test_tasks_of_divided_stages_are_traced(tmp_path):
 
 
 @pytest.mark.full
-def test_a_step_of_divided_stages_is_drawn_and_its_layers_are_where_it_says(tmp_path, capsys):
-    words = (
-        "mesh=1x2x1x2x1 schedule=1f1b executor=mpmd run.show_placement=true run.timeline=true "
-        "--json"
-    )
+def test_a_step_of_divided_stages_is_drawn(tmp_path):
+    words = "mesh=1x2x1x2x1 schedule=1f1b executor=mpmd run.timeline=true"
     train(tmp_path, "transformer", 3, words)
-    said = json.loads(capsys.readouterr().out)["placement"]
-    assert {tuple(row["layers"]): len(row["devices"]) for row in said["rows"] if row["layers"]} == {
-        (0,): 2,
-        (1,): 2,
-    }
-    assert any("tp" in row["sharding"] for row in said["rows"])
     with (tmp_path / "timeline" / "timeline.csv").open() as file:
         found = [(int(row["rank"]), row["task"]) for row in csv.DictReader(file)]
     schedule = build("1f1b", 2, 2)

@@ -96,17 +96,6 @@ def test_bench_shows_dispatch_and_the_compile_time_of_spmd(monkeypatch, capsys):
     assert (grown["name"], grown["temp_ratio"]) == ("1f1b", 1.0)
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("executor.gather=tick", "executor.gather=tick is not one of step, layer"),
-    ],
-)
-def test_what_belongs_to_spmd_is_refused(setting, message, capsys):
-    assert cli.main(["train", *TINY.split(), "executor=mpmd", setting]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_step_takes_as_long_as_its_dispatch_where_that_is_the_longer_part(tmp_path, monkeypatch):
     dispatch_s, step = 0.2, Mpmd.step
 

@@ -19,8 +19,7 @@ from rich.console import Console
 from ppctl.cli.subcommands.inspect_programs import chosen
 from ppctl.config import Config
 from ppctl.errors import ConfigError
-from ppctl.executors.mpmd.plan_listing import listing
-from ppctl.executors.parameter_placement import runs_text
+from ppctl.executors.mpmd.plan_listing import listing, runs_text
 from ppctl.reports import terminal_output as terminal
 from ppctl.reports.terminal_output import OutputConsole, show_table, size_text
 from ppctl.schedule.tick_lowering import Ticks

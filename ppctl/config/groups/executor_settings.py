@@ -41,8 +41,7 @@ class Pipelined(Reference):
     """Settings of pipelined executors: the division of stages over the devices of a rank."""
 
     unroll: int = 16  # layers of a device unrolled in the program up to this many, scanned above
-    # over fsdp: all layers once a step | a chunk's each tick (spmd) | each layer before its use
-    gather: str = "step"
+    gather: str = "step"  # over fsdp: step (all layers at once) | layer (each before its use)
     sequence_parallel: bool = True  # with mesh.tp: tokens between layers are divided, too
 
     IS_PIPELINED: ClassVar[bool] = True
@@ -61,7 +60,6 @@ class Spmd(Pipelined):
     name: str = "spmd"
 
     IN_TICKS: ClassVar[bool] = True
-    GATHER: ClassVar[tuple[str, ...]] = ("step", "tick", "layer")
 
 
 @dataclass
@@ -69,12 +67,6 @@ class Mpmd(Pipelined):
     """A compiled function for each stage and kind of task, dispatched in the schedule's order."""
 
     name: str = "mpmd"
-    context: str = "gather"  # with mesh.cp: keys and values are gathered | go round a ring
     post_validation: bool = False  # update before the global norm is known, again if wrong
 
     DISPATCHES_TASKS: ClassVar[bool] = True
-    CONTEXT: ClassVar[tuple[str, ...]] = ("gather", "ring")
-
-    def check(self) -> None:
-        super().check()
-        choice("executor.context", self.context, self.CONTEXT)

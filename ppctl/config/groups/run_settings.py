@@ -51,7 +51,6 @@ class Run:
     eval_batches: int | None = None  # of data.batch_size each; None: 4, or as many as are held out
     # of metrics: tensorboard, wandb, mlflow
     trackers: Any = field(default_factory=lambda: ["tensorboard"])
-    show_placement: bool = False  # print each parameter's layer, rank, devices and sharding
     profile: str | None = None  # traced steps: N (and the next one), or FIRST-LAST
     timeline: bool = False  # measure the tasks of one step (executor=mpmd): run.dir/timeline/
     # off: one process | explicit: several, by the settings below | auto: by Slurm, ...

@@ -68,3 +68,18 @@ def _line(entry: ListedEntry, rank: int) -> str:
     if rank == entry.sender:
         return f"{'transfer':12} {value} to rank {entry.rank}, as {there}{deletes}"
     return f"{'transfer':12} {there} from rank {entry.sender}"
+
+
+def runs_text(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text, with their runs as such.
+
+    >>> runs_text([0, 1, 2, 5, 7, 8]), runs_text([])
+    ('0-2 5 7-8', '')
+    """
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -39,7 +39,7 @@ class Options:
     """How the program is written; no option changes what it computes."""
 
     remat: Remat = Remat.FULL  # or its name
-    gather: str = "step"  # of layers over fsdp: once a step, by chunk each "tick", or by "layer"
+    gather: str = "step"  # of layers over fsdp: all once a step, or each "layer" before its use
     unroll: int = 16  # most layers of a rank that are unrolled; more are scanned
     dtype: Any = jnp.float32  # dtype of compute
     loops: bool = False  # skip with loops of one turn or none, not branches: see `run_if`
@@ -121,11 +121,7 @@ class Device:
 
     def chunk(self, v: int) -> tuple[Any, LayerSlots | None]:
         """Return (layers, their slots) of chunk v, the first arguments of a stage's tasks."""
-        if self.options.gather == "tick":
-            (layers,) = self._gathered(jax.tree.map(lambda a: a[v : v + 1], self.params["layers"]))
-        else:
-            layers = self.chunks[v]
-        return layers, self.layer_slots[v]
+        return self.chunks[v], self.layer_slots[v]
 
     def run_if(
         self,

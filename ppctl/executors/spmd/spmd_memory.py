@@ -38,8 +38,7 @@ def _bytes(model: Model, layout: Layout, ticks: Ticks, gather: str, layers: Tree
     embed_head, layer = (model.held[part] for part in parts)
     trained, trained_layer = (trained_part(model.held[p], model.stack.trains(p)) for p in parts)
     sums = tree_bytes((trained, *[trained_layer] * held))
-    # in a tick those of a chunk, gathered and cut out
-    at_once = {"step": held, "tick": min(held, 2 * num_layers), "layer": min(2, num_layers)}[gather]
+    at_once = held if gather == "step" else min(2, num_layers)
     computed = tree_bytes(_in(model.dtype, (embed_head, *[layer] * at_once)))
     if gather == "layer":
         computed += tree_bytes(_in(model.dtype, shard_shapes(layers)))

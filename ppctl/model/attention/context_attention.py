@@ -4,10 +4,7 @@ Every device has two pieces of C tokens, an early and a late one (zig-zag order,
 `ppctl.model.parallel`). Its queries attend to its own pieces causally, and to other devices' wholly
 or not at all: two pairs of pieces a device, so that all devices do equal work. The parts of a
 softmax are merged by the logarithms of their sums (Liu, Zaharia and Abbeel 2023; zig-zag order: Zhu
-2024).
-
-gather: keys and values of all devices are gathered first, their gradients summed and scattered.
-ring: they hop from device to device, one hop a part of the work, with their gradients.
+2024). Keys and values of all devices are gathered first, their gradients summed and scattered.
 
 Shape suffixes: B batch, T = 2C tokens of a device, N query heads, G kv heads, H width of a head.
 """
@@ -58,18 +55,19 @@ def _forward(
     late = _merged(late, kernel.forward(q_late, k_early, v_early, False))
 
     # 2. two pairs of pieces with each other device
+    of_all = jax.lax.all_gather((k, v), "cp")  # [cp, B, T, G, H]
+
     def one(carry: tuple, step: jax.Array) -> tuple[tuple, None]:
-        early, late, bringing = carry
-        (k, v), bringing = _brought(bringing, step, axes)
-        is_earlier = _source(c, step, axes) < c
-        q_both, k_both, v_both = _two_pairs(is_earlier, q_early, q_late, k, v)
+        early, late = carry
+        source = (c - step) % axes.cp
+        is_earlier = source < c
+        q_both, k_both, v_both = _two_pairs(is_earlier, q_early, q_late, *_at(source, of_all))
         outs, sums = (jnp.split(a, 2) for a in kernel.forward(q_both, k_both, v_both, False))
         late = _merged(late, (outs[0], sums[0]))
         to = _merged(_either(is_earlier, early, late), (outs[1], sums[1]))
-        return (_either(is_earlier, to, early), _either(is_earlier, late, to), bringing), None
+        return (_either(is_earlier, to, early), _either(is_earlier, late, to)), None
 
-    start = early, late, _start(k, v, axes)
-    (early, late, _), _ = jax.lax.scan(one, start, jnp.arange(1, axes.cp))
+    (early, late), _ = jax.lax.scan(one, (early, late), jnp.arange(1, axes.cp))
     outs, sums = zip(early, late, strict=True)
     return jnp.concatenate(outs, 1).astype(q.dtype), jnp.concatenate(sums, 2)
 
@@ -104,23 +102,27 @@ def _backward(
     dq_late = dq_late + dq_more
 
     # 2. two pairs of pieces with each other device
+    of_all = jax.lax.all_gather((k, v), "cp")  # [cp, B, T, G, H]
+    put = partial(jax.lax.dynamic_update_index_in_dim, axis=0)
+
     def one(carry: tuple, step: jax.Array) -> tuple[tuple, None]:
-        dq_early, dq_late, bringing, sums = carry
-        (k, v), bringing = _brought(bringing, step, axes)
-        is_earlier = _source(c, step, axes) < c
+        dq_early, dq_late, sums = carry
+        source = (c - step) % axes.cp
+        is_earlier = source < c
         pairs = zip(early, late, strict=True)
         at = tuple(jnp.concatenate([b, jnp.where(is_earlier, a, b)]) for a, b in pairs)
-        _, k_both, v_both = _two_pairs(is_earlier, early[0], late[0], k, v)
+        _, k_both, v_both = _two_pairs(is_earlier, early[0], late[0], *_at(source, of_all))
         dq, *of_keys = (jnp.split(a, 2) for a in pulled(at, k_both, v_both, False))
         dq_late = dq_late + dq[0] + jnp.where(is_earlier, 0, dq[1])
         dq_early = dq_early + jnp.where(is_earlier, dq[1], 0)
-        added = [_of_pieces(is_earlier, a) for a in of_keys]
-        sums = _collected(sums, added, _source(c, step, axes), axes)
-        return (dq_early, dq_late, bringing, sums), None
+        added = (_of_pieces(is_earlier, a) for a in of_keys)
+        sums = tuple(put(total, a, source) for total, a in zip(sums, added, strict=True))
+        return (dq_early, dq_late, sums), None
 
-    start = dq_early, dq_late, _start(k, v, axes), _first_sums(dk, dv, c, axes)
-    (dq_early, dq_late, _, sums), _ = jax.lax.scan(one, start, jnp.arange(1, axes.cp))
-    dk, dv = _home(sums, axes)
+    sums = tuple(put(jnp.zeros((axes.cp, *a.shape), a.dtype), a, c) for a in (dk, dv))
+    start = dq_early, dq_late, sums
+    (dq_early, dq_late, sums), _ = jax.lax.scan(one, start, jnp.arange(1, axes.cp))
+    dk, dv = (jax.lax.psum_scatter(a, "cp", scatter_dimension=0) for a in sums)
     dq = jnp.concatenate([dq_early, dq_late], 1)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
@@ -169,58 +171,7 @@ def _of_pieces(is_earlier: jax.Array, halves: list[jax.Array]) -> jax.Array:
     return jnp.concatenate([first + jnp.where(is_earlier, second, 0), late], axis=1)
 
 
-# keys and values of the other devices, and the sums of their gradients
-
-
-def _source(c: jax.Array, step: jax.Array, axes: StageAxes) -> jax.Array:
-    """Return the device whose keys device c meets in a step."""
-    return (c - step) % axes.cp
-
-
-def _hop(tree: Any, axes: StageAxes) -> Any:
-    ring = [(i, (i + 1) % axes.cp) for i in range(axes.cp)]
-    return jax.tree.map(lambda a: jax.lax.ppermute(a, "cp", ring), tree)
-
-
-def _start(k: jax.Array, v: jax.Array, axes: StageAxes) -> tuple[jax.Array, jax.Array]:
-    """Return the steps' keys and values: this device's on a ring, else all, [cp, B, T, G, H]."""
-    if axes.context == "ring":
-        return k, v
-    return jax.lax.all_gather(k, "cp"), jax.lax.all_gather(v, "cp")
-
-
-def _brought(bringing: tuple, step: jax.Array, axes: StageAxes) -> tuple[tuple, tuple]:
-    """Return (keys and values of a step's source, those for the next step)."""
-    if axes.context == "ring":
-        there = _hop(bringing, axes)
-        return there, there
-    source = _source(jax.lax.axis_index("cp"), step, axes)
+def _at(source: jax.Array, of_all: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+    """Return the keys and values of one device."""
     take = partial(jax.lax.dynamic_index_in_dim, index=source, keepdims=False)
-    return tuple(map(take, bringing)), bringing
-
-
-def _first_sums(
-    dk: jax.Array, dv: jax.Array, c: jax.Array, axes: StageAxes
-) -> tuple[jax.Array, ...]:
-    if axes.context == "ring":
-        return dk, dv
-    sums = (jnp.zeros((axes.cp, *a.shape), a.dtype) for a in (dk, dv))
-    put = partial(jax.lax.dynamic_update_index_in_dim, index=c, axis=0)
-    return tuple(map(put, sums, (dk, dv)))
-
-
-def _collected(
-    sums: tuple, added: list[jax.Array], source: jax.Array, axes: StageAxes
-) -> tuple[jax.Array, ...]:
-    """Return the sums with a step's gradients of keys and values; on a ring they hop with them."""
-    if axes.context == "ring":
-        return tuple(a + b for a, b in zip(_hop(sums, axes), added, strict=True))
-    put = partial(jax.lax.dynamic_update_index_in_dim, index=source, axis=0)
-    return tuple(map(put, sums, added))
-
-
-def _home(sums: tuple, axes: StageAxes) -> tuple[jax.Array, ...]:
-    """Return the gradients of this device's own keys and values."""
-    if axes.context == "ring":
-        return _hop(sums, axes)
-    return tuple(jax.lax.psum_scatter(a, "cp", scatter_dimension=0) for a in sums)
+    return tuple(map(take, of_all))

@@ -65,13 +65,10 @@ def held_bytes(
 def copied_layers(layout: PlannedLayout, gather: str) -> float:
     """Return the number of layers in the copies that tasks read.
 
-    gather=step: all of a rank; tick: those of a chunk, gathered and cut out; layer: one and the
-    next, besides the shards of all.
+    gather=step: all of a rank; layer: one and the next, besides the shards of all.
     """
     if layout.fsdp == 1 or gather == "step":
         return layout.rank_layers
-    if gather == "tick":
-        return min(layout.rank_layers, 2 * layout.chunk_layers)
     return min(2, layout.chunk_layers) + layout.rank_layers / layout.fsdp
 
 

@@ -43,8 +43,7 @@ def _of_the_layout(job: TrainingJob) -> Iterator[str]:
         rows = "with" if axes.sequence_parallel else "without"
         yield f"layers divided over tp={mesh.tp}, {rows} sequence parallelism"
     if mesh.cp > 1:
-        context = f"executor.context={axes.context}"
-        yield f"sequences divided over cp={mesh.cp}, keys and values by {context}"
+        yield f"sequences divided over cp={mesh.cp}, keys and values gathered"
     yield f"equal microbatches ({job.pipe.model.microbatch['inputs'].shape[0]} examples a device)"
     are_alike = job.pipe.stack.are_alike
     yield "equal layers and devices" if are_alike else "layers by their FLOPs, equal devices"
@@ -104,9 +103,7 @@ def _overlap(job: TrainingJob, machine: Machine) -> Iterator[str]:
 
     # 2. parameters and gradients
     sums = "sums of gradients and the optimizer after"
-    if pipe.execution.gather == "tick" and mesh.fsdp > 1:
-        yield f"gathers of layers before each task, {sums} all, no overlap"
-    elif pipe.execution.gather == "layer" and mesh.fsdp > 1:
+    if pipe.execution.gather == "layer" and mesh.fsdp > 1:
         ahead, alone = "while the layer before is computed", "with nothing computed meanwhile"
         when = ahead if machine.gathers_ahead else alone
         yield f"each layer gathered in each task that reads it, {when}"

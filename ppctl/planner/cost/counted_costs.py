@@ -14,7 +14,7 @@ from ppctl.planner.cost.op_times import LayerGathers, OpTimes, PieceTimes
 from ppctl.planner.cost.roofline import Link, ModelWork, Op, PieceWork, Speed
 from ppctl.schedule.remat import Remat
 
-RINGS = ("dp", "fsdp")  # axes of collectives; along pp, and cp of a ring, values hop
+RINGS = ("dp", "fsdp")  # axes of collectives; along pp values hop
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def op_times(
 ) -> OpTimes:
     """Return the op times of a layout for microbatches of so many examples on each device.
 
-    gather: step | tick | layer, as executor.gather. casts: how often in a step parameters are cast
+    gather: step | layer, as executor.gather. casts: how often in a step parameters are cast
     to the dtype of compute.
     """
     # 1. the links, and whether products add gradients to their sums
@@ -167,33 +167,30 @@ def op_times(
         again = layer.forward if layer.redo is None or setting.keeps_input_only else layer.redo
 
     # 3. transfers, gathers and per-step overhead
-    gathers, gather_s = _gathers(params, machine, layout, gather)
     return OpTimes(
         embed=seconds(work.embed),
         layer=seconds(layer, again),
         head=seconds(work.head),
-        task_s=machine.task_s + gather_s,
+        task_s=machine.task_s,
         hop_s=links["pp"].hop_s(microbatch_examples * work.x_bytes) if layout.pp > 1 else 0.0,
         overhead_s=overhead_s(params, machine, layout, gather, casts),
         capacity=inf if machine.cores is None else float(machine.cores),
-        gathers=gathers,
+        gathers=_gathers(params, machine, layout, gather),
     )
 
 
 def _gathers(
     params: ParamBytes, machine: Machine, layout: PlannedLayout, gather: str
-) -> tuple[LayerGathers | None, float]:
-    """Return (gathers of layers within tasks, or None; seconds of a gather before each task)."""
-    layer_bytes, link = params.layer * params.compute_ratio, layout.links(machine)["fsdp"]
-    if gather == "tick":
-        return None, link.gather_s(layout.chunk_layers * layer_bytes, layout.fsdp)
+) -> LayerGathers | None:
+    """Return the gathers of layers within tasks, or None."""
     if gather == "step" or layout.fsdp == 1:
-        return None, 0.0
+        return None
+    layer_bytes, link = params.layer * params.compute_ratio, layout.links(machine)["fsdp"]
     layer_s, once_more = (
         link.gather_s(layer_bytes, layout.fsdp),
         layout.rank_layers > machine.unroll,
     )
-    return LayerGathers(layer_s, machine.gathers_ahead, once_more=once_more), 0.0
+    return LayerGathers(layer_s, machine.gathers_ahead, once_more=once_more)
 
 
 def overhead_s(

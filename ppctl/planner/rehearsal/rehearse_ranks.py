@@ -195,10 +195,9 @@ class Simulated:
         usual = {"F": 0.0, "I": half, "W": half}
         ran = [times.get((stage, kind), usual_s) for kind, usual_s in usual.items()]
         f, i = self._with_gathers(len(self.job.pipe.partition[stage]), *ran)
-        gather_s = self._counted.task_s - self.machine.task_s  # executor.gather=tick: of a chunk
         of_w = ran[2], sent.seconds("W", s, 1)
         w = max(of_w) if self.machine.gathers_ahead else sum(of_w)
-        return f + gather_s + sent.seconds("F", s, 1), i + gather_s + sent.seconds("I", s, 1), w
+        return f + sent.seconds("F", s, 1), i + sent.seconds("I", s, 1), w
 
     def _of_parts(self, kind: Kind) -> tuple[float, ...]:
         """Return the seconds of each part's tasks of a kind, sends included; () without parts."""

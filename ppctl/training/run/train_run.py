@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -22,7 +22,6 @@ from rich.console import Console
 
 from ppctl.config import Config
 from ppctl.errors import ConfigError
-from ppctl.executors import parameter_placement as placement
 from ppctl.executors.xla_flags import text_of
 from ppctl.launch import join_processes as distributed
 from ppctl.reports import run_status
@@ -114,7 +113,6 @@ def _train(
         compare({})  # waits for all: Gloo gives up on a process that is half a minute late
         state = job.pipe.init() if restored is None else job.pipe.from_natural(restored)
         del restored, resumed
-        placed = _show_placement(job, state, console) if config.run.show_placement else {}
         # 5. train
         with _metrics(config, start, console) as metrics, StepClock() as clock:
             how = checkpoints, metrics, heartbeat, prediction, clock
@@ -124,7 +122,7 @@ def _train(
             with writing(run_dir):
                 status.end(**_ending(exit_code, loop.last["step"]))
     # 6. sum up
-    _sum_up(loop, exit_code, say, placed if as_json and is_lead else None)
+    _sum_up(loop, exit_code, say, as_json=as_json and is_lead)
     return exit_code
 
 
@@ -140,15 +138,15 @@ def _run_loop(loop: Loop, state: Tree, start: int, console: OutputConsole) -> in
     return exit_code
 
 
-def _sum_up(loop: Loop, exit_code: int, say: Say, placed: Mapping[str, Any] | None) -> None:
-    """Print how the run went; placed: what its JSON states besides, None: no JSON."""
+def _sum_up(loop: Loop, exit_code: int, say: Say, *, as_json: bool) -> None:
+    """Print how the run went."""
     summary, run = loop.summary(exit_code), loop.job.config.run
     if loop.step_times_s:
         say(loop.prediction.compared(loop.step_times_s, max(loop.footprint.total_bytes)))
     left = "checkpoints, metrics and logs" if run.checkpoint.enabled else "metrics and logs"
     say(f"{summary['status']} at step {summary['step']}; {left} are in {Path(run.dir)}")
-    if placed is not None:
-        print(json.dumps({**summary, **placed}))
+    if as_json:
+        print(json.dumps(summary))
 
 
 def _status(config: Config) -> AbstractContextManager[RunStatus | None]:
@@ -192,14 +190,6 @@ def _record_start(
 def as_yaml(config: Config) -> str:
     """Return all settings of a config as YAML."""
     return yaml.safe_dump(asdict(config), sort_keys=False)
-
-
-def _show_placement(job: TrainingJob, state: Tree, console: Console) -> dict[str, Any]:
-    """Print which device holds which parameters, and return the same as plain JSON."""
-    params = job.pipe.engine.parameters(state)
-    placed = placement.placement(params, job.pipe.layout, distributed.gather)
-    placement.print_placement(console, placed)
-    return {"placement": asdict(placed)}
 
 
 def _ending(exit_code: int, step: int) -> dict[str, Any]:

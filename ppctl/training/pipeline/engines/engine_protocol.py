@@ -38,9 +38,6 @@ class Engine(Protocol):
     def from_natural(self, state: Tree) -> Tree:
         """Return the engine's state from one in natural order."""
 
-    def parameters(self, state: Tree) -> Sequence[Tree]:
-        """Return a state's staged parameters: one tree, or one a rank (None: other processes')."""
-
     def share(self, rank: int) -> Tree:
         """Return the shapes of one device's share of a rank's {"params", "optimizer", "step"}."""
 

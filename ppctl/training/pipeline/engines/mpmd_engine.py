@@ -118,9 +118,6 @@ class Mpmd:
         self.runtime.connect()
         return jax.block_until_ready(whole())
 
-    def parameters(self, state: Tree) -> Sequence[Tree]:
-        return tuple(of_rank["params"] for of_rank in state)
-
     def share(self, rank: int) -> Tree:
         shapes = self.given.shapes()
         return shard_shapes({name: shapes[name, rank] for name in STATE})

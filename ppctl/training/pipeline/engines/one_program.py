@@ -49,9 +49,6 @@ class OneProgram:
     def from_natural(self, state: Tree) -> Tree:
         return self.states.to_staged(state)
 
-    def parameters(self, state: Tree) -> Sequence[Tree]:
-        return (state["params"],)
-
     def share(self, rank: int) -> Tree:
         del rank  # all ranks hold equal shares
         return shard_shapes(self.states.staged)

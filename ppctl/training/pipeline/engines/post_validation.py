@@ -9,7 +9,6 @@ state is thrown away. This costs a second state and the gradients in memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +54,6 @@ class PostValidated(Mpmd):
 
     def from_natural(self, state: Tree) -> Attempt:
         return Attempt(super().from_natural(state))
-
-    def parameters(self, state: Attempt) -> Sequence[Tree]:
-        return super().parameters(self.settled(state))
 
     def compile(self, *, evaluate: bool) -> Footprint:
         footprint = super().compile(evaluate=evaluate)

@@ -15,8 +15,7 @@ from ppctl.executors.compiler_options import temp_bytes
 from ppctl.executors.hlo_collectives import Collective, collectives
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, last_uses
 from ppctl.executors.mpmd.mpmd_runtime import Runtime
-from ppctl.executors.mpmd.plan_listing import ListedEntry, listed_entries
-from ppctl.executors.parameter_placement import runs_text
+from ppctl.executors.mpmd.plan_listing import ListedEntry, listed_entries, runs_text
 from ppctl.executors.tree_bytes import shard_bytes
 from ppctl.schedule.ir import PART_KINDS
 from ppctl.schedule.schedule_text import WORDS
