@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,10 +19,8 @@ from ppctl.config.schedule_from_config import label
 from ppctl.executors.axes_over_hosts import over_hosts
 from ppctl.executors.device_mesh import hosts_text
 from ppctl.planner.cost.assumptions import assumptions
-from ppctl.planner.cost.network_layers import network_layers
 from ppctl.planner.cost.predict_step import JobPrediction, predict_job
 from ppctl.planner.cost.rank_memory import DeviceLimit, device_limit
-from ppctl.planner.cost.step_prediction import Prediction, StagePart
 from ppctl.planner.cost.step_time import (
     as_run,
     device_kind,
@@ -30,8 +29,8 @@ from ppctl.planner.cost.step_time import (
     op_times_of,
 )
 from ppctl.planner.rehearsal.timed_runs import out_of_memory
-from ppctl.planner.search.advise_partition import propose
-from ppctl.planner.search.token_budget import check_tokens, token_budget
+from ppctl.planner.search.advise_partition import Proposal, propose
+from ppctl.planner.search.token_budget import TokenBudget, check_tokens, token_budget
 from ppctl.training.pipeline.jax_start import MOST_MEMORY_FRACTION
 from ppctl.training.pipeline.job import TrainingJob, assemble, model_flops, unit_of_work
 from ppctl.training.pipeline.known_hardware import described_only, host_devices, mfu
@@ -39,6 +38,72 @@ from ppctl.training.pipeline.pipeline import Pipeline
 
 AVAILABLE = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT])\)")  # of XLA for TPUs
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """A stage: its layers, its submesh, and the seconds of a microbatch there."""
+
+    first_layer: int
+    num_layers: int
+    rank: int
+    devices: tuple[int, ...]  # of the submesh, by number; () of a topology only predicted
+    forward_s: float | None  # None: unknown; 0 of a last stage: in its backward (remat=full)
+    backward_s: float | None  # the sum of the next two
+    input_grad_s: float | None
+    weight_grad_s: float | None
+
+
+@dataclass(frozen=True)
+class LayerPart:
+    """The contents of a network's layer, embedding or head."""
+
+    name: str  # "embedding", "0", "1", ..., "head"
+    stage: int
+    cost: float  # FLOPs of matrix products, forward and backward, over the mean layer's
+    params: Mapping[str, tuple[int, ...]]  # shapes by the author's names
+    operations: Mapping[str, int]  # number of each
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction for a request."""
+
+    schedule: str
+    auto: str | None  # the choice of schedule=auto, in a line
+    partition: tuple[int, ...]  # layers of each stage
+    rank_of: tuple[int, ...]  # the rank of each stage
+    stages: tuple[StagePart, ...]  # () without a pipeline
+    layers: tuple[LayerPart, ...]  # of a network, which was cut into layers; () of other models
+    ideal_bubble_fraction: float | None  # 0..1: equal stages, no transfers; None: no pipeline
+    predicted_bubble_fraction: float | None  # 0..1: by the step time's seconds; None: unknown
+    num_parameters: int
+    step_flops: int  # of the model, nothing recomputed
+    devices: str
+    hardware: str | None  # name of the description used
+    costs: str  # source of the seconds: analytic
+    step_time_s: float | None
+    transfer_s: float | None  # from a task's end to its value on the next rank; None: no pipeline
+    per_step_overhead_s: float | None  # a part: parameters gathered, gradients summed, optimizer
+    unknown: str | None  # why the step time is unknown
+    unit: str  # tokens_per_s | rows_per_s
+    tokens_per_s: float | None  # or examples, by `unit`
+    token_budget: TokenBudget | None  # of plan.tokens; None: not set, or the step time is unknown
+    mfu_fraction: float | None  # 0..1: of the hardware's peak; None: unknown, as of CPUs
+    mfu_causal_fraction: float | None  # the same, attention to later tokens not counted
+    memory_bytes: tuple[Mapping[str, int], ...]  # for each rank, of one device, by part
+    total_bytes: tuple[int, ...]  # for each rank
+    is_compiled: bool  # memory is that of the compiled program (plan.compile), not predicted
+    predicted_bytes: tuple[int, ...]  # for each rank, as in `ppctl tune` and `ppctl train`
+    limit_bytes: int | None  # memory of a device
+    limit_source: str | None
+    limit_fraction: float | None  # share of a GPU's memory: run.memory_fraction or JAX's default
+    fitting_memory_fraction: float | None  # a larger run.memory_fraction with which it would fit
+    fits: bool | None  # None: the memory of a device is unknown
+    compile_s: float | None
+    refusal: str | None  # the compiler's, if the program does not fit
+    assumes: tuple[str, ...]  # a line each
+    proposal: Proposal | None  # a better partition
 
 
 def predict(config: Config) -> Prediction:
@@ -61,7 +126,7 @@ def predicted(job: TrainingJob) -> Prediction:
         auto=None if job.choice is None else job.choice.summary,
         partition=tuple(map(len, pipe.partition)),
         rank_of=tuple(pipe.schedule.rank_of),
-        layers=network_layers(pipe),
+        layers=_network_layers(pipe),
         ideal_bubble_fraction=found.ideal_bubble,
         predicted_bubble_fraction=found.bubble,
         num_parameters=pipe.num_parameters,
@@ -82,6 +147,19 @@ def predicted(job: TrainingJob) -> Prediction:
         proposal=propose(pipe, limit_bytes),
         **_stages(job, is_timed=found.time is not None),
         **memory,
+    )
+
+
+def _network_layers(pipe: Pipeline) -> tuple[LayerPart, ...]:
+    """Return the contents of a network's embedding, layers and head; () of other models."""
+    contents, costs, last = pipe.stack.contents, pipe.relative_costs, len(pipe.partition) - 1
+    if not contents:
+        return ()
+    stages = [0, *(stage for stage, layers in enumerate(pipe.partition) for _ in layers), last]
+    of_all = [costs.embed, *costs.layers, costs.head]
+    return tuple(
+        LayerPart(held.name, stage, cost, held.params, held.operations)
+        for held, stage, cost in zip(contents, stages, of_all, strict=True)
     )
 
 

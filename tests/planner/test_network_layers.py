@@ -3,8 +3,8 @@
 import json
 
 from ppctl import cli
-from ppctl.planner.cost.network_layers import COLUMNS, MOST_LAYERS, layer_rows
-from ppctl.planner.cost.step_prediction import LayerPart
+from ppctl.planner.make_plan import LayerPart
+from ppctl.planner.show.plan_terminal import MOST_LAYERS, layer_table
 
 NET = """
 import jax, jax.numpy as jnp, ppctl
@@ -67,8 +67,8 @@ def test_a_plan_lists_what_stands_in_each_layer(tmp_path, monkeypatch, capsys):
 
 def test_of_many_layers_the_first_and_the_head_are_shown():
     parts = [LayerPart(str(k), 0, 1.0, {f"w{i}": (2,) for i in range(9)}, {}) for k in range(40)]
-    rows = layer_rows(parts)
+    _, columns, rows = layer_table(parts)
     assert [row[0] for row in rows] == [*map(str, range(MOST_LAYERS - 1)), "39"]
-    assert {len(row) for row in rows} == {len(COLUMNS)}
+    assert {len(row) for row in rows} == {len(columns)}
     assert rows[0][3] == "w0 [2], w1 [2], w2 [2], w3 [2], 5 more"
-    assert len(layer_rows(parts[:MOST_LAYERS])) == MOST_LAYERS
+    assert len(layer_table(parts[:MOST_LAYERS]).rows) == MOST_LAYERS

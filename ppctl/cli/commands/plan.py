@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+from ppctl.cli.config_overrides import request_words
 from ppctl.config import Config
 from ppctl.planner.make_plan import predicted
 from ppctl.planner.show.plan_page import picture_of, plan_page
@@ -23,7 +24,8 @@ def plan(config: Config, *, as_json: bool) -> int:
     note = check_evaluations(config.run, job.data)
     found = predicted(job)
     if file is not None:
-        page = plan_page(found, config, picture_of(job, found.unknown))
+        words = request_words(asdict(config))
+        page = plan_page(found, config, picture_of(job, found.unknown), words)
         write_file(f"plan.html={file}", Path(file), page)
     if as_json:
         show_json(asdict(found))

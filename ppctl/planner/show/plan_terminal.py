@@ -1,17 +1,13 @@
-"""The printed form of `ppctl plan`: a prediction for people."""
+"""The printed form of `ppctl plan`: lines and tables of a prediction."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-
-from rich.console import Console
+from typing import NamedTuple
 
 from ppctl.config import Config
-from ppctl.planner.cost.network_layers import COLUMNS as LAYERS_COLUMNS
-from ppctl.planner.cost.network_layers import TITLE as LAYERS_TITLE
-from ppctl.planner.cost.network_layers import layer_rows
-from ppctl.planner.cost.step_prediction import Prediction, StagePart
+from ppctl.planner.make_plan import LayerPart, Prediction, StagePart
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal
 from ppctl.reports.bubble_names import bubble_text
 from ppctl.reports.terminal_output import OutputConsole, show_lines, show_table, size_text
@@ -45,24 +41,33 @@ LEFT_TO_BACKWARD = f"{IN_BACKWARD}: with executor.remat=full a part of the last 
 MOST_COLUMNS = 8
 MOST_STAGES = 16
 MOST_DEVICES = 8
+MOST_LAYERS, MOST_PARAMS, MOST_OPERATIONS = 24, 4, 6  # of a network
+
+
+class TextTable(NamedTuple):
+    """A table for the terminal or a page."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
 def show_plan(found: Prediction, config: Config) -> None:
     """Print a prediction for people."""
     console = OutputConsole()
-    show_lines(console, *(f"{name:<10}{text}" for name, text in _lines(found, config)))
-    if found.stages:
-        show_stages(console, found.stages, config.mesh.submesh_text)
-    if found.layers:
-        show_table(console, LAYERS_TITLE, LAYERS_COLUMNS, layer_rows(found.layers))
-    _show_memory(console, found)
+    show_lines(console, *(f"{name:<10}{text}" for name, text in plan_lines(found, config)))
+    for table in stage_tables(found, config):
+        show_table(console, *table)
+    if is_left_to_backward(found.stages):
+        show_lines(console, LEFT_TO_BACKWARD)
+    show_table(console, *memory_table(found))
     assumed, width = "; ".join(found.assumes), max(console.width - 10, 40)
     for i, text in enumerate(textwrap.wrap(assumed, width, break_long_words=False)):
         show_lines(console, f"{'' if i else 'assumes':10}{text}")
     show_lines(console, fit_text(found))
 
 
-def _lines(found: Prediction, config: Config) -> Iterator[tuple[str, str]]:
+def plan_lines(found: Prediction, config: Config) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of the lines above the tables."""
     # 1. the request
     model, microbatches = config.model, f"{config.schedule.num_microbatches} microbatches"
@@ -93,18 +98,24 @@ def _lines(found: Prediction, config: Config) -> Iterator[tuple[str, str]]:
         yield "better", proposal
 
 
-def _show_memory(console: Console, found: Prediction) -> None:
-    """Print a table of the memory of one device of each shown rank by part."""
+def memory_table(found: Prediction) -> TextTable:
+    """Return the memory of one device of each shown rank by part."""
     ranks, memory = shown_ranks(found, MOST_COLUMNS), found.memory_bytes
-    are_alike = len(set(map(str, memory))) == 1
-    columns = ["every rank"] if are_alike else [f"rank {r}" for r in ranks]
     rows = {f"{part}: {ABOUT[part]}": [each.get(part, 0) for each in memory] for part in PARTS}
     rows = {name: sizes for name, sizes in rows.items() if any(sizes[r] for r in ranks)}
-    rows[total_name(found)] = [*found.total_bytes]
+    rows["total, compiled" if found.is_compiled else PREDICTED] = [*found.total_bytes]
     if found.is_compiled:
         rows[PREDICTED] = [*found.predicted_bytes]
     cells = [(name, *(size_text(sizes[r]) for r in ranks)) for name, sizes in rows.items()]
-    show_table(console, "memory of one device", ("", *columns), cells)
+    return TextTable("memory of one device", ("", *(rank_name(found, r) for r in ranks)), cells)
+
+
+def stage_tables(found: Prediction, config: Config) -> Iterator[TextTable]:
+    """Yield a table of the stages, and of a network one of its layers."""
+    if found.stages:
+        yield stage_table(found.stages, config.mesh.submesh_text)
+    if found.layers:
+        yield layer_table(found.layers)
 
 
 def costs_text(found: Prediction) -> str | None:
@@ -120,8 +131,8 @@ def costs_text(found: Prediction) -> str | None:
     return f"{' '.join(words)} for `ppctl schedule`: relative to {unit}"
 
 
-def show_stages(console: Console, stages: Sequence[StagePart], submesh: str) -> None:
-    """Print up to `MOST_STAGES` stages, else first, slowest, last. submesh: its axes."""
+def stage_table(stages: Sequence[StagePart], submesh: str) -> TextTable:
+    """Return up to `MOST_STAGES` stages, else first, slowest, last. submesh: its axes."""
     # 1. which stages
     last, seconds = len(stages) - 1, [(s.forward_s or 0.0) + (s.backward_s or 0.0) for s in stages]
     slowest = max(range(last + 1), key=seconds.__getitem__)
@@ -133,23 +144,21 @@ def show_stages(console: Console, stages: Sequence[StagePart], submesh: str) -> 
         stage = stages[s]
         layers = _range(stage.first_layer, stage.num_layers)
         place = str(s), layers, str(stage.rank), submesh, *[_devices(stage.devices)] * len(devices)
-        rows.append((*place, forward_text(stage), seconds_text(stage.backward_s)))
+        forward = IN_BACKWARD if stage.forward_s == 0 else _seconds(stage.forward_s)
+        rows.append((*place, forward, _seconds(stage.backward_s)))
     title = "stages, with seconds of a microbatch"
     title += f" ({len(rows)} of {last + 1})" if len(rows) <= last else ""
     columns = ("stage", "layers", "rank", "submesh", *devices, "forward s", "backward s")
-    show_table(console, title, columns, rows)
-    if stages[-1].forward_s == 0:
-        show_lines(console, LEFT_TO_BACKWARD)
+    return TextTable(title, columns, rows)
 
 
-def seconds_text(seconds: float | None) -> str:
-    """Return seconds of a task as a cell of a table."""
+def is_left_to_backward(stages: Sequence[StagePart]) -> bool:
+    """Return whether the last stage's forward runs in its backward (remat=full)."""
+    return bool(stages) and stages[-1].forward_s == 0
+
+
+def _seconds(seconds: float | None) -> str:
     return "not known" if seconds is None else f"{seconds:.3g}"
-
-
-def forward_text(stage: StagePart) -> str:
-    """Return the seconds of a stage's forward, or where it runs instead."""
-    return IN_BACKWARD if stage.forward_s == 0 else seconds_text(stage.forward_s)
 
 
 def _range(first: int, count: int) -> str:
@@ -160,6 +169,30 @@ def _devices(devices: Sequence[int]) -> str:
     if len(devices) <= MOST_DEVICES:
         return " ".join(map(str, devices))
     return f"{len(devices)} from {devices[0]} to {devices[-1]}"
+
+
+def layer_table(layers: Sequence[LayerPart]) -> TextTable:
+    """Return the contents of layers: of more than MOST_LAYERS the first ones, and the head."""
+    cut = layers if len(layers) <= MOST_LAYERS else [*layers[: MOST_LAYERS - 1], layers[-1]]
+    rows = []
+    for part in cut:
+        params = [f"{name} {list(shape)}" for name, shape in part.params.items()]
+        counts = part.operations.items()
+        operations = [name if count == 1 else f"{count} {name}" for name, count in counts]
+        texts = _few(params, MOST_PARAMS), _few(operations, MOST_OPERATIONS)
+        rows.append((part.name, str(part.stage), f"{part.cost:.2f}", *texts))
+    title = "what stands in each layer; FLOPs of its matrix products over the mean layer's"
+    return TextTable(title, ("layer", "stage", "FLOPs", "parameters", "operations"), rows)
+
+
+def _few(items: Sequence[str], most: int) -> str:
+    """Return items as text, the first few of them.
+
+    >>> _few(["a", "b", "c"], 2), _few([], 2)
+    ('a, b, 1 more', 'none')
+    """
+    left = len(items) - most
+    return ", ".join([*items[:most], *([f"{left} more"] if left > 0 else [])]) or "none"
 
 
 def better(found: Prediction, config: Config) -> str | None:
@@ -173,11 +206,6 @@ def better(found: Prediction, config: Config) -> str | None:
         f"partition=explicit partition.layers=[{layers}] takes {ratio:.2f} times as long a step, "
         f"by simulation with costs from FLOPs{fits}"
     )
-
-
-def total_name(found: Prediction) -> str:
-    """Return the name of the sums of parts."""
-    return "total, compiled" if found.is_compiled else PREDICTED
 
 
 def time_text(found: Prediction) -> str:
@@ -245,3 +273,8 @@ def shown_ranks(found: Prediction, most: int) -> list[int]:
     if num_ranks <= most:
         return [*range(num_ranks)]
     return sorted({0, max(range(num_ranks), key=total.__getitem__), num_ranks - 1})
+
+
+def rank_name(found: Prediction, rank: int) -> str:
+    are_alike = len(set(map(str, found.memory_bytes))) == 1
+    return "every rank" if are_alike else f"rank {rank}"

@@ -1,4 +1,4 @@
-"""The printed form of `ppctl rehearse` and its page, one html file that loads nothing."""
+"""The printed form of `ppctl rehearse`: lines and a table of the ranks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,8 @@ from collections.abc import Iterator
 
 from ppctl.config import Config
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal, RehearsedRank
-from ppctl.planner.show.plan_page import MOST_BARS, request_title
-from ppctl.planner.show.plan_terminal import ABOUT, overhead_text, speed_text
-from ppctl.reports import page_kit as kit
-from ppctl.reports.charts.html_charts import charts_html, too_many_tasks
-from ppctl.reports.charts.memory_bars import memory_bars
-from ppctl.reports.charts.schedule_drawing import drawing_of_timeline
+from ppctl.planner.show.plan_terminal import TextTable, overhead_text, speed_text
 from ppctl.reports.terminal_output import OutputConsole, show_lines, show_table, size_text
-from ppctl.schedule.simulator import Timeline
-from ppctl.training.pipeline.engines.engine_memory import PARTS
 
 MOST_RANKS = 16  # of the table on the terminal
 COLUMNS = ("rank", "ran as", "tasks s", "update s", "forward s", "backward s", "memory")
@@ -24,33 +17,11 @@ PART_COLUMN = "part s"  # before the memory, where ranks have parts of a vocabul
 def show_rehearsal(found: Rehearsal, config: Config) -> None:
     """Print a rehearsal for people."""
     console = OutputConsole()
-    show_lines(console, *(f"{name:<10}{text}" for name, text in _lines(found, config)))
-    ranks = _shown(found.ranks)
-    title = "ranks, with seconds of a step, and of a microbatch through each stage"
-    title += "" if len(ranks) == len(found.ranks) else f" ({len(ranks)} of {len(found.ranks)})"
-    show_table(console, title, _columns(found), [_row(each) for each in ranks])
+    show_lines(console, *(f"{name:<10}{text}" for name, text in rehearsal_lines(found, config)))
+    show_table(console, *rank_table(found, MOST_RANKS))
 
 
-def rehearsal_page(found: Rehearsal, timeline: Timeline, config: Config) -> str:
-    """Return the text of the page."""
-    about = [[kit.text(name), kit.text(words)] for name, words in _lines(found, config)]
-    rows = [[*map(kit.text, _row(each))] for each in found.ranks]
-    title = "seconds of a step, and of a microbatch through each stage"
-    sums = [(f"rank {each.rank}", each.memory_bytes) for each in _shown(found.ranks, MOST_BARS)]
-    if (reason := too_many_tasks(len(timeline.start_s))) is not None:
-        chart = f"<p>{reason}</p>"
-    else:
-        chart = charts_html([drawing_of_timeline(found.schedule, timeline)])
-    return kit.page(
-        f"Rehearsal: {request_title(config)}, {found.schedule}",
-        kit.table("the step", [], about, "request"),
-        kit.section("Ranks", kit.table(title, _columns(found), rows)),
-        kit.section("Memory of one device", memory_bars(sums, PARTS, found.limit_bytes, ABOUT)),
-        kit.section("The step, simulated from the ranks' times", chart),
-    )
-
-
-def _lines(found: Rehearsal, config: Config) -> Iterator[tuple[str, str]]:
+def rehearsal_lines(found: Rehearsal, config: Config) -> Iterator[tuple[str, str]]:
     mesh, number = config.mesh, len({each.ran_as for each in found.ranks})
     yield "mesh", f"{mesh.axes_text}, links as of hardware={found.hardware}"
     ran = f"{number} of {len(found.ranks)} ranks on one {found.device}"
@@ -77,18 +48,22 @@ def _step_text(found: Rehearsal) -> str:
     return f"{speed_text(found)}, bubble {found.bubble_fraction:.1%}{cpu}; {overhead}"
 
 
-def _shown(ranks: tuple[RehearsedRank, ...], most: int = MOST_RANKS) -> tuple[RehearsedRank, ...]:
+def ranks_to_show(found: Rehearsal, most: int) -> tuple[RehearsedRank, ...]:
     """Return the ranks to show: all up to `most`, else those that ran, the fullest, the last."""
+    ranks = found.ranks
     if len(ranks) <= most:
         return ranks
     fullest = max(ranks, key=lambda each: each.total_bytes)
     return tuple(each for each in ranks if each.ran_as == each.rank or each in (fullest, ranks[-1]))
 
 
-def _columns(found: Rehearsal) -> tuple[str, ...]:
-    *names, memory = COLUMNS
+def rank_table(found: Rehearsal, most: int) -> TextTable:
+    """Return a table of up to `most` ranks."""
+    ranks, (*names, memory) = ranks_to_show(found, most), COLUMNS
+    title = "ranks, with seconds of a step, and of a microbatch through each stage"
+    title += "" if len(ranks) == len(found.ranks) else f" ({len(ranks)} of {len(found.ranks)})"
     has_parts = any(each.part_s is not None for each in found.ranks)
-    return (*names, *[PART_COLUMN] * has_parts, memory)
+    return TextTable(title, (*names, *[PART_COLUMN] * has_parts, memory), [*map(_row, ranks)])
 
 
 def _row(of_rank: RehearsedRank) -> list[str]:

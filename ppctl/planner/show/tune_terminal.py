@@ -13,13 +13,13 @@ from ppctl import config as settings
 from ppctl.config import Config, Explicit
 from ppctl.config.schedule_from_config import label
 from ppctl.planner.cost.rank_memory import DeviceLimit
-from ppctl.planner.cost.step_prediction import StagePart
+from ppctl.planner.make_plan import StagePart
 from ppctl.planner.search.job_script import Hosts
 from ppctl.planner.search.layout_candidate import Candidate
 from ppctl.planner.search.layout_search import Found
 from ppctl.planner.search.token_budget import TokenBudget
 from ppctl.planner.search.tuned_recipe import command_of
-from ppctl.planner.show.plan_terminal import show_stages
+from ppctl.planner.show.plan_terminal import LEFT_TO_BACKWARD, is_left_to_backward, stage_table
 from ppctl.reports.terminal_output import (
     OutputConsole,
     show_json,
@@ -64,7 +64,10 @@ def show_tuned(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> Non
     show_table(console, title, list(rows[0]), [list(row.values()) for row in rows])
     if any(isinstance(config.partition, Explicit) for config in configs):
         print(f"stages as partition.layers takes them: {LETTERS}")
-    show_stages(console, _stages(tuned.found.best[0]), configs[0].mesh.submesh_text)
+    stages = _stages(tuned.found.best[0])
+    show_table(console, *stage_table(stages, configs[0].mesh.submesh_text))
+    if is_left_to_backward(stages):
+        show_lines(console, LEFT_TO_BACKWARD)
     show_lines(console, *_after(tuned))
 
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from ppctl.cli.compose import compose
 from ppctl.config import Config
-from ppctl.planner.cost.step_prediction import Prediction
-from ppctl.planner.make_plan import predict
+from ppctl.planner.make_plan import Prediction, predict
 from ppctl.planner.search.tune_layouts import tune_layouts
 from ppctl.schedule.partition.partition import layout_text
 
