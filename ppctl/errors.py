@@ -84,6 +84,13 @@ class LostError(PpctlError):
     exit_code = 3
 
 
+class DeclinedError(PpctlError):
+    """The user was asked, and said no."""
+
+    kind = "declined"
+    exit_code = 1
+
+
 class AgreedError(ConfigError):
     """An error that all processes of a run find at the same point; process 0 prints it."""
 

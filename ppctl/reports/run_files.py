@@ -20,6 +20,7 @@ from ppctl.reports import run_status
 RUNNING, BROKEN_OFF, NO_END, NOT_STARTED = "running", "broken off", "no end recorded", "not started"
 INSIDE = ("checkpoints", "tensorboard", "profile", "timeline", "processes")  # hold no runs
 OF_TRACKERS = ("wandb", "mlflow", "mlflow.db")  # written by the trackers' packages; hold links
+REMOVED = ".removed-"  # begins the name of a run directory that is being removed
 TRACKERS_FILE = "trackers.json"  # names of the run at its trackers
 MEMORY_FILE = "memory.json"  # bytes of a device by rank and part, as compiled at the last start
 SCHEDULE_FILE = "schedule.csv"  # found by schedule=auto
@@ -86,7 +87,7 @@ def find_runs(top: Path) -> list[tuple[str, Path]]:
         if _is_run(path, {entry.name for entry in entries}):
             runs.append((name or Path(path).absolute().name, Path(path)))
         for entry in entries:
-            is_inner = entry.name in (*INSIDE, *OF_TRACKERS)
+            is_inner = entry.name in (*INSIDE, *OF_TRACKERS) or entry.name.startswith(REMOVED)
             if not is_inner and entry.is_dir():
                 walk(entry.path, f"{name}/{entry.name}" if name else entry.name)
 

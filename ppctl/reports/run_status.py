@@ -11,7 +11,8 @@ import json
 import os
 import platform
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,23 @@ def is_held(path: Path) -> bool:
         except BlockingIOError:
             return True
     return False
+
+
+@contextmanager
+def kept_still(run_dir: Path) -> Iterator[None]:
+    """Hold the lock of a run directory that has one: no process records a run there meanwhile.
+
+    Raises HeldError where a process does already, and OSError for an unreadable file.
+    """
+    if not os.path.lexists(run_dir / FILE):  # an imported model's
+        yield
+        return
+    with (run_dir / FILE).open("rb+", buffering=0) as file:
+        try:
+            _lock(file)
+        except BlockingIOError:
+            raise HeldError(_holder(run_dir)) from None
+        yield
 
 
 def _opened(run_dir: Path) -> tuple[FileIO, bool]:

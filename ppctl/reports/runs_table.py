@@ -24,7 +24,7 @@ from ppctl.reports.run_files import (
 )
 from ppctl.reports.run_page.read_run import Points, RecordedRun
 from ppctl.reports.run_status import FINISHED
-from ppctl.reports.runs_columns import columns_of, steps_text
+from ppctl.reports.runs_columns import Column, steps_text
 from ppctl.reports.terminal_output import (
     SPEEDS,
     OutputConsole,
@@ -39,16 +39,18 @@ from ppctl.reports.tracker_commands import tracker_commands
 MOST_NAMED = 10  # runs in an error
 
 
-def list_runs(runs: Sequence[RunSummary], title: str, *, as_json: bool) -> int:
+def list_runs(
+    runs: Sequence[RunSummary], title: str, columns: Sequence[Column], *, as_json: bool
+) -> int:
     """List runs, at least one, in this order; return 0."""
     now_s = time.time()
     if as_json:
         show_json({"runs": [_document(run, now_s) for run in runs]})
         return 0
     console = OutputConsole()
-    columns = columns_of(runs)
-    rows = [[escape(_printable(text(run, now_s))) for text in columns.values()] for run in runs]
-    show_table(console, title, [*columns], rows)
+    heads = [column.name.replace("eval_loss", "eval loss") for column in columns]
+    rows = [[escape(_printable(column.text(run, now_s))) for column in columns] for run in runs]
+    show_table(console, title, heads, rows)
     for run in runs:
         for line in (*([run.reason] if run.reason else []), *run.problems):
             _say(console, f"{run.name}: {line}")

@@ -91,6 +91,7 @@ def test_the_kinds():
         "SaveError": "save",
         "NonFiniteError": "not_finite",
         "LostError": "process_lost",
+        "DeclinedError": "declined",
     }
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     'ppctl generate stdlib_2x4 --prompt "import " --max-tokens 100',
     'ppctl generate runs/imported --prompt "Once upon a time" --temperature 0 --json',
-    'ppctl generate runs/imported/checkpoints/500 --prompt "Once" --top-p 0.9 --seed 1',
+    "ppctl generate runs/imported/checkpoints/500 --prompts prompts.txt --top-p 0.9 --seed 1",
 )
 COMPILED = 1  # tokens after which all programs are compiled: the prompt's, and one more's
 NOTES = """\
@@ -38,7 +38,8 @@ def parser() -> Parser:
     options = Parser("generate", "RUN --prompt TEXT [OPTIONS]", notes=NOTES, examples=EXAMPLES)
     add = options.add_argument
     about = 'the text to continue; may be repeated; "" is the end of a document'
-    add("--prompt", action="append", metavar="TEXT", help=about)
+    add("--prompt", action="append", default=[], metavar="TEXT", help=about)
+    add("--prompts", metavar="FILE", help="a prompt a line")
     about = "the prompt is a user's message, written by the tokenizer's chat template"
     add("--chat", action="store_true", help=about)
     add("--max-tokens", type=int, default=64, metavar="N", help="new tokens at most (default: 64)")
@@ -59,8 +60,7 @@ def parser() -> Parser:
 
 def serve(options: Namespace) -> int:
     """Continue prompts; return the exit code."""
-    if not options.prompt:
-        raise ConfigError('`ppctl generate` needs a prompt: --prompt TEXT, or "" for none.')
+    prompts = _prompts(options)
     for name, least in (("max_tokens", 1), ("devices", 1), ("seed", 0)):
         if getattr(options, name) < least:
             given = f"--{name.replace('_', '-')} {getattr(options, name)}"
@@ -68,7 +68,7 @@ def serve(options: Namespace) -> int:
     if options.seed >= 2**31:
         raise ConfigError(f"--seed {options.seed} is too large. Use 0 to {2**31 - 1}.")
     path = run_or_checkpoint(options.words, "generate")
-    return _generate(path, options.prompt, options)
+    return _generate(path, prompts, options)
 
 
 def run_or_checkpoint(words: Sequence[str], command: str) -> Path:
@@ -93,6 +93,19 @@ def run_or_checkpoint(words: Sequence[str], command: str) -> Path:
         what = f"{words[0]} is no run, and none is in {DEFAULT_DIR}/ here"
         raise ConfigError(f"{what}. Give the path of one.")
     return runs_table.find_run(words[0], [top])[1]
+
+
+def _prompts(options: Namespace) -> list[str]:
+    prompts: list[str] = [*options.prompt]
+    if options.prompts is not None:
+        try:
+            prompts += Path(options.prompts).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise ConfigError(f"--prompts {options.prompts} cannot be read: {why}.") from error
+    if not prompts:
+        raise ConfigError('`ppctl generate` needs a prompt: --prompt TEXT, or "" for none.')
+    return prompts
 
 
 def _generate(path: Path, prompts: Sequence[str], options: Namespace) -> int:

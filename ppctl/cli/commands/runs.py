@@ -1,4 +1,4 @@
-"""`ppctl runs`: list runs and how they ended, show one or a sweep; starts no JAX."""
+"""`ppctl runs`: list runs and how they ended, show one or a sweep, remove runs; starts no JAX."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ from ppctl.errors import ConfigError
 DEFAULT_DIR = "runs"  # parent of run.dir by default
 EXAMPLES = (
     "ppctl runs",
+    "ppctl runs --sort status,started:desc",
+    "ppctl runs --columns +data.batch_size --sort loss",
     "ppctl runs show tiny /scratch/runs --json",
+    "ppctl runs rm --yes tiny sweep/optim.lr=0.1",
 )
 NOTES = f"""\
     ppctl runs [DIR ...]            every run below DIR, sweeps included
     ppctl runs show NAME [DIR ...]  one run: settings, losses, speed, checkpoints, resume command
     ppctl runs show SWEEP           a sweep's directory: axes, jobs, their status, the best
+    ppctl runs rm NAME ...          remove runs for good, with their checkpoints
 
-DIR is {DEFAULT_DIR} by default. NAME is a path, a name in the list, or a part that no other name
-has. A directory named show is ./show. A run directory may be renamed by the shell's mv: show prints
-the command that resumes it there. With --json the list has all settings of every run.
+DIR is {DEFAULT_DIR} by default. NAME is a path or a name in the list; for show also a part that
+no other name has. A directory named show is ./show. rm asks once, and refuses a run that is
+running, lies outside its directory of runs by a link, or holds files that no run wrote. A run
+directory may be renamed by the shell's mv: show prints the command that resumes it there. With
+--json the list has all settings of every run.
 
 Status:
   running          a living process records it
@@ -35,27 +41,61 @@ Status:
 
 def parser() -> Parser:
     """Return the options of `ppctl runs`."""
-    return Parser("runs", "[show NAME] [DIR ...] [--json]", notes=NOTES, examples=EXAMPLES)
+    usage = "[show NAME | rm NAME ...] [DIR ...] [OPTIONS]"
+    options = Parser("runs", usage, notes=NOTES, examples=EXAMPLES)
+    about = (
+        "order the list by a column or a setting, ascending; COLUMN:desc descending; A,B: by A, "
+        "then B. Runs without a value are last. Default: the newest record first"
+    )
+    options.add_argument("--sort", metavar="COLUMN", help=about)
+    about = (
+        "these columns or settings, after the name; +A,B: after the usual ones (status step loss "
+        "eval_loss mesh schedule lr age); also started, active and any setting (model.num_layers)"
+    )
+    options.add_argument("--columns", metavar="A,B,...", help=about)
+    about = "rm: do not ask; needed without a terminal"
+    options.add_argument("-y", "--yes", action="store_true", help=about)
+    return options
 
 
 def serve(options: argparse.Namespace) -> int:
-    """List runs, or show one; return the exit code."""
-    first, *rest = options.words or [""]
-    return _show(rest, options) if first == "show" else _list(options.words, options)
+    """List runs, show one or remove some; return the exit code."""
+    action, *rest = options.words or [""]
+    if action == "show":
+        _refuse(options, "`ppctl runs show`", "columns", "sort", "yes")
+        return _show(rest, options)
+    if action == "rm":
+        from ppctl.cli.subcommands.runs_remove import remove
+
+        _refuse(options, "`ppctl runs rm`", "columns", "sort")
+        return remove(rest, Path(DEFAULT_DIR), is_sure=options.yes, as_json=options.json)
+    _refuse(options, "the list", "yes")
+    return _list(options.words, options)
+
+
+def _refuse(options: argparse.Namespace, whose: str, *names: str) -> None:
+    given = [f"--{name}" for name in names if getattr(options, name)]
+    if given:
+        raise ConfigError(f"{' and '.join(given)}: no option of {whose}. Leave it out.")
 
 
 def _list(words: list[str], options: argparse.Namespace) -> int:
+    from ppctl.cli.runs_selection import columns_of, orders_of
     from ppctl.reports.run_files import run_summary
+    from ppctl.reports.runs_columns import ordered
     from ppctl.reports.runs_table import list_runs, listed, names_of
 
+    if options.json and options.columns:
+        reason = "--json has all settings of every run. Leave out one of the two."
+        raise ConfigError(f"--columns {options.columns}: {reason}")
     tops = _tops(words)
     found = [run_summary(*each) for each in names_of(tops)]
     if not found and not options.json:
         print(f"No run is in {listed(tops)}.")
         return 0
     title = f"{len(found)} run{'s' * (len(found) != 1)} in {listed(tops)}"
-    newest_first = sorted(found, key=lambda run: (-run.recorded_s, run.name))
-    return list_runs(newest_first, title, as_json=options.json)
+    shown = ordered(found, orders_of(options.sort, found))
+    return list_runs(shown, title, columns_of(options.columns, found), as_json=options.json)
 
 
 def _show(words: list[str], options: argparse.Namespace) -> int:
