@@ -25,7 +25,6 @@ from ppctl.launch.supervisor import (
     LEFT,
     Child,
     Events,
-    Exit,
     Stop,
     drain,
     how,
@@ -37,9 +36,8 @@ from ppctl.launch.supervisor import (
 from ppctl.launch.sweep.sweep_jobs import (
     LOG,
     TAIL_BYTES,
+    Change,
     Job,
-    JobEvents,
-    Moved,
     Outcome,
     Sweep,
     has_ended,
@@ -51,8 +49,6 @@ from ppctl.reports.terminal_output import show_lines
 if TYPE_CHECKING:
     from ppctl.launch.sweep.submitit_jobs import SubmittedJobs  # an extra
 
-WAKE_S = 1.0  # longest deafness to a stop request whose signal reached another thread
-
 
 def run_jobs(sweep: Sweep, console: Console) -> tuple[list[Outcome], int | None]:
     """Run the jobs; return the outcome of each, and the signal that ended the sweep early or None.
@@ -61,22 +57,23 @@ def run_jobs(sweep: Sweep, console: Console) -> tuple[list[Outcome], int | None]
     ones are waited for, as they may be saving. Submitted jobs go on.
     """
     with stop_requests() as events:
-        starter = _starter(sweep, events)
+        starter = _starter(sweep)
         try:
             runner = _Runner(sweep, console, starter, [Outcome("waiting") for _ in sweep.jobs])
-            stop = runner.run(events)
+            runner.run(events)
         finally:
             starter.close()
     never = Outcome("not started")
-    return [never if outcome.status == "waiting" else outcome for outcome in runner.outcomes], stop
+    outcomes = [never if each.status == "waiting" else each for each in runner.outcomes]
+    return outcomes, runner.stop
 
 
-def _starter(sweep: Sweep, events: JobEvents) -> Processes | SubmittedJobs:
+def _starter(sweep: Sweep) -> Processes | SubmittedJobs:
     if not sweep.is_submitted:
-        return Processes(sweep, events)
+        return Processes(sweep)
     from ppctl.launch.sweep.submitit_jobs import SubmittedJobs
 
-    return SubmittedJobs(sweep, events)
+    return SubmittedJobs(sweep)
 
 
 @dataclass
@@ -90,16 +87,17 @@ class _Runner:
     stop: int | None = None
     errors: dict[str | None, int] = field(default_factory=dict)  # the first job with each
 
-    def run(self, events: Events) -> int | None:
+    def run(self, events: Events) -> None:
         self.waiting.extend(self.sweep.jobs)
         while True:
             while self.stop is None and self.has_room() and (job := self.next()) is not None:
                 self.begin(job)
-                self.handle_events(events, wait=False)
+                self.handle_events(events, 0)
             self.starter.commit()
             if not self.running or (self.stop is not None and not self.starter.is_awaited):
-                return self.stop
-            self.handle_events(events, wait=True)
+                return
+            while not self.handle_events(events, self.starter.poll_s):
+                pass
 
     def has_room(self) -> bool:
         return self.starter.takes_all or len(self.running) < self.sweep.num_parallel
@@ -114,25 +112,25 @@ class _Runner:
             self.outcomes.append(Outcome("waiting"))
         return job
 
-    def handle_events(self, events: Events, *, wait: bool) -> None:
-        """Handle all events there are, or wait for the first one to come."""
-        with suppress(queue.Empty):
-            self.handle(_next(events) if wait else events.get_nowait())
-            while True:  # a stop request may follow the end of a job
-                self.handle(events.get_nowait())
-
-    def handle(self, event: Exit | Stop | Moved) -> None:
-        if isinstance(event, Exit):
-            self.end(self.sweep.jobs[event.child], event.code)
-        elif isinstance(event, Moved):
-            if event.child in self.running:
-                outcome = Outcome(event.state, began_s=self.running[event.child])
-                self.set(self.sweep.jobs[event.child], outcome, event.more)
-        else:
+    def handle_events(self, events: Events, wait_s: float) -> bool:
+        """Handle a stop request, if one comes within wait_s, and all changes; return if any."""
+        changes = self.starter.changes()
+        try:
+            event = events.get(timeout=0 if changes else wait_s)
+        except queue.Empty:
+            event = None
+        for index, state, more, code in changes:
+            job = self.sweep.jobs[index]
+            if code is None:
+                self.set(job, Outcome(state, began_s=self.running[index]), more)
+            else:
+                self.end(job, code, more)
+        if isinstance(event, Stop):
             message = self.starter.stop(event.number, self.running)
             if self.stop is None:
                 self.stop = event.number
                 self.say(f"{signal.Signals(event.number).name}: {message}")
+        return event is not None or bool(changes)
 
     def begin(self, job: Job) -> None:
         """Start a job, unless it is refused or finished."""
@@ -152,26 +150,15 @@ class _Runner:
         # 2. the start
         began_s = time.time()
         try:
-            where = self.starter.begin(job)
+            self.starter.begin(job)
         except OSError as error:
             why = f"{job.run_dir} cannot be written: {error.strerror}"
             self.set(job, Outcome("failed", code=2, error=why))
             return
         self.running[job.index] = began_s
-        if where is not None:
-            self.set(job, Outcome("running", began_s=began_s), self.where(job, where))
 
-    def where(self, job: Job, where: str) -> str:
-        """Return from which step a job goes on, and where it writes."""
-        if not self.sweep.trains:
-            return ""
-        step = newest_checkpoint(job.run_dir)
-        resumed = "" if step is None else f" on after step {step}"
-        return resumed + (", " if where.startswith("output") else " ") + where
-
-    def end(self, job: Job, code: int) -> None:
+    def end(self, job: Job, code: int, tail: str) -> None:
         began_s = self.running.pop(job.index)
-        tail = self.starter.end(job.index)
         in_shell = shell_code(code)
         status = "finished" if code == 0 else "interrupted" if in_shell in LEFT[1:] else "failed"
         if status == "interrupted" and self.stop is None and self.starter.is_awaited:
@@ -204,12 +191,6 @@ class _Runner:
         show_lines(self.console, f"ppctl: {text}")
 
 
-def _next(events: JobEvents) -> Exit | Stop | Moved:
-    while True:
-        with suppress(queue.Empty):
-            return events.get(timeout=WAKE_S)
-
-
 def error_line(tail: str, code: int) -> str:
     r"""Return the last error in the output of a process; `code` is Popen's.
 
@@ -238,21 +219,22 @@ class Running:
 
 
 class Processes:
-    """Starts jobs as processes and reports their ends as events; `close` kills those that are left.
+    """Starts jobs as processes and reports their ends; `close` kills those that are left.
 
     Processes, because JAX fixes the number of simulated devices when it starts.
     """
 
     takes_all = False  # whether it queues jobs itself
     is_awaited = True  # after a stop request, which reaches the jobs: they may be saving
+    poll_s = 0.1  # between looks for ended jobs
 
-    def __init__(self, sweep: Sweep, events: Events) -> None:
-        self.sweep, self.events = sweep, events
+    def __init__(self, sweep: Sweep) -> None:
+        self.sweep, self.begun = sweep, list[Change]()
         self.running: dict[int, Running] = {}
         self.alive, self.held = os.pipe()  # jobs read the end of file when this process is gone
 
-    def begin(self, job: Job) -> str:
-        """Start a job; return the place of its output. OSError where it cannot be written."""
+    def begin(self, job: Job) -> None:
+        """Start a job. OSError where its output cannot be written."""
         pipe, command = subprocess.PIPE, Child(job_command(job))
         if self.sweep.num_parallel == 1:
             running = Running(start(command, self.alive, stdout=None, stderr=pipe))
@@ -265,23 +247,27 @@ class Processes:
                 process = start(command, self.alive, stdout=stdout, stderr=log)
                 running = Running(process, path, first)
         self.running[job.index], process = running, running.process
-        in_thread(self._report, job.index, process)
         for stream, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             if stream is not None:
                 running.pumps.append(in_thread(_forward, running, stream, target.buffer))
-        return f"in {job.run_dir}" if running.log is None else f"output in {running.log}"
+        more = ""
+        if self.sweep.trains:
+            step = newest_checkpoint(job.run_dir)
+            more = "" if step is None else f" on after step {step}"
+            more += f" in {job.run_dir}" if running.log is None else f", output in {running.log}"
+        self.begun.append(Change(job.index, "running", more))
 
     def commit(self) -> None:
         """Do nothing: a job runs as soon as it has begun."""
 
-    def end(self, index: int) -> str:
-        """Return the end of the output of a job that has ended."""
-        running = self.running.pop(index)
-        drain(running.pumps)
-        if running.log is None:
-            return running.tail.decode(errors="replace")
-        with running.log.open("rb") as file:
-            return read_tail(file, running.first)
+    def changes(self) -> list[Change]:
+        """Return the changes of jobs since the last call."""
+        changes, self.begun = self.begun, []
+        for index, running in list(self.running.items()):
+            if (code := running.process.poll()) is not None:
+                del self.running[index]
+                changes.append(Change(index, "ended", _tail(running), code))
+        return changes
 
     def stop(self, number: int, jobs: Collection[int]) -> str:
         """Pass a stop request, signal `number`, on to these jobs; return a message about them."""
@@ -298,8 +284,14 @@ class Processes:
         os.close(self.alive)
         os.close(self.held)
 
-    def _report(self, index: int, process: subprocess.Popen[bytes]) -> None:
-        self.events.put(Exit(index, process.wait()))
+
+def _tail(running: Running) -> str:
+    """Return the end of the output of a job that has ended."""
+    drain(running.pumps)
+    if running.log is None:
+        return running.tail.decode(errors="replace")
+    with running.log.open("rb") as file:
+        return read_tail(file, running.first)
 
 
 def _forward(running: Running, pipe: IO[bytes], target: IO[bytes]) -> None:

@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Collection
 from contextlib import suppress
@@ -24,14 +23,13 @@ from submitit.core.utils import FailedJobError
 
 from ppctl.config.groups.sweep_settings import SubmititSlurm
 from ppctl.errors import ConfigError
-from ppctl.launch.supervisor import ALIVE_FD, Exit
+from ppctl.launch.supervisor import ALIVE_FD
 from ppctl.launch.sweep.sweep_jobs import (
     SUBMITIT,
     SUBMITTED,
     SUBMITTED_LOG,
+    Change,
     Job,
-    JobEvents,
-    Moved,
     Sweep,
     job_command,
     read_tail,
@@ -96,13 +94,13 @@ class NodeCommand:
 
 
 class SubmittedJobs:
-    """Submits jobs and reports their states and ends as events."""
+    """Submits jobs and reports their states and ends."""
 
     is_awaited = False  # a stop request ends the waiting, and no job
 
-    def __init__(self, sweep: Sweep, events: JobEvents) -> None:
+    def __init__(self, sweep: Sweep) -> None:
         assert isinstance(sweep.launcher, SubmititSlurm)
-        self.events, self.takes_all = events, sweep.study is None
+        self.takes_all, self.poll_s, self.asked_s = sweep.study is None, POLL_S, 0.0
         folder = sweep.directory / SUBMITIT
         self.executor = submitit.SlurmExecutor(folder, max_num_timeout=MAX_NUM_TIMEOUT)
         try:
@@ -112,10 +110,7 @@ class SubmittedJobs:
             raise ConfigError(text) from error
         self.batch: list[Job] = []  # begun and not yet submitted
         self.known: dict[int, tuple[SubmititJob, str]] = {}  # submission and state by job number
-        self.tails: dict[int, str] = {}
-        self.lock, self.closed = threading.Lock(), threading.Event()
-        self.thread = threading.Thread(target=self._watch, daemon=True)
-        self.thread.start()
+        self.changed: list[Change] = []  # not reported yet
 
     def begin(self, job: Job) -> None:
         """Find the submission of a job, or take it for `commit`. OSError: unwritable run.dir."""
@@ -137,59 +132,45 @@ class SubmittedJobs:
         except (OSError, subprocess.SubprocessError, FailedJobError) as error:
             why = " ".join(str(error).split())
             for job in jobs:
-                self._end(job.index, 2, f"ppctl: it cannot be submitted: {why}")
+                tail = f"ppctl: it cannot be submitted: {why}"
+                self.changed.append(Change(job.index, "ended", tail, 2))
             return
         for job, submission in zip(jobs, submissions, strict=True):
             record = {"id": submission.job_id, "tasks": submission.num_tasks}
             replace_file(job.run_dir / SUBMITTED, json.dumps(record) + "\n")
             self._know(job, submission, f"output in {job.run_dir / SUBMITTED_LOG}")
 
-    def end(self, index: int) -> str:
-        """Return the end of the output of a job."""
-        return self.tails.pop(index)
+    def changes(self) -> list[Change]:
+        """Return the changes of jobs since the last call."""
+        changes, self.changed = self.changed, []
+        if self.known and time.monotonic() - self.asked_s >= QUEUE_S:
+            self.asked_s = time.monotonic()
+            submitit.SlurmJob.watcher.update()
+        for index, (submission, state) in list(self.known.items()):
+            if submission.done():
+                del self.known[index]
+                changes.append(_ended(index, submission))
+            elif (now := STATES.get(submission.state, state)) != state:
+                self.known[index] = submission, now
+                changes.append(Change(index, now, ""))
+        return changes
 
     def stop(self, number: int, jobs: Collection[int]) -> str:
         """Return a message about these jobs, which go on."""
         del number
-        with self.lock:
-            ids = [self.known[index][0].job_id for index in sorted(jobs) if index in self.known]
+        ids = [self.known[index][0].job_id for index in sorted(jobs) if index in self.known]
         if not ids:
             return "nothing is left running"
         ends = " ".join(["scancel", *ids])
         return f"submitted jobs go on; the same line waits for them again, this ends them: {ends}"
 
     def close(self) -> None:
-        self.closed.set()
-        self.thread.join()
+        """Do nothing: submitted jobs go on."""
 
     def _know(self, job: Job, submission: SubmititJob, more: str) -> None:
-        with self.lock:
-            self.known[job.index] = submission, "queued"
-        self.events.put(Moved(job.index, "queued", f" as Slurm job {submission.job_id}, {more}"))
-
-    def _watch(self) -> None:
-        asked_s = 0.0
-        while not self.closed.wait(POLL_S):
-            with self.lock:
-                known = dict(self.known)
-            if known and time.monotonic() - asked_s >= QUEUE_S:
-                asked_s = time.monotonic()
-                submitit.SlurmJob.watcher.update()
-            for index, (submission, state) in known.items():
-                if submission.done():
-                    self._end(index, *_result(submission))
-                    continue
-                now = STATES.get(submission.state, state)
-                if now != state:
-                    with self.lock:
-                        self.known[index] = submission, now
-                    self.events.put(Moved(index, now, ""))
-
-    def _end(self, index: int, code: int, tail: str) -> None:
-        with self.lock:
-            self.known.pop(index, None)
-        self.tails[index] = tail
-        self.events.put(Exit(index, code))
+        self.known[job.index] = submission, "queued"
+        text = f" as Slurm job {submission.job_id}, {more}"
+        self.changed.append(Change(job.index, "queued", text))
 
     def _submitted_before(self, job: Job) -> SubmititJob | None:
         """Return the unfinished submission of a job by an earlier start of the sweep."""
@@ -202,15 +183,16 @@ class SubmittedJobs:
         return None
 
 
-def _result(submission: SubmititJob) -> tuple[int, str]:
-    """Return (exit code, end of the output) of the first task that failed, or of the first task."""
-    results: list[tuple[int, str]] = []
+def _ended(index: int, submission: SubmititJob) -> Change:
+    """Return the end of a job: of its first task that failed, or of the first task."""
+    ends: list[tuple[int, str]] = []  # exit code and end of the output of each task
     for task in map(submission.task, range(submission.num_tasks)):
         error = task.exception()  # waits 15 s for the result, on a slow file system
         if error is None:
-            results.append(task.result())
+            ends.append(task.result())
             continue
         lines = re.findall(r"^[\w.]+(?:Error|Exception)\b.*", str(error), re.MULTILINE)
         reason = lines[-1] if lines else f"it has ended without a result ({task.state})"
-        results.append((1, f"ppctl: {reason}: {task.paths.stderr}"))
-    return next((result for result in results if result[0] != 0), results[0])
+        ends.append((1, f"ppctl: {reason}: {task.paths.stderr}"))
+    code, tail = next((end for end in ends if end[0] != 0), ends[0])
+    return Change(index, "ended", tail, code)

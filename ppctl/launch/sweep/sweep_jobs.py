@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
 from typing import IO, Any, NamedTuple, Protocol
 
 from ppctl.config import Config
@@ -77,15 +76,13 @@ class Sweep:
         return self.command == "train"
 
 
-class Moved(NamedTuple):
-    """An event of a job that was submitted."""
+class Change(NamedTuple):
+    """A change of a job that was begun."""
 
-    child: int
-    state: str  # queued | running
-    more: str  # for the line that says so
-
-
-JobEvents = SimpleQueue[Any]  # of Exit, Stop and Moved
+    job: int  # its number
+    state: str  # running | queued | ended
+    more: str  # of the line about it; of an ended job, the end of its output
+    code: int | None = None  # of an ended job; -n: killed by signal n
 
 
 class ChoosesJobs(Protocol):
