@@ -1,14 +1,23 @@
-"""Compiler presets for programs that run rarely or never, and the memory of compiled programs.
+"""XLA's compiler: options that suit the devices, presets on CPU, the memory of compiled programs.
 
-docs/executors-internals.md, "Compiler presets on CPU", has their measurements.
+Options are those of each compiled program, not of the process. docs/executors-internals.md,
+"Compiler presets on CPU", has the presets' measurements.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from functools import cache
+from importlib.metadata import version
 from typing import Any, Literal
 
 import jax
+
+from ppctl.errors import ConfigError
+
+Value = bool | str  # XLA takes numbers as text too
+Flags = tuple[tuple[str, Value], ...]
 
 CompilerPreset = Literal["full", "quick", "once"]  # once: runs once a step
 
@@ -20,23 +29,78 @@ CPU_OPTIONS: dict[CompilerPreset, dict[str, Any]] = {
     "once": {**ONE_MODULE, "xla_backend_optimization_level": 0},
 }
 
+# Options that others ship for pipelines on NVIDIA GPUs. Without Triton's products a step took 0.393
+# s instead of 0.411 on one H100 (docs/benchmarks.md, "One H100"); the others were not timed.
+LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
+GPU_FLAGS: Flags = (
+    (LATENCY_HIDING, True),  # collectives start early and end late
+    ("xla_gpu_enable_pipelined_p2p", True),  # hops travel while the next tick computes
+    # bytes from which a permute becomes a send and a receive
+    ("xla_gpu_collective_permute_decomposer_threshold", "1024"),
+    ("xla_gpu_enable_pipelined_all_gather", True),
+    ("xla_gpu_enable_pipelined_reduce_scatter", True),
+    ("xla_gpu_copy_insertion_use_region_analysis", True),  # no copies of sums and slots in ticks
+    ("xla_gpu_dot_merger_threshold_mb", "8"),  # large products unmerged: slices would be copied
+    ("xla_gpu_enable_triton_gemm", False),  # matrix products by cuBLAS
+)
+
+
+def flags_for(request: str | Sequence[str], device: Any) -> Flags:
+    """Return the compiler options of executor.xla_flags for an attached or described device.
+
+    request: "auto", those of `GPU_FLAGS` that this XLA knows and XLA_FLAGS does not set, on NVIDIA
+    GPUs, and () elsewhere; "none"; or texts NAME=VALUE in place of auto's.
+    ConfigError for an option or value that XLA refuses.
+    """
+    if request == "none":
+        return ()
+    if request == "auto":
+        if device.platform not in ("gpu", "cuda") or "NVIDIA" not in device.device_kind:
+            return ()
+        of_user = os.environ.get("XLA_FLAGS", "")
+        missing = ((name, value) for name, value in GPU_FLAGS if name not in of_user)
+        return tuple((name, value) for name, value in missing if _refusal(name, value) is None)
+    flags = tuple(parsed(text) for text in request)
+    for name, value in flags:
+        reason = _refusal(name, value)
+        if reason is not None:
+            raise ConfigError(
+                f"executor.xla_flags: {name}={value} is refused by XLA of jaxlib "
+                f"{version('jaxlib')}: {reason}. Leave it out, or use executor.xla_flags=auto."
+            )
+    return flags
+
+
+def parsed(text: str) -> tuple[str, Value]:
+    """Return (name, value) of an option as XLA_FLAGS has it.
+
+    >>> parsed("--xla_gpu_enable_triton_gemm=false"), parsed("xla_gpu_autotune_level=2")
+    (('xla_gpu_enable_triton_gemm', False), ('xla_gpu_autotune_level', '2'))
+    """
+    name, _, value = text.removeprefix("--").partition("=")
+    return name, value == "true" if value in ("true", "false") else value
+
+
+def text_of(flags: Flags) -> str:
+    """Return options as XLA_FLAGS has them, without dashes."""
+    text = lambda value: str(value).lower() if isinstance(value, bool) else value  # noqa: E731
+    return " ".join(f"{name}={text(value)}" for name, value in flags)
+
 
 def cpu_options(preset: CompilerPreset) -> dict[str, Any]:
     """Return the options of XLA's CPU compiler for a preset, those that this jaxlib has."""
     ours = CPU_OPTIONS[preset]
-    return {name: ours[name] for name in ours if name != EMITTERS or _is_known(name)}
+    return {name: ours[name] for name in ours if name != EMITTERS or _refusal(name, False) is None}
 
 
 @cache
-def _is_known(option: str) -> bool:
-    """Return whether the compiler of this jaxlib has a boolean option."""
+def _refusal(name: str, value: Value) -> str | None:
+    """Return the reason why XLA refuses an option, else None. Each backend knows all options."""
     try:
-        jax.jit(lambda: 0).lower().compile({option: False})
+        jax.jit(lambda: 0).lower().compile({name: value})
     except jax.errors.JaxRuntimeError as error:
-        if "No such compile option" not in str(error):
-            raise
-        return False
-    return True
+        return str(error).split("\n")[0].removeprefix("INVALID_ARGUMENT: ").rstrip(".")
+    return None
 
 
 def temp_bytes(program: jax.stages.Compiled) -> int:

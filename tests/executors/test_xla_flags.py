@@ -10,9 +10,8 @@ from support.cuda_plugin import needs_cuda_plugin
 
 from ppctl import config
 from ppctl.errors import ConfigError
-from ppctl.executors import xla_flags
-from ppctl.executors.compiler_options import total_bytes
-from ppctl.executors.xla_flags import GPU_FLAGS, flags_for, text_of
+from ppctl.executors import compiler_options
+from ppctl.executors.compiler_options import GPU_FLAGS, flags_for, text_of, total_bytes
 from ppctl.planner.cost.rank_memory import predicted_memory
 from ppctl.training.pipeline.job import assemble
 
@@ -25,7 +24,9 @@ def test_nvidia_gpus_get_all_that_this_xla_knows(monkeypatch):
     assert (
         {GPU_FLAGS[0], GPU_FLAGS[-1]} <= set(flags_for("auto", H100)) <= set(GPU_FLAGS)
     )  # jaxlib 0.12 has not all
-    monkeypatch.setattr(xla_flags, "GPU_FLAGS", (*GPU_FLAGS[:2], ("xla_gpu_of_tomorrow", True)))
+    monkeypatch.setattr(
+        compiler_options, "GPU_FLAGS", (*GPU_FLAGS[:2], ("xla_gpu_of_tomorrow", True))
+    )
     assert flags_for("auto", H100) == GPU_FLAGS[:2]
 
 

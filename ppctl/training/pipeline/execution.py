@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 
 from ppctl.config import Mpmd, Reference, Spmd
 from ppctl.errors import ConfigError
+from ppctl.executors.compiler_options import Flags, flags_for
 from ppctl.executors.device_mesh import AXES
 from ppctl.executors.reference import MOST_UNROLLED
-from ppctl.executors.xla_flags import Flags, flags_for
 from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.tick_lowering import Ticks

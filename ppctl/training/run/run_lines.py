@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ppctl.config import Transformer
+from ppctl.executors.compiler_options import text_of
 from ppctl.executors.device_mesh import hosts_text
-from ppctl.executors.xla_flags import text_of
 from ppctl.reports.bubble_names import bubble_text
 from ppctl.reports.terminal_output import size_text
 from ppctl.schedule.simulator import peak_activations, simulate

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from ppctl.config import Config
 from ppctl.errors import ConfigError
-from ppctl.executors.xla_flags import text_of
+from ppctl.executors.compiler_options import text_of
 from ppctl.launch import join_processes as distributed
 from ppctl.reports import run_status
 from ppctl.reports.run_files import MEMORY_FILE, SCHEDULE_FILE, check_run_dir

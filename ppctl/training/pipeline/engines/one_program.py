@@ -12,10 +12,9 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.compiler_options import temp_bytes, total_bytes
+from ppctl.executors.compiler_options import Flags, temp_bytes, total_bytes
 from ppctl.executors.device_mesh import DATA_AXES
 from ppctl.executors.tree_bytes import shard_bytes, shard_shapes
-from ppctl.executors.xla_flags import Flags
 from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporaries
 from ppctl.training.pipeline.engines.process_examples import examples_of, put_examples
 from ppctl.training.pipeline.engines.step_programs import Choose, StepPrograms, one_program
