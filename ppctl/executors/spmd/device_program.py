@@ -57,15 +57,6 @@ class Place(NamedTuple):
     last: jax.Array  # whether its stage is the last
 
 
-class Kept(NamedTuple):
-    """The slots that hold what the forward of a task's microbatch kept."""
-
-    acts: jax.Array  # activations, with remat=full
-    act_slot: jax.Array
-    stash: Tree  # stashes, with another remat
-    stash_slot: jax.Array
-
-
 class Device:
     """One device, traced inside shard_map.
 
@@ -90,10 +81,10 @@ class Device:
         self.has_parts = ticks.schedule.divides_vocabulary  # `embed_head` is this rank's part
         # 2. gathered parameters
         self.embed_head = gather_shards(self._compute(params["embed_head"]), specs["embed_head"])
-        gathered = partial(self._gathered, params["layers"])
+        shards, by_layer = self._compute(params["layers"]), options.gather == "layer"
+        gathered = lambda: self._chunks(gather_shards(shards, specs["layers"]))  # noqa: E731
         self.whole = jax.eval_shape(gathered)  # shapes
-        by_layer = options.gather == "layer"
-        self.chunks = self._chunks(self._compute(params["layers"])) if by_layer else gathered()
+        self.chunks = self._chunks(shards) if by_layer else gathered()
         # 3. the stage
         self.x = jax.eval_shape(stack.embed, self.embed_head, self.microbatch("inputs", 0))
         w0, of_layer = self.whole[0], lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
@@ -106,10 +97,6 @@ class Device:
 
     def _compute(self, tree: Tree) -> Tree:
         return jax.tree.map(lambda a: a.astype(self.options.dtype), tree)
-
-    def _gathered(self, layers: Tree) -> list[Any]:
-        """Return the layers of each chunk, gathered in the compute dtype."""
-        return self._chunks(gather_shards(self._compute(layers), self.specs["layers"]))
 
     def _chunks(self, staged: Tree) -> list[Any]:
         """Return the layers of each chunk of [V, 1, K, ...]: a list, or stacked for a scan."""
@@ -335,20 +322,19 @@ class Device:
         return self.on_chunk(place.chunk, lambda v: self.stage.forward(*self.chunk(v), x))
 
     def stash_and_cotangent(
-        self, place: Place, kept: Kept, grads: jax.Array, grad: jax.Array
+        self, place: Place, kept: Tree, slot: jax.Array, grads: jax.Array, grad: jax.Array
     ) -> tuple[Tree, Callable[[Tree], Callable]]:
         """Return (stash, function from the sums to the cotangent) for backwards of `Stage`.
 
         Their aux is the new first three sums, () if these do not change.
-        kept: the slots of the stash. grads, grad: slots of gradients, and the slot to read.
+        kept, slot: the slots of stashes (with remat=full of activations), and the slot to read;
+        grads, grad: those of gradients.
         """
         arrived = lambda: read_slot(grads, grad)  # noqa: E731
-        if not self.stage.keeps_input:
-            return read_slot(kept.stash, kept.stash_slot), lambda sums: lambda _: (arrived(), ())
-        if self.has_parts:
-            return read_slot(kept.acts, kept.act_slot), lambda sums: lambda _: (arrived(), ())
+        if self.has_parts or not self.stage.keeps_input:
+            return read_slot(kept, slot), lambda sums: lambda _: (arrived(), ())
         otherwise = arrived if grads.shape[0] else None  # no gradient arrives at a single stage
-        stash = self.input(place, kept.acts, kept.act_slot)
+        stash = self.input(place, kept, slot)
         return stash, lambda sums: lambda y: self.head(place, y, otherwise, sums[:3])
 
     def backward(

@@ -24,8 +24,7 @@ from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import AXES, DATA_AXES, RANK_AXES
 from ppctl.executors.parameter_layout import Layout, scatter_sums
 from ppctl.executors.spmd.device_program import Device, Options
-from ppctl.executors.spmd.forward_backward_ticks import run_fb_ticks
-from ppctl.executors.spmd.single_op_ticks import run_op_ticks
+from ppctl.executors.spmd.tick_programs import run_fb_ticks, run_op_ticks
 from ppctl.executors.stage.stage import LayerSlots
 from ppctl.model.stack import Stack, divisor
 from ppctl.model.trainable_parameters import trained_part

@@ -1,7 +1,9 @@
-"""Single-op ticks, one task of any kind: the program of split backwards and turning placements (V).
+"""The two programs of ticks: the bodies of a scan over the ticks of a device.
 
-A tick branches round every kind but its task's. Its one output, an activation or a gradient, stays
-on the rank or hops to either neighbour; the program has only the kinds and hops of the schedule.
+Forward-backward ticks, an F and then a B, for looped schedules of whole backwards: one ring permute
+each way. Single-op ticks, one task of any kind, for split backwards and turning placements (V): the
+one output, an activation or a gradient, stays on the rank or hops to either neighbour, and the
+program has only the kinds and hops of the schedule. A rank without a task branches round it.
 
 Tried and rejected: one switch over the kinds. If a branch reads slots that another branch writes,
 the compiler copies all slots in every tick: on CPU that doubled the step.
@@ -20,7 +22,6 @@ from ppctl.executors.spmd.device_program import (
     PART_SCOPES,
     SCOPES,
     Device,
-    Kept,
     Place,
     read_slot,
     with_layers,
@@ -33,6 +34,117 @@ from ppctl.schedule.ir import KINDS, Kind
 from ppctl.schedule.tick_table import HOPS
 
 Tree = Any
+
+
+def _columns(device: Device) -> dict[str, int]:
+    """Return the column of each name in a line of the table."""
+    return {name: column for column, name in enumerate(device.ticks.columns)}
+
+
+def _place(at: dict[str, jax.Array], prefix: str = "") -> Place:
+    return Place(*(at[f"{prefix}{name}"] for name in Place._fields))
+
+
+def _kept(device: Device, at: dict[str, jax.Array], stash: Tree, name: str, carry: Tree) -> Tree:
+    """Return the carry with a forward's stash in the slot of this name, if it is kept apart."""
+    if not device.ticks.has_backward or device.stage.keeps_input:
+        return carry
+    return carry | {"stash": write_slot(carry["stash"], at[name], stash)}
+
+
+def run_fb_ticks(device: Device, table: jax.Array) -> Tree:
+    """Return the sums of a device after all ticks; table [tick, column].
+
+    Carried from tick to tick: `acts` and `grads`, slots for values from a neighbour; `stash`, slots
+    for stashes (empty with remat=full); `sums`.
+    """
+    carry = {
+        "acts": device.slots_of_x("act"),
+        "grads": device.slots_of_x("grad"),
+        "stash": device.stash_slots(),
+        "sums": device.zero_sums(),
+    }
+    carry, _ = jax.lax.scan(_ForwardBackwardTicks(device).tick, carry, table)
+    return carry["sums"]
+
+
+class _ForwardBackwardTicks:
+    """A tick: a forward, a backward, a hop each way."""
+
+    def __init__(self, device: Device):
+        self.device, self.stage, self.names = device, device.stage, _columns(device)
+
+    def tick(self, carry: Tree, columns: jax.Array) -> tuple[Tree, None]:
+        """Run one tick."""
+        at = {name: columns[column] for name, column in self.names.items()}
+        device, zero = self.device, zeros_like(self.device.x)
+        # 1. the forward
+        if device.has_parts:
+            carry = self._embed_part(at, carry)
+        with jax.named_scope(SCOPES["F"]):
+            y, carry = device.run_if(at["f"], partial(self._forward, at), lambda: zero, carry)
+        if device.has_parts:
+            carry = self._head_part(at, y, carry)
+        act = 1, at["act_arrives"], at["act_slot"]
+        if not device.ticks.has_backward:
+            return carry | {"acts": self._arrive(carry["acts"], y, *act)}, None
+        # 2. the backward
+        with jax.named_scope(SCOPES["B"]):
+            gx, carry = device.run_if(at["b"], partial(self._backward, at), lambda: zero, carry)
+        if device.has_parts:
+            with jax.named_scope(PART_SCOPES["G"]):
+                is_first = (at["b"] > 0) & (at["b_first"] > 0)
+                sums = device.embedding_grad_part(at, gx, is_first, carry["sums"])
+                carry = carry | {"sums": sums}
+        # 3. transfers: a value may arrive in a slot that this tick's backward has just freed
+        acts = self._arrive(carry["acts"], y, *act)
+        grads = self._arrive(carry["grads"], gx, -1, at["grad_arrives"], at["grad_slot"])
+        return carry | {"acts": acts, "grads": grads}, None
+
+    def _embed_part(self, at: dict, carry: Tree) -> Tree:
+        """Return the carry with the input of the first stage's forward in this tick."""
+        with jax.named_scope(PART_SCOPES["E"]):
+            x, is_first = self.device.embed_part(at), (at["f"] > 0) & (at["f_first"] > 0)
+            return carry | {"acts": write_arrival(carry["acts"], at["f_act"], x, is_first)}
+
+    def _head_part(self, at: dict, y: jax.Array, carry: Tree) -> Tree:
+        """Return the carry with the gradient of the last stage's output and this rank's sums."""
+        with jax.named_scope(PART_SCOPES["T"]):
+            is_last = (at["f"] > 0) & (at["f_last"] > 0)
+            gy, sums = self.device.head_part(at, y, is_last, carry["sums"])
+            if not self.device.ticks.has_backward:
+                return carry | {"sums": sums}
+            grads = write_arrival(carry["grads"], at["f_grad"], gy, is_last)
+            return carry | {"sums": sums, "grads": grads}
+
+    def _arrive(
+        self, slots: jax.Array, value: jax.Array, step: int, arrives: jax.Array, slot: jax.Array
+    ) -> jax.Array:
+        """Return the slots after `value` of every rank moved `step` ranks round the ring."""
+        if not slots.shape[0]:
+            return slots
+        return write_arrival(slots, slot, self.device.hop(value, step), arrives)
+
+    def _forward(self, at: dict, carry: Tree) -> tuple[jax.Array, Tree]:
+        carry, device, place = dict(carry), self.device, _place(at, "f_")
+        y, stash = device.forward(place, carry["acts"], at["f_act"])
+        carry = _kept(device, at, stash, "f_stash", carry)
+        if device.has_parts:
+            return y, carry
+        if not device.ticks.has_backward:
+            carry["sums"] = device.loss(place, y, carry["sums"])
+        elif not self.stage.keeps_input:
+            slot = lambda: read_slot(carry["grads"], at["f_grad"])  # noqa: E731
+            gy, carry["sums"] = device.head(place, y, slot, carry["sums"])
+            carry["grads"] = write_slot(carry["grads"], at["f_grad"], gy)
+        return y, carry
+
+    def _backward(self, at: dict, carry: Tree) -> tuple[jax.Array, Tree]:
+        carry, device, place = dict(carry), self.device, _place(at, "b_")
+        kept = carry["acts" if self.stage.keeps_input else "stash"], at["b_stash"]
+        stash, cotangent = device.stash_and_cotangent(place, *kept, carry["grads"], at["b_grad"])
+        gx, carry["sums"] = device.backward(place, stash, cotangent, carry["sums"])
+        return gx, carry
 
 
 def run_op_ticks(device: Device, table: jax.Array) -> Tree:
@@ -52,14 +164,10 @@ def run_op_ticks(device: Device, table: jax.Array) -> Tree:
 
 
 class _SingleOpTicks:
-    """The body of a scan over ticks of a device.
-
-    Each kind's task is a function (columns of the tick, output, carry) -> (output, carry).
-    """
+    """A tick: one task, a function (columns of the tick, output, carry) -> (output, carry)."""
 
     def __init__(self, device: Device):
-        self.device, self.stage = device, device.stage
-        self.names = {name: column for column, name in enumerate(device.ticks.columns)}
+        self.device, self.stage, self.names = device, device.stage, _columns(device)
         lines = [line for tick in device.ticks.table for line in tick]
         occurring = lambda name: {line[self.names[name]] for line in lines}  # noqa: E731
         numbers = occurring("kind")
@@ -112,8 +220,7 @@ class _SingleOpTicks:
     def forward(self, at: dict, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at)
         y, stash = device.forward(place, carry["values"], at["act"])
-        if device.ticks.has_backward and not self.stage.keeps_input:
-            carry["stash"] = write_slot(carry["stash"], at["stash"], stash)
+        carry = _kept(device, at, stash, "stash", carry)
         if device.has_parts:
             return y, carry
         if not device.ticks.has_backward:
@@ -157,9 +264,5 @@ class _SingleOpTicks:
 
     def _stash_and_cotangent(self, at: dict, carry: Tree) -> tuple[Tree, Callable]:
         values = carry["values"]  # activations and gradients
-        kept = Kept(values, at["act"], carry["stash"], at["stash"])
-        return self.device.stash_and_cotangent(_place(at), kept, values, at["grad"])
-
-
-def _place(at: dict[str, jax.Array]) -> Place:
-    return Place(*(at[name] for name in Place._fields))
+        kept = (values, at["act"]) if self.stage.keeps_input else (carry["stash"], at["stash"])
+        return self.device.stash_and_cotangent(_place(at), *kept, values, at["grad"])
