@@ -76,21 +76,15 @@ class StageAxes:
 WHOLE = StageAxes()
 
 
-def gather(rows: jax.Array, axes: StageAxes, dim: int = 0) -> jax.Array:
-    """Return all rows [M, ...] from the parts [M/tp, ...] of devices along tp, if divided.
-
-    dim: divided instead of rows.
-    """
-    return jax.lax.all_gather(rows, "tp", axis=dim, tiled=True) if axes.divides_rows else rows
+def gather(rows: jax.Array, axes: StageAxes) -> jax.Array:
+    """Return all rows [M, ...] from the parts [M/tp, ...] of devices along tp, if divided."""
+    return jax.lax.all_gather(rows, "tp", tiled=True) if axes.divides_rows else rows
 
 
-def scatter(rows: jax.Array, axes: StageAxes, dim: int = 0) -> jax.Array:
-    """Return the sum of `rows` [M, ...] over tp: each device's part [M/tp, ...], or all of it.
-
-    dim: divided instead of rows.
-    """
+def scatter(rows: jax.Array, axes: StageAxes) -> jax.Array:
+    """Return the sum of `rows` [M, ...] over tp: each device's part [M/tp, ...], or all of it."""
     if axes.divides_rows:
-        return jax.lax.psum_scatter(rows, "tp", scatter_dimension=dim, tiled=True)
+        return jax.lax.psum_scatter(rows, "tp", tiled=True)
     return jax.lax.psum(rows, "tp") if axes.tp > 1 else rows
 
 
@@ -102,12 +96,12 @@ def column(rows: jax.Array, w: jax.Array, axes: StageAxes) -> jax.Array:
     return gather(rows, axes) @ w
 
 
-def row(rows: jax.Array, w: jax.Array, axes: StageAxes, dim: int = 0) -> jax.Array:
+def row(rows: jax.Array, w: jax.Array, axes: StageAxes) -> jax.Array:
     """Return the sum over tp of rows [M, in/tp] @ w, this device's rows [in/tp, out]: `scatter`.
 
-    That is [M/tp, out] with sequence parallelism ([M, out/tp] with dim=1), else [M, out].
+    That is [M/tp, out] with sequence parallelism, else [M, out].
     """
-    return scatter(rows @ w, axes, dim)
+    return scatter(rows @ w, axes)
 
 
 def own_part(a: jax.Array, axes: StageAxes, dim: int = -1) -> jax.Array:
