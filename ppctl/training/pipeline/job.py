@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +31,12 @@ from ppctl.executors.stage.jaxpr_flops import RelativeCosts, matmul_flops, relat
 from ppctl.executors.tree_bytes import tree_bytes
 from ppctl.model.attention_scores import Scoring
 from ppctl.model.stack import Stack, init
-from ppctl.schedule.costs import Costs, task_costs
+from ppctl.schedule.costs import task_costs
 from ppctl.schedule.families.registry import BASELINE, build
-from ppctl.schedule.ir import Schedule
 from ppctl.schedule.partition.partition import Partition, explicit, stages_text, uniform
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.search.auto_choice import Choice
 from ppctl.schedule.search.placement_costs import Placed
-from ppctl.schedule.tick_lowering import Ticks
 from ppctl.training.pipeline import known_hardware as hardware_of
 from ppctl.training.pipeline import optimizers as optim
 from ppctl.training.pipeline.auto_schedule import ModelCosts
@@ -199,12 +197,16 @@ def assemble(
     shapes = batch_shapes(data)
     pipelined = partial(pipeline, stack, mesh=mesh, batch=shapes, optimizer=optimizer, **how)
     # 4. other schedules, by the model's costs; the pipeline
-    if planned is None and not is_auto:
-        planned = plan(config, costs_of_parts(config, stack, data, dtype))
-    planned = planned or plan_auto(config, pipelined)
+    if is_auto:
+        planned = plan_auto(config, pipelined)
+    elif planned is None:
+        remat = Remat.of(config.executor.remat)
+        relative = relative_costs(stack, shapes, dtype, recompute=remat.recomputes)
+        costs = relative.with_parts(task_costs(remat, trained_share(config.model, config.optim)))
+        planned = plan(config, lambda rank_of: Placed(costs))
     partition: str | list[int] = config.partition.name
     if isinstance(config.partition, settings.Explicit):
-        partition = [len(layers) for layers in planned.partition]
+        partition = [len(layers) for layers in divide(config, planned.schedule.rank_of)]
     order = planned.schedule if planned.ticks is None else planned.ticks
     pipe = pipelined(schedule=order, partition=partition)
     # 5. the user's code
@@ -213,41 +215,19 @@ def assemble(
     return TrainingJob(config, data, pipe, code, choice=planned.choice)
 
 
-class Planned(NamedTuple):
-    """The order of tasks, and the layers of each stage."""
+def plan(config: Config, *costs: Any) -> ScheduledPipeline:
+    """Return schedule and ticks of a config, with its partition checked. Starts no JAX.
 
-    schedule: Schedule
-    ticks: Ticks | None  # of executor=spmd
-    partition: Partition
-    choice: Choice | None  # of schedule=auto
-
-
-def plan(config: Config, costs: Costs | None = None) -> Planned:
-    """Return schedule, ticks and partition of a config. Neither JAX nor data is touched.
-
-    partition=balanced takes embedding and head as free. costs: of tasks, by which executor=mpmd
-    orders those of parts of the vocabulary.
+    costs: `costs_of` and `in_ticks_bytes` of `pipeline_of`, where the schedule depends on them.
     """
-    of = None if costs is None else lambda rank_of: Placed(costs)
-    planned = _pipeline_of(config, of)
-    return Planned(planned.schedule, planned.ticks, divide(config, planned.schedule.rank_of), None)
-
-
-def _pipeline_of(config: Config, *costs: Any) -> ScheduledPipeline:
     trained, num_layers = trained_share(config.model, config.optim), config.model.num_layers
     how = config.schedule, config.executor, config.mesh.pp, num_layers, trained
-    return pipeline_of(*how, *costs)
+    planned = pipeline_of(*how, *costs)
+    divide(config, planned.schedule.rank_of)
+    return planned
 
 
-def costs_of_parts(config: Config, stack: Stack, data: DataSet, dtype: jnp.dtype) -> Costs:
-    """Return the costs of tasks where every rank has a part of embedding and head, by FLOPs."""
-    remat = Remat.of(config.executor.remat)
-    costs = task_costs(remat, trained_share(config.model, config.optim))
-    relative = relative_costs(stack, batch_shapes(data), dtype, recompute=remat.recomputes)
-    return relative.with_parts(costs)
-
-
-def plan_auto(config: Config, pipelined: Callable[..., Pipeline]) -> Planned:
+def plan_auto(config: Config, pipelined: Callable[..., Pipeline]) -> ScheduledPipeline:
     """Return the same for schedule=auto, by the seconds and bytes of the model's stages.
 
     pipelined: makes the request's pipeline of a schedule and a partition.
@@ -259,10 +239,7 @@ def plan_auto(config: Config, pipelined: Callable[..., Pipeline]) -> Planned:
     costs = ModelCosts(probe, lambda rank_of: divide(config, rank_of, probe.relative_costs))
     is_capped, in_ticks = request.max_memory_gib is not None, config.executor.IN_TICKS
     seconds_of = costs.layers(with_bytes=is_capped and not in_ticks).on
-    bytes_of = costs.in_ticks_bytes if is_capped and in_ticks else None
-    chosen = _pipeline_of(config, seconds_of, bytes_of)
-    partition = divide(config, chosen.schedule.rank_of, probe.relative_costs)
-    return Planned(chosen.schedule, chosen.ticks, partition, chosen.choice)
+    return plan(config, seconds_of, costs.in_ticks_bytes if is_capped and in_ticks else None)
 
 
 def divide(config: Config, rank_of: Sequence[int], costs: RelativeCosts | None = None) -> Partition:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,11 @@ class Pipeline:
     """
 
     stack: Stack
-    work: Work
+    schedule: Schedule
+    ticks: Ticks | None  # the schedule in ticks; None unless executor=spmd
+    execution: Execution
+    task_costs: Costs  # relative; F = I = W = 1, plus recomputation, W of the trained share
+    costs_of_layers: Callable[[], RelativeCosts]
     states: States
     optimizer: optax.GradientTransformation
     dtype: jnp.dtype  # of compute
@@ -85,32 +89,9 @@ class Pipeline:
         return self.batch_shapes["inputs"].shape[0]
 
     @property
-    def schedule(self) -> Schedule:
-        return self.work.schedule
-
-    @property
-    def ticks(self) -> Ticks | None:
-        """The schedule in ticks; None unless executor=spmd."""
-        return self.work.ticks
-
-    @property
-    def execution(self) -> Execution:
-        return self.work.execution
-
-    @property
-    def task_costs(self) -> Costs:
-        """Relative costs of tasks."""
-        return self.work.task_costs
-
-    @property
     def relative_costs(self) -> RelativeCosts:
         """The costs of layers, embedding and head in layers, by FLOPs; 0 for parts on all ranks."""
-        return self.work.relative_costs()
-
-    @cached_property
-    def trained_share(self) -> float:
-        """The share of the layers' weights that is trained, 0..1."""
-        return trained_share(self.states.natural["params"]["layers"], self.stack.trains("layers"))
+        return self.costs_of_layers()
 
     @cached_property
     def num_parameters(self) -> int:
@@ -280,42 +261,23 @@ def pipeline(
     stack = request.layered_stack(stack, shapes, num_layers, layers, dtype)
     # 2. the order of tasks by their relative costs; layers on stages, stages on devices
     work = _work(stack, shapes, dtype, schedule, plan, vocab, execution)
-    divided, layout = _laid_out(stack, work, mesh, partition, shapes)
+    plan, lowered, execution, costs, costs_of_layers = work
+    layers_of = request.partition_for(partition, stack.num_layers, plan, costs_of_layers)
+    divided, shards, auto = request.divided(stack, execution, mesh, shapes)
+    layout = Layout(mesh, layers_of, plan.rank_of, shards, auto)
     # 3. the state, and the engine that runs its steps
     optimizer = optim.clipped(optimizer, clip_norm)
     initial = lambda seed: init_state(init(stack, seed), optimizer, stack.trainable)  # noqa: E731
     states = States(layout, initial, seed)
-    how = plan.num_microbatches, work.execution, dtype, work.execution.axes
-    model = model_of(divided, states, shapes, *how)
-    _check_updates_and_split(optimizer, states, stack, work, model)
-    how = optimizer, lr_schedule, work.execution, clip_norm, work.task_costs
-    engine = make_engine(stack, model, states, work.schedule, work.ticks, shapes, *how)
-    few = few_examples(batch, shapes)
-    return Pipeline(stack, work, states, optimizer, dtype, shapes, engine, model, lr_schedule, few)
-
-
-def _check_updates_and_split(
-    optimizer: optax.GradientTransformation, states: States, stack: Stack, work: Work, model: Model
-) -> None:
-    """Raise ConfigError if updates mix parameters, or a split layer cannot be split."""
+    model = model_of(divided, states, shapes, plan.num_microbatches, execution, dtype)
     trained = trained_part(states.natural["params"], stack.trainable)
-    optim.check_separable(optimizer, trained, by_rank=work.execution.dispatches_tasks)
-    if work.execution.is_pipelined:
-        request.check_split(stack, work.schedule, states.layout.partition, model)
-
-
-class Work(NamedTuple):
-    """The tasks of a step and how they are run.
-
-    task_costs: F = I = W = 1, plus recomputation, W of the trained share; of parts by FLOPs.
-    relative_costs: of layers, embedding and head, in layers, by FLOPs.
-    """
-
-    schedule: Schedule
-    ticks: Ticks | None  # of executor=spmd
-    execution: Execution
-    task_costs: Costs
-    relative_costs: Callable[[], RelativeCosts]
+    optim.check_separable(optimizer, trained, by_rank=execution.dispatches_tasks)
+    if execution.is_pipelined:
+        request.check_split(stack, plan, layers_of, model)
+    how = optimizer, lr_schedule, execution, clip_norm, costs
+    engine = make_engine(stack, model, states, plan, lowered, shapes, *how)
+    parts = states, optimizer, dtype, shapes, engine, model, lr_schedule
+    return Pipeline(stack, *work, *parts, few_examples(batch, shapes))
 
 
 def _work(
@@ -326,8 +288,8 @@ def _work(
     plan: Schedule,
     vocab: str,
     execution: Execution,
-) -> Work:
-    """Return the work of a step: with vocab=parallel on all ranks, for executor=spmd in ticks."""
+) -> tuple[Schedule, Ticks | None, Execution, Costs, Callable[[], RelativeCosts]]:
+    """Return the schedule, with vocab=parallel on all ranks, and the next fields of `Pipeline`."""
     initial, recompute = jax.eval_shape(lambda: init(stack, 0)), execution.remat.recomputes
     checked_flags(initial, stack.trainable)
     relative = cache(lambda: relative_costs(stack, shapes, dtype, recompute=recompute))
@@ -343,23 +305,4 @@ def _work(
     elif execution.in_ticks:
         lowered = ticks(plan, costs, execution.remat)
     of_stages = (lambda: relative().without_embed_head) if plan.divides_vocabulary else relative
-    return Work(plan, lowered, execution, costs, of_stages)
-
-
-def _laid_out(
-    stack: Stack,
-    work: Work,
-    mesh: Mesh,
-    partition: str | Sequence[int],
-    shapes: Mapping[str, jax.ShapeDtypeStruct],
-) -> tuple[Stack, Layout]:
-    """Return the model as one device computes it, and the layout of its layers on the mesh."""
-    execution, schedule, divided = work.execution, work.schedule, stack
-    with in_arguments():
-        if execution.is_pipelined:
-            divided = request.divided_stack(stack, execution.axes, shapes)
-        shards, auto = request.shards_over_tp(stack, divided, execution.axes)
-        if auto:
-            request.check_division_by_xla(execution, mesh)
-    layers = request.partition_for(partition, stack.num_layers, schedule, work.relative_costs)
-    return divided, Layout(mesh, layers, schedule.rank_of, shards, auto)
+    return plan, lowered, execution, costs, of_stages

@@ -141,6 +141,23 @@ def with_vocabulary_of(plan: Schedule, execution: Execution) -> StageAxes:
     return replace(execution.axes, vocab_ranks=plan.num_ranks)
 
 
+def divided(
+    stack: Stack,
+    execution: Execution,
+    mesh: Mesh,
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+) -> tuple[Stack, dict[tuple[str, ...], Shard], tuple[str, ...]]:
+    """Return the model as one device computes it, and the results of `shards_over_tp`."""
+    part = stack
+    with in_arguments():
+        if execution.is_pipelined:
+            part = divided_stack(stack, execution.axes, shapes)
+        shards, auto = shards_over_tp(stack, part, execution.axes)
+        if auto:
+            check_division_by_xla(execution, mesh)
+    return part, shards, auto
+
+
 def divided_stack(
     stack: Stack, axes: StageAxes, shapes: Mapping[str, jax.ShapeDtypeStruct]
 ) -> Stack:

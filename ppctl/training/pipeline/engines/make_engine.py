@@ -15,7 +15,6 @@ from ppctl.executors.parameter_layout import Layout, layer_specs, shapes_on_devi
 from ppctl.executors.reference import reference
 from ppctl.executors.spmd.spmd_memory import spmd_bytes
 from ppctl.executors.spmd.spmd_program import Options, spmd
-from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.model.stack import Stack
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule, Task
@@ -78,9 +77,8 @@ def model_of(
     num_microbatches: int,
     execution: Execution,
     dtype: jnp.dtype,
-    axes: StageAxes = WHOLE,
 ) -> Model:
-    """Return the model as the tasks of one device see it; stack: divided over `axes`."""
+    """Return the model as the tasks of one device see it; stack: divided over execution.axes."""
     mesh, layout = states.layout.mesh, states.layout
     params = shapes_on_device(states.natural["params"], {} if layout.auto else layout.shards)
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
@@ -92,7 +90,7 @@ def model_of(
     embed_head = params["embed_head"]
     parts = {"embed_head": embed_head, "layers": layer}
     auto_specs = layout.auto_specs(parts) if layout.auto else None
-    sizes = num_microbatches, execution.remat, execution.unroll, dtype, axes
+    sizes = num_microbatches, execution.remat, execution.unroll, dtype, execution.axes
     divided = layout.own_embed_head(embed_head), specs, auto_specs
     model = stack, embed_head, layer, microbatch, *sizes, *divided
     return Model(*model, in_order=_is_gpu(layout))
