@@ -19,8 +19,7 @@ from ppctl.data.tokenizer import BYTES, FILE, NUM_BYTES, Tokenizer, byte_tokeniz
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.model.stack import Stack
 from ppctl.model.transformer import transformer
-from ppctl.training.checkpoint.checkpoint import Checkpoints
-from ppctl.training.checkpoint.stored_adapters import merged_params
+from ppctl.training.checkpoint.checkpoint import Checkpoints, merged_params
 from ppctl.training.pipeline.built_in_models import transformer_sizes
 from ppctl.training.pipeline.job import DEFAULT_DTYPE
 from ppctl.training.run.kept_tokenizer import configured_ends, kept_tokenizer

@@ -20,7 +20,7 @@ from ppctl.planner import make_plan as plan
 from ppctl.planner.show.plan_terminal import costs_text
 from ppctl.reports.model_costs import costs_from
 from ppctl.reports.terminal_output import size_text
-from ppctl.training.pipeline.engines.engine_memory import PARTS
+from ppctl.training.pipeline.engines.engine_protocol import PARTS
 from ppctl.training.pipeline.job import assemble
 
 COMPILE = config.Plan(compile=True)

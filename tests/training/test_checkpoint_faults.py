@@ -16,7 +16,7 @@ from support.selection import full_except
 
 from ppctl.errors import CheckpointError
 from ppctl.training.checkpoint.checkpoint import Checkpoints
-from ppctl.training.checkpoint.checksum import digest
+from ppctl.training.checkpoint.manifest import digest
 
 
 def test_a_missing_checkpoint_is_named_with_those_there(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from jax import monitoring
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ppctl.training.checkpoint.checksum import H, R, digest
+from ppctl.training.checkpoint.manifest import H, R, digest
 
 DTYPES = (
     "float32",

@@ -16,7 +16,7 @@ from ppctl import cli
 from ppctl.cli.compose import compose
 from ppctl.errors import CheckpointError, DamagedError
 from ppctl.training.checkpoint.checkpoint import Checkpoints
-from ppctl.training.checkpoint.checksum import digest
+from ppctl.training.checkpoint.manifest import digest
 from ppctl.training.pipeline.job import assemble
 
 META = {"config": {"model": {"d_model": 8}}, "losses": [1.5, None]}

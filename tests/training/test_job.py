@@ -39,7 +39,7 @@ from ppctl.schedule.costs import Costs, task_costs
 from ppctl.schedule.partition.partition import LETTERS, stages_text
 from ppctl.schedule.tick_lowering import ticks
 from ppctl.training.pipeline.built_in_models import make_stack
-from ppctl.training.pipeline.engines.process_examples import put_examples
+from ppctl.training.pipeline.engines.train_states import put_examples
 from ppctl.training.pipeline.jax_start import CPU_FLAGS
 from ppctl.training.pipeline.job import (
     assemble,

@@ -12,6 +12,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from ppctl.errors import CheckpointError, DamagedError, SaveError
+from ppctl.model.lora import Lora, merged
 from ppctl.reports.run_files import checkpoint_steps
 from ppctl.training.checkpoint import orbax_io
-from ppctl.training.checkpoint.checksum import digest
 from ppctl.training.checkpoint.manifest import (
     Manifest,
     array_types,
     differences,
+    digest,
     from_json,
     to_json,
 )
@@ -68,7 +70,7 @@ class Checkpoints:
         if keep is None:
             return
         cannot = f"Checkpoints cannot be written to {self.directory}"
-        with self._failing_together(cannot, "Use another run.dir, or make this one writable"):
+        with self._together(_refusal(cannot, "Use another run.dir, or make this one writable")):
             self.directory.mkdir(parents=True, exist_ok=True)
             self._probe()
 
@@ -123,9 +125,9 @@ class Checkpoints:
         # Written in the background: the caller's mapping may have changed by then.
         manifest = Manifest(step, array_types(state), digested.checksums, dict(meta))
         items = {"state": state, "meta": to_json(manifest)}
-        with self._saving(step):
+        with self._together(partial(self._not_saved, step)):
             self._probe()  # if Orbax itself fails to make it, its threads delay exit for minutes
-        with self._saving(step):
+        with self._together(partial(self._not_saved, step)):
             checkpointer = self._checkpointer = self._checkpointer or self._opened()
             self._pending = step, checkpointer.save_checkpointables_async(step, items, force=True)
         self._current = step
@@ -197,7 +199,7 @@ class Checkpoints:
         names = (f"{step}.damaged{suffix}" for suffix in ("", *(f".{n}" for n in range(2, 1000))))
         name = next(name for name in names if not (self.directory / name).exists())
         damaged = f"Checkpoint {self.directory / str(step)} is damaged and cannot be moved away"
-        with self._failing_together(damaged, "Move it away, or use another run.dir"):
+        with self._together(_refusal(damaged, "Move it away, or use another run.dir")):
             if jax.process_index() == 0:
                 (self.directory / str(step)).rename(self.directory / name)
         self._aside.add(step)
@@ -217,7 +219,7 @@ class Checkpoints:
         if self._pending is None or self._checkpointer is None:
             return
         (step, response), self._pending = self._pending, None
-        with self._saving(step):
+        with self._together(partial(self._not_saved, step)):
             try:
                 response.result()  # also ends the response's thread
             finally:
@@ -248,8 +250,8 @@ class Checkpoints:
             self._checkpointer = None
 
     @contextlib.contextmanager
-    def _saving(self, step: int) -> Iterator[None]:
-        """Close the writer and raise SaveError in all processes if the body fails in one."""
+    def _together(self, failed: Callable[[str, BaseException | None], Exception]) -> Iterator[None]:
+        """Raise failed(reason, this process's error) in all processes if the body fails in one."""
         error = None
         try:
             yield
@@ -257,21 +259,7 @@ class Checkpoints:
             error = failure
         reason = self._shared_reason(error)
         if reason is not None:
-            self._pending = self._current = None
-            self._shut()
-            raise self._not_saved(step, reason) from error
-
-    @contextlib.contextmanager
-    def _failing_together(self, what: str, remedy: str) -> Iterator[None]:
-        """Raise CheckpointError in all processes if the body fails in one."""
-        error = None
-        try:
-            yield
-        except Exception as failure:
-            error = failure
-        reason = self._shared_reason(error)
-        if reason is not None:
-            raise CheckpointError(f"{what}: {reason}. {remedy}.") from error
+            raise failed(reason, error) from error
 
     def _shared_reason(self, error: BaseException | None) -> str | None:
         """Return the reason of a failure, the same in all processes; None if none failed."""
@@ -290,12 +278,11 @@ class Checkpoints:
         os.rmdir(tempfile.mkdtemp(prefix=".probe-", dir=self.directory))
 
     def _manifest(self, step: int) -> Manifest:
-        record, error = self._load(step, {"meta": None})["meta"], None
+        record = self._load(step, {"meta": None})["meta"]
         try:
             return from_json(record, step)
-        except ValueError as failure:  # in every process: all read the same file
-            error = failure
-        raise self._damaged(step, error_reason(error)) from error
+        except ValueError as error:  # in every process: all read the same file
+            raise self._damaged(step, error_reason(error)) from error
 
     def _check(self, step: int, manifest: Manifest, state: Any) -> None:
         """Raise DamagedError where an array of a restored state is not the one that was saved."""
@@ -307,21 +294,17 @@ class Checkpoints:
             raise self._damaged(step, what)
 
     def _load(self, step: int, items: dict[str, Any]) -> dict[str, Any]:
-        path, error = self._path(step), None
-        try:
-            with self._reading:
-                loaded = ocp.load_checkpointables(str(path), items)
-        except Exception as failure:
-            loaded, error = {}, failure
-        reason = self._shared_reason(error)
-        if reason is None:
-            return loaded
-        is_passing = error is not None and orbax_io.is_passing(error)
-        if any(self._gather("passing" if is_passing else "")):
-            raise CheckpointError(
-                f"Checkpoint {path} cannot be read: {reason}. Start again once it can."
-            ) from error
-        raise self._damaged(step, reason) from error
+        path = self._path(step)
+
+        def failed(reason: str, error: BaseException | None) -> Exception:
+            is_passing = error is not None and orbax_io.is_passing(error)
+            if any(self._gather("passing" if is_passing else "")):
+                what = f"Checkpoint {path} cannot be read: {reason}"
+                return CheckpointError(f"{what}. Start again once it can.")
+            return self._damaged(step, reason)
+
+        with self._together(failed), self._reading:
+            return ocp.load_checkpointables(str(path), items)
 
     def _path(self, step: int) -> Path:
         """Return where `step` is stored. CheckpointError if it is not."""
@@ -341,7 +324,10 @@ class Checkpoints:
         what = f"Checkpoint {self.directory / str(step)} cannot be read: {reason}"
         return DamagedError(step, what, f"Move it away to {resume}.")
 
-    def _not_saved(self, step: int, reason: str) -> SaveError:
+    def _not_saved(self, step: int, reason: str, _: BaseException | None) -> SaveError:
+        """Close the writer, and return the error of a failed save."""
+        self._pending = self._current = None
+        self._shut()
         latest, kept = self.latest(), "no checkpoint is finished"
         if latest is not None:
             kept = f"step {latest} is the newest finished one"
@@ -349,6 +335,10 @@ class Checkpoints:
             f"Checkpoint {self.directory / str(step)} could not be written: {reason}; {kept}. "
             "Free or extend the disk, or use another run.dir."
         )
+
+
+def _refusal(what: str, remedy: str) -> Callable[[str, BaseException | None], Exception]:
+    return lambda reason, _: CheckpointError(f"{what}: {reason}. {remedy}.")
 
 
 def _array(leaf: Any) -> jax.Array | np.ndarray:
@@ -361,3 +351,22 @@ def _array(leaf: Any) -> jax.Array | np.ndarray:
 
 def _listed(steps: Sequence[int]) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
+
+
+def stored_lora(checkpoints: Checkpoints, step: int) -> Lora | None:
+    """Return the adapters of a checkpoint by its run's settings, or None."""
+    optim = checkpoints.meta(step).get("config", {}).get("optim", {})
+    if not isinstance(optim, Mapping) or optim.get("train") != "lora":
+        return None
+    targets = None if optim["lora_targets"] is None else tuple(optim["lora_targets"])
+    return Lora(optim["lora_rank"], optim["lora_alpha"], targets)
+
+
+def merged_params(checkpoints: Checkpoints, step: int, device: Any) -> Any:
+    """Return the parameters of a checkpoint on one device, in natural order, adapters merged in.
+
+    Raises as `Checkpoints.restore_params`.
+    """
+    lora = stored_lora(checkpoints, step)
+    params = checkpoints.restore_params(step, device)
+    return params if lora is None else jax.jit(partial(merged, scale=lora.scale))(params)

@@ -26,9 +26,8 @@ from ppctl.model.stack import Stack, init
 from ppctl.reports import run_status
 from ppctl.reports.foreign_files import read_settings
 from ppctl.reports.run_files import read_lines
-from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.checkpoint.checkpoint import Checkpoints, merged_params, stored_lora
 from ppctl.training.checkpoint.manifest import array_types, differences
-from ppctl.training.checkpoint.stored_adapters import merged_params, stored_lora
 from ppctl.training.pipeline.built_in_models import make_stack
 from ppctl.training.pipeline.job import DEFAULT_DTYPE, open_data
 

@@ -1,4 +1,4 @@
-"""Engines: one protocol to train, evaluate and compare with any executor."""
+"""Engines: one protocol to train, evaluate and compare with any executor; parts of its memory."""
 # pyright: reportReturnType=false
 
 from __future__ import annotations
@@ -10,10 +10,25 @@ from typing import Any, Protocol
 import jax
 
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
+from ppctl.executors.mpmd.rank_programs import SHARED
 from ppctl.schedule.ir import Task
 from ppctl.training.pipeline.engines.step_programs import Choose, StepPrograms
 
 Tree = Any
+PARTS = (
+    *("parameters", "optimizer", "weights", "gradients", "activations", "transfers", "batch"),
+    "temporaries",
+)
+SUMS = ("acc", "acc_in", "acc_out", "acc_embed_head", "sum", "grads", *SHARED)
+NAMES = {  # parts by the names of values in a plan of executor=mpmd
+    **dict.fromkeys(("params", "next_params"), "parameters"),
+    **dict.fromkeys(("optimizer", "next_optimizer"), "optimizer"),
+    **dict.fromkeys(("inputs", "targets"), "batch"),
+    **dict.fromkeys(("w", "embed_head_in", "embed_head_out", "embed_head"), "weights"),
+    **dict.fromkeys(SUMS, "gradients"),
+    **dict.fromkeys(("x", "y", "gx", "gy"), "transfers"),
+    **dict.fromkeys(("stash", "pending", "logits"), "activations"),
+}
 Temporaries = Callable[[ProgramId | None], int]  # bytes on one device; None: one whole step
 
 
@@ -83,3 +98,17 @@ class TimedEngine(Engine, Protocol):
         self, state: Tree, batch: Tree
     ) -> tuple[Tree, dict[str, jax.Array], dict[Task, float]]:
         """Run `step`, one program at a time; return also the seconds of each task."""
+
+
+def by_part(held: Mapping[str, int]) -> dict[str, int]:
+    """Return bytes by part, in the order of PARTS, from bytes by the names of values.
+
+    >>> by_part({"params": 8, "stash": 2, "temporaries": 1})["activations"]
+    2
+    """
+    found: dict[str, int] = dict.fromkeys(PARTS[:-1], 0)
+    for name, size in held.items():
+        # a few numbers have no part
+        part = name if name in PARTS else NAMES.get(name, "transfers")
+        found[part] = found.get(part, 0) + size
+    return found

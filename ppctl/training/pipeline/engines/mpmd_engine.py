@@ -42,8 +42,7 @@ from ppctl.executors.tree_bytes import shard_shapes
 from ppctl.model.stack import divisor
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.ir import Schedule, Task
-from ppctl.training.pipeline.engines.engine_memory import by_part
-from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporaries
+from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporaries, by_part
 from ppctl.training.pipeline.engines.plan_inputs import STATE, Given
 from ppctl.training.pipeline.engines.step_programs import Choose, StepPrograms, dispatched_programs
 from ppctl.training.pipeline.engines.train_states import States

@@ -16,9 +16,13 @@ from ppctl.executors.compiler_options import Flags, temp_bytes, total_bytes
 from ppctl.executors.device_mesh import DATA_AXES
 from ppctl.executors.tree_bytes import shard_bytes, shard_shapes
 from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporaries
-from ppctl.training.pipeline.engines.process_examples import examples_of, put_examples
 from ppctl.training.pipeline.engines.step_programs import Choose, StepPrograms, one_program
-from ppctl.training.pipeline.engines.train_states import States, shardings_of
+from ppctl.training.pipeline.engines.train_states import (
+    States,
+    examples_of,
+    put_examples,
+    shardings_of,
+)
 from ppctl.training.pipeline.train_step import train_step
 
 Tree = Any

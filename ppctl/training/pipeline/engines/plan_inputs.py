@@ -17,7 +17,7 @@ from ppctl.executors.mpmd.dispatch_plan import Key
 from ppctl.executors.mpmd.mpmd_runtime import Runtime
 from ppctl.executors.mpmd.rank_trees import Division
 from ppctl.executors.tree_bytes import shard_bytes
-from ppctl.training.pipeline.engines.process_examples import examples_of, put_examples
+from ppctl.training.pipeline.engines.train_states import examples_of, put_examples
 
 Tree = Any
 STATE = ("params", "optimizer", "step")  # names in a rank's state

@@ -1,13 +1,15 @@
-"""Training states in natural order and staged, and the ways between them."""
+"""The arrays of training: states in natural order and staged, and a process's examples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding
 
 from ppctl.executors.parameter_layout import Layout
 
@@ -56,3 +58,30 @@ class States:
 
 def shardings_of(tree: Tree) -> Tree:
     return jax.tree.map(lambda a: a.sharding, tree)
+
+
+def examples_of(sharding: NamedSharding, batch_size: int) -> tuple[int, ...]:
+    """Return the examples, ascending, of a batch sharded along its first dim on this process."""
+    held = sharding.addressable_devices_indices_map((batch_size,)).values()
+    found = {example for index in held if index for example in range(batch_size)[index[0]]}
+    return tuple(sorted(found))
+
+
+def put_examples(
+    shardings: Mapping[str, NamedSharding],
+    examples: Sequence[int],
+    batch: Mapping[str, np.ndarray],
+    batch_size: int,
+) -> dict[str, jax.Array]:
+    """Return global arrays [batch_size, ...] of a batch of only these examples."""
+    place = {example: i for i, example in enumerate(examples)}
+
+    def one(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        dtype = jax.dtypes.canonicalize_dtype(values.dtype)  # 32 bits without x64
+        values, shape = values.astype(dtype, copy=False), (batch_size, *values.shape[1:])
+        if not sharding.addressable_devices:  # all devices are other processes'
+            return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
+        part = lambda index: values[[place[example] for example in range(batch_size)[index[0]]]]  # noqa: E731
+        return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
+
+    return {name: one(np.asarray(batch[name]), sharding) for name, sharding in shardings.items()}
