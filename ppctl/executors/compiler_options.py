@@ -7,14 +7,10 @@ Options are those of each compiled program, not of the process. docs/executors-i
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from functools import cache
-from importlib.metadata import version
 from typing import Any, Literal
 
 import jax
-
-from ppctl.errors import ConfigError
 
 Value = bool | str  # XLA takes numbers as text too
 Flags = tuple[tuple[str, Value], ...]
@@ -31,9 +27,8 @@ CPU_OPTIONS: dict[CompilerPreset, dict[str, Any]] = {
 
 # Options that others ship for pipelines on NVIDIA GPUs. Without Triton's products a step took 0.393
 # s instead of 0.411 on one H100 (docs/benchmarks.md, "One H100"); the others were not timed.
-LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 GPU_FLAGS: Flags = (
-    (LATENCY_HIDING, True),  # collectives start early and end late
+    ("xla_gpu_enable_latency_hiding_scheduler", True),  # collectives start early and end late
     ("xla_gpu_enable_pipelined_p2p", True),  # hops travel while the next tick computes
     # bytes from which a permute becomes a send and a receive
     ("xla_gpu_collective_permute_decomposer_threshold", "1024"),
@@ -45,40 +40,18 @@ GPU_FLAGS: Flags = (
 )
 
 
-def flags_for(request: str | Sequence[str], device: Any) -> Flags:
+def flags_for(request: str, device: Any) -> Flags:
     """Return the compiler options of executor.xla_flags for an attached or described device.
 
     request: "auto", those of `GPU_FLAGS` that this XLA knows and XLA_FLAGS does not set, on NVIDIA
-    GPUs, and () elsewhere; "none"; or texts NAME=VALUE in place of auto's.
-    ConfigError for an option or value that XLA refuses.
+    GPUs, and () elsewhere; or "none".
     """
-    if request == "none":
+    is_nvidia = device.platform in ("gpu", "cuda") and "NVIDIA" in device.device_kind
+    if request == "none" or not is_nvidia:
         return ()
-    if request == "auto":
-        if device.platform not in ("gpu", "cuda") or "NVIDIA" not in device.device_kind:
-            return ()
-        of_user = os.environ.get("XLA_FLAGS", "")
-        missing = ((name, value) for name, value in GPU_FLAGS if name not in of_user)
-        return tuple((name, value) for name, value in missing if _refusal(name, value) is None)
-    flags = tuple(parsed(text) for text in request)
-    for name, value in flags:
-        reason = _refusal(name, value)
-        if reason is not None:
-            raise ConfigError(
-                f"executor.xla_flags: {name}={value} is refused by XLA of jaxlib "
-                f"{version('jaxlib')}: {reason}. Leave it out, or use executor.xla_flags=auto."
-            )
-    return flags
-
-
-def parsed(text: str) -> tuple[str, Value]:
-    """Return (name, value) of an option as XLA_FLAGS has it.
-
-    >>> parsed("--xla_gpu_enable_triton_gemm=false"), parsed("xla_gpu_autotune_level=2")
-    (('xla_gpu_enable_triton_gemm', False), ('xla_gpu_autotune_level', '2'))
-    """
-    name, _, value = text.removeprefix("--").partition("=")
-    return name, value == "true" if value in ("true", "false") else value
+    of_user = os.environ.get("XLA_FLAGS", "")
+    missing = ((name, value) for name, value in GPU_FLAGS if name not in of_user)
+    return tuple((name, value) for name, value in missing if _is_known(name, value))
 
 
 def text_of(flags: Flags) -> str:
@@ -90,17 +63,17 @@ def text_of(flags: Flags) -> str:
 def cpu_options(preset: CompilerPreset) -> dict[str, Any]:
     """Return the options of XLA's CPU compiler for a preset, those that this jaxlib has."""
     ours = CPU_OPTIONS[preset]
-    return {name: ours[name] for name in ours if name != EMITTERS or _refusal(name, False) is None}
+    return {name: ours[name] for name in ours if name != EMITTERS or _is_known(name, False)}
 
 
 @cache
-def _refusal(name: str, value: Value) -> str | None:
-    """Return the reason why XLA refuses an option, else None. Each backend knows all options."""
+def _is_known(name: str, value: Value) -> bool:
+    """Return whether XLA takes an option. Each backend knows all options."""
     try:
         jax.jit(lambda: 0).lower().compile({name: value})
-    except jax.errors.JaxRuntimeError as error:
-        return str(error).split("\n")[0].removeprefix("INVALID_ARGUMENT: ").rstrip(".")
-    return None
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 def temp_bytes(program: jax.stages.Compiled) -> int:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
 from ppctl.config.field_checks import at_least, choice
-from ppctl.errors import ConfigError
 from ppctl.schedule.remat import Remat
 
 
@@ -16,7 +15,7 @@ class Reference:
 
     name: str = "reference"
     remat: str = "none"  # none | layer | full: what the backward recomputes
-    xla_flags: Any = "auto"  # auto: flags that suit the devices | none | a list of 'NAME=VALUE'
+    xla_flags: str = "auto"  # auto: flags that suit the devices, besides XLA_FLAGS' | none
 
     IS_PIPELINED: ClassVar[bool] = False
     IN_TICKS: ClassVar[bool] = False  # ranks run in lockstep, in one program
@@ -25,15 +24,7 @@ class Reference:
 
     def check(self) -> None:
         choice("executor.remat", self.remat, self.REMAT)
-        flags: Any = self.xla_flags
-        is_list = isinstance(flags, list | tuple)
-        texts = cast("list[object]", flags) if is_list else []
-        if not (is_list or flags in ("auto", "none")) or not all("=" in str(t)[1:] for t in texts):
-            raise ConfigError(
-                f"executor.xla_flags={flags} is neither auto nor none nor a list of NAME=VALUE, "
-                "which a command line has in quotes: "
-                "executor.xla_flags=\"['xla_gpu_enable_triton_gemm=false']\"."
-            )
+        choice("executor.xla_flags", self.xla_flags, ("auto", "none"))
 
 
 @dataclass

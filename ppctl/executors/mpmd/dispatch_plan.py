@@ -1,17 +1,25 @@
 """The host's plan: the programs of each rank in order, their values, and each value's last use.
 
-A plan is data, made once from a schedule; a step only follows it. mpmd/plan_tasks.py names the
-values of tasks.
+A plan is data, made once from a schedule; a step only follows it, as a `Walk` once it is compiled.
+mpmd/plan_tasks.py names the values of tasks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
+
+import jax
 
 from ppctl.schedule.ir import Task
 
+Tree = Any
 Key = tuple  # (name, numbers by which values of this name differ)
+Call = Callable[..., Sequence]  # values read -> values written
+Slots = tuple[int, ...]
 
 
 class ProgramId(NamedTuple):
@@ -117,3 +125,61 @@ def last_uses(entries: Sequence[PlanEntry], keep: Collection[Key]) -> list[tuple
         found.append(tuple(key for key in touched if key not in live))
         live = (live - set(entry.writes)) | set(entry.reads)
     return found[::-1]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A compiled plan of this process; values that none of its devices holds are None."""
+
+    entries: tuple[PlanEntry, ...]
+    steps: tuple[tuple[Call, Slots, Slots, Slots], ...]  # call, slots read, written and freed
+    slots: Mapping[Key, int]
+    given: tuple[Key, ...]
+    kept: tuple[Key, ...]
+    shapes: Mapping[Key, Tree]  # shapes of the kept values
+    held: tuple[Mapping[str, int], ...]  # `Runtime.memory_breakdown`; {} for others' ranks
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """For each rank the peak bytes on one device: values and temporaries, without `given`."""
+        return tuple(sum(held.values()) for held in self.held)
+
+    def run(self, given: Mapping[Key, Tree]) -> dict[Key, Tree]:
+        """Return the values to keep, from the given ones; when all is dispatched, not done."""
+        values: list[Any] = [None] * len(self.slots)
+        for key in self.given:
+            values[self.slots[key]] = given[key]
+        for call, reads, writes, freed in self.steps:
+            results = call(*[values[i] for i in reads])
+            for i, result in zip(writes, results, strict=True):
+                values[i] = result
+            results = None
+            for i in freed:
+                values[i] = None
+        return {key: values[self.slots[key]] for key in self.kept}
+
+    def timed(self, seconds: dict[Task, float]) -> Walk:
+        """Return the same walk, one program at a time; it puts the times of tasks in `seconds`."""
+
+        def waiting(entry: PlanEntry, call: Call) -> Call:
+            def run(*values: Tree) -> Sequence:
+                began = time.perf_counter()
+                results = jax.block_until_ready(call(*values))
+                if entry.program is not None and entry.task is not None:
+                    seconds[entry.task] = time.perf_counter() - began
+                return results
+
+            return run
+
+        pairs = zip(self.entries, self.steps, strict=True)
+        steps = tuple((waiting(entry, call), *rest) for entry, (call, *rest) in pairs)
+        return replace(self, steps=steps)
+
+    @cached_property
+    def programs(self) -> list[list[tuple[str, Task | None]]]:
+        """For each rank its programs in order: (name of the compiled module, its task or None)."""
+        found: list[list[tuple[str, Task | None]]] = [[] for _ in self.held]
+        for entry in self.entries:
+            if entry.program is not None:
+                found[entry.rank].append((f"jit_{entry.program.kind}", entry.task))
+        return found

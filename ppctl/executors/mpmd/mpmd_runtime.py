@@ -13,13 +13,11 @@ its rank, so that every device runs its programs in the plan's order. docs/execu
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.compiler_options import cpu_options, temp_bytes
 from ppctl.executors.described_devices import is_described
-from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, last_uses
+from ppctl.executors.mpmd.dispatch_plan import Call, Key, PlanEntry, ProgramId, Walk, last_uses
 from ppctl.executors.mpmd.rank_programs import ProgramLibrary
 from ppctl.executors.mpmd.transfers import (
     TURN,
@@ -46,70 +44,9 @@ from ppctl.executors.mpmd.transfers import (
 )
 from ppctl.executors.parameter_layout import is_spec, without_axes
 from ppctl.executors.tree_bytes import shard_bytes
-from ppctl.schedule.ir import Task
 
 Tree = Any
-Call = Callable[..., Sequence]  # values read -> values written
-Slots = tuple[int, ...]
 MOST_STARTED = 32  # programs of a device in flight in XLA on CPU
-
-
-@dataclass(frozen=True)
-class Walk:
-    """A compiled plan of this process; values that none of its devices holds are None."""
-
-    entries: tuple[PlanEntry, ...]
-    steps: tuple[tuple[Call, Slots, Slots, Slots], ...]  # call, slots read, written and freed
-    slots: Mapping[Key, int]
-    given: tuple[Key, ...]
-    kept: tuple[Key, ...]
-    shapes: Mapping[Key, Tree]  # shapes of the kept values
-    held: tuple[Mapping[str, int], ...]  # `Runtime.memory_breakdown`; {} for others' ranks
-
-    @property
-    def peak_bytes(self) -> tuple[int, ...]:
-        """For each rank the peak bytes on one device: values and temporaries, without `given`."""
-        return tuple(sum(held.values()) for held in self.held)
-
-    def run(self, given: Mapping[Key, Tree]) -> dict[Key, Tree]:
-        """Return the values to keep, from the given ones; when all is dispatched, not done."""
-        values: list[Any] = [None] * len(self.slots)
-        for key in self.given:
-            values[self.slots[key]] = given[key]
-        for call, reads, writes, freed in self.steps:
-            results = call(*[values[i] for i in reads])
-            for i, result in zip(writes, results, strict=True):
-                values[i] = result
-            results = None
-            for i in freed:
-                values[i] = None
-        return {key: values[self.slots[key]] for key in self.kept}
-
-    def timed(self, seconds: dict[Task, float]) -> Walk:
-        """Return the same walk, one program at a time; it puts the times of tasks in `seconds`."""
-
-        def waiting(entry: PlanEntry, call: Call) -> Call:
-            def run(*values: Tree) -> Sequence:
-                began = time.perf_counter()
-                results = jax.block_until_ready(call(*values))
-                if entry.program is not None and entry.task is not None:
-                    seconds[entry.task] = time.perf_counter() - began
-                return results
-
-            return run
-
-        pairs = zip(self.entries, self.steps, strict=True)
-        steps = tuple((waiting(entry, call), *rest) for entry, (call, *rest) in pairs)
-        return replace(self, steps=steps)
-
-    @cached_property
-    def programs(self) -> list[list[tuple[str, Task | None]]]:
-        """For each rank its programs in order: (name of the compiled module, its task or None)."""
-        found: list[list[tuple[str, Task | None]]] = [[] for _ in self.held]
-        for entry in self.entries:
-            if entry.program is not None:
-                found[entry.rank].append((f"jit_{entry.program.kind}", entry.task))
-        return found
 
 
 class Runtime:

@@ -337,15 +337,10 @@ class ProgramLibrary:
         return specs if name == "w" else self._with_devices(model.trained_layers(specs))
 
     @property
-    def _stacked_specs(self) -> Tree:
-        """The specs of a stage's stacked layers over fsdp and tp."""
-        staged = next(iter(self.param_specs.values()))["layers"]
-        return jax.tree.map(lambda spec: P(*spec[2:]), staged, is_leaf=is_spec)
-
-    @property
     def _sum_specs(self) -> Tree:
-        """The specs of a stage's reduced sums of gradients."""
-        return self.model.trained_layers(self._stacked_specs)
+        """The specs of a stage's reduced sums of gradients, stacked."""
+        staged = self.model.trained_layers(next(iter(self.param_specs.values()))["layers"])
+        return jax.tree.map(lambda spec: P(*spec[2:]), staged, is_leaf=is_spec)
 
     def function(self, program: ProgramId) -> Callable[..., tuple]:
         """Return a program's function of one device, from the values of its reads to its writes."""

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from ppctl.config import Config, Hardware
 from ppctl.config.groups.executor_settings import Pipelined
 from ppctl.errors import ConfigError
-from ppctl.executors.compiler_options import LATENCY_HIDING
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.reference import MOST_UNROLLED
 from ppctl.executors.tree_bytes import tree_bytes
@@ -163,10 +162,7 @@ def _gathers_ahead(config: Config, hardware: Hardware) -> bool:
     """Return whether compilers overlap gathers with other work; on GPUs a matter of flags."""
     if hardware.name == NOMINAL:
         return False
-    flags = config.executor.xla_flags
-    if hardware.cuda is None or flags in ("auto", "none"):
-        return hardware.cuda is None or flags == "auto"
-    return any(f"{LATENCY_HIDING}=true" in text for text in flags)
+    return hardware.cuda is None or config.executor.xla_flags == "auto"
 
 
 def speed_of(hardware: Hardware, peak_flops_per_s: float) -> Speed:

@@ -23,10 +23,11 @@ from ppctl.executors.mpmd.dispatch_plan import (
     Key,
     PlanEntry,
     ProgramId,
+    Walk,
     transfer_entry,
     with_reductions,
 )
-from ppctl.executors.mpmd.mpmd_runtime import Runtime, Walk
+from ppctl.executors.mpmd.mpmd_runtime import Runtime
 from ppctl.executors.mpmd.plan_tasks import roles, task_entries
 from ppctl.executors.mpmd.rank_programs import (
     ProgramLibrary,

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from ppctl.executors.mpmd.mpmd_runtime import Walk
+from ppctl.executors.mpmd.dispatch_plan import Walk
 from ppctl.schedule.ir import Task
 from ppctl.training.pipeline.engines.engine_protocol import Footprint
 from ppctl.training.pipeline.engines.mpmd_engine import Mpmd
