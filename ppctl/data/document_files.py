@@ -15,6 +15,8 @@ import codecs
 import gzip
 import io
 import json
+import sys
+import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
-from ppctl.data.file_progress import progress
 from ppctl.errors import DataError, missing_package
 
 KINDS = {".jsonl": "json_lines", ".ndjson": "json_lines", ".parquet": "parquet"}  # others: text
@@ -30,6 +31,7 @@ COMPRESSED = (".gz", ".zst")
 NOT_TEXT = b"\0"  # a byte that no text holds
 CHUNK_BYTES = 1 << 20
 ROWS_AT_ONCE = 256
+PROGRESS_S = 15.0  # between two lines
 
 DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)  # errors of damaged compressed files
 ZSTD_CHUNK_BYTES = 1 << 13  # compressed, decoded at once: they may become 32,768 times as many
@@ -83,23 +85,27 @@ def kind_of(file: Path) -> str:
 
 
 def documents_of(source: Source, doing: str) -> Iterator[Document | Broken]:
-    """Yield the documents of all files and the skipped broken ones; a progress bar says `doing`.
+    """Yield the documents of all files and the skipped broken ones; now and then a line says how
+    far `doing` it is.
 
     Raises DataError for a broken document that is not to be skipped.
     """
-    with progress(doing, sum(file.stat().st_size for file in source.files)) as advance:
-        done = 0
-        for file in source.files:
-            for document in read_documents(file, source.fields):
-                if isinstance(document, Document):
-                    advance(done + document.position)
-                elif file in source.unnamed:
-                    continue
-                else:
-                    check_skipped(document, source)
-                yield document
-            done += file.stat().st_size
-            advance(done)
+    sizes = [file.stat().st_size for file in source.files]
+    began = told = time.monotonic()
+    for number, file in enumerate(source.files):
+        for document in read_documents(file, source.fields):
+            if isinstance(document, Document):
+                now = time.monotonic()
+                if now - told >= PROGRESS_S:
+                    share = (sum(sizes[:number]) + document.position) / max(1, sum(sizes))
+                    size = f"{share:.0%} of {sum(sizes) / 1e6:.1f} MB"
+                    print(f"{doing} ... {size}, {now - began:.0f} s", file=sys.stderr)
+                    told = now
+            elif file in source.unnamed:
+                continue
+            else:
+                check_skipped(document, source)
+            yield document
 
 
 def check_skipped(broken: Broken, source: Source) -> None:

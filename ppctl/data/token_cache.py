@@ -2,9 +2,8 @@
 
 A directory holds ids.npy (the ids of all documents, each followed by the tokenizer's end), ends.npy
 (the end of each document), is_learned.npy (unless all ids are learned) and record.json (their
-digests). It is made under another name and renamed: a reader meets all of it or nothing. A writer
-keeps each finished block of documents in a file, so that the next one goes on after it when the
-first was killed. One process writes, the others wait for it.
+digests). It is made under another name and renamed: a reader meets all of it or nothing. One
+process writes, the others wait for it, and one of them begins anew if it is killed.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from ppctl.data.document_files import Broken, Source, unreadable
-from ppctl.data.token_encoding import Block, blocks_of, encoded
+from ppctl.data.token_encoding import encoded
 from ppctl.data.token_file import UNREADABLE, open_npy
 from ppctl.data.token_windows import digest
 from ppctl.data.tokenizer import Tokenizer
@@ -113,10 +112,7 @@ def _unusable(path: Path, done: str, error: OSError) -> DataError:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a directory. OSErrors become a DataError; an exception removes its files.
-
-    An interrupted or killed writer leaves the finished blocks.
-    """
+    """Hold the lock of a directory, and leave no unfinished files. OSErrors become a DataError."""
     lock = path.with_suffix(".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,10 +124,8 @@ def _locked(path: Path) -> Iterator[None]:
                     continue  # removed by its last owner
                 try:
                     yield
-                except Exception:
-                    _remove(path.with_suffix(".parts"), path.with_suffix(".tmp"))
-                    raise
                 finally:
+                    _remove(path.with_suffix(".tmp"))
                     lock.unlink(missing_ok=True)
                 return
     except OSError as error:
@@ -149,119 +143,50 @@ def _remove(*directories: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-class Part(NamedTuple):
-    """A finished block: as Tokens, ends counted from its first id, and where the next begins."""
-
-    ids: np.ndarray
-    ends: np.ndarray
-    is_learned: np.ndarray  # empty: all are
-    num_documents: int  # broken ones included
-    ends_document: bool
-    num_skipped: int
-    first_skipped: str
-
-
 def _write(path: Path, source: Source, tokenizer: Tokenizer) -> None:
-    """Write the documents of files, after the finished blocks of an earlier writer."""
-    parts = path.with_suffix(".parts")
-    parts.mkdir(exist_ok=True)
-    # 1. the finished blocks
-    number, num_done, is_new = 0, 0, True
-    while (part := _read_part(parts / f"{number}.block")) is not None:
-        number, num_done, is_new = number + 1, num_done + part.num_documents, part.ends_document
-    # 2. the others
-    for block in blocks_of(source, num_done, is_new=is_new):
-        part = _encoded_part(block, source, tokenizer)
-        _write_part(parts / f"{number}.block", part)
-        number += 1
-    # 3. all of them as one
+    """Write the documents of files under another name, then rename the directory."""
     made = path.with_suffix(".tmp")
     _remove(made, path)
     made.mkdir()
-    _join([parts / f"{index}.block" for index in range(number)], made, tokenizer.dtype)
-    made.replace(path)
-    _remove(parts)
-
-
-def _write_part(path: Path, part: Part) -> None:
-    """Write a block: a line with the sha256 of the rest, a line of JSON, then the arrays."""
-    arrays = part.ids, part.ends, part.is_learned
-    kinds = {"dtypes": [a.dtype.name for a in arrays], "lengths": [len(a) for a in arrays]}
-    header = json.dumps(kinds | {"rest": part[3:]}).encode()
-    text = b"\n".join([header, b"".join(array.tobytes() for array in arrays)])
-    beside = path.with_suffix(".tmp")
-    beside.write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
-    beside.replace(path)
-
-
-def _read_part(path: Path) -> Part | None:
-    """Return a finished block; None where it does not exist or is damaged."""
-    try:
-        checksum, _, text = path.read_bytes().partition(b"\n")
-    except FileNotFoundError:
-        return None
-    if hashlib.sha256(text).hexdigest().encode() != checksum:
-        return None
-    line, _, content = text.partition(b"\n")
-    header = json.loads(line)
-    arrays, start = [], 0
-    for dtype, length in zip(header["dtypes"], header["lengths"], strict=True):
-        arrays.append(np.frombuffer(content, dtype, length, start))
-        start += arrays[-1].nbytes
-    return Part(*arrays, *header["rest"])
-
-
-def _encoded_part(block: Block, source: Source, tokenizer: Tokenizer) -> Part:
-    ids: list[np.ndarray] = [np.empty(0, tokenizer.dtype)]
-    learned: list[np.ndarray] = [np.empty(0, bool)]
-    ends: list[int] = []
     skipped: list[str] = []
-    num_ids, has_prompts = 0, False
-    for piece in encoded(block, source, tokenizer):
-        if isinstance(piece, Broken):
-            skipped.append(f"{piece.place} {piece.reason}")
-            continue
-        ids.append(piece.ids.astype(tokenizer.dtype))
-        some = piece.is_learned
-        learned.append(np.ones(len(piece.ids), bool) if some is None else some)
-        has_prompts = has_prompts or some is not None
-        num_ids += len(piece.ids)
-        ends += [num_ids] if piece.is_end else []
-    is_learned = np.concatenate(learned) if has_prompts else np.empty(0, bool)
-    counts = len(block.documents), block.ends_document, len(skipped), skipped[0] if skipped else ""
-    return Part(np.concatenate(ids), np.asarray(ends, np.int64), is_learned, *counts)
+    dtypes = {"ids": tokenizer.dtype, "ends": np.dtype(np.int64), "is_learned": np.dtype(bool)}
+    with ExitStack() as stack:
+        files = {name: stack.enter_context((made / f"{name}.npy").open("wb")) for name in dtypes}
+        counts = dict.fromkeys(files, 0)
+
+        def append(name: str, values: Any) -> None:
+            array = np.asarray(values, dtypes[name])
+            files[name].write(array.tobytes())
+            counts[name] += len(array)
+
+        # 1. arrays, behind headers that leave room for the final shape
+        _write_headers(files, dtypes, counts)
+        has_prompts = False
+        for piece in encoded(source, tokenizer):
+            if isinstance(piece, Broken):
+                skipped.append(f"{piece.place} {piece.reason}")
+                continue
+            is_learned = piece.is_learned
+            append("ids", piece.ids)
+            append("is_learned", np.ones(len(piece.ids)) if is_learned is None else is_learned)
+            append("ends", [counts["ids"]] if piece.is_end else [])
+            has_prompts = has_prompts or is_learned is not None
+        _write_headers(files, dtypes, counts)
+    # 2. record
+    if not has_prompts:
+        (made / "is_learned.npy").unlink()
+    present = [name for name in dtypes if (made / f"{name}.npy").exists()]
+    digests = {name: digest(open_npy(made / f"{name}.npy")) for name in present}
+    record = {"digests": digests, "skipped": len(skipped), "first": skipped[0] if skipped else ""}
+    (made / RECORD).write_text(json.dumps(record))
+    made.replace(path)
 
 
-def _join(files: Sequence[Path], made: Path, dtype: np.dtype) -> None:
-    """Write the arrays of all blocks one after the other, and their record."""
-
-    def parts() -> Iterator[Part]:
-        for file in files:
-            part = _read_part(file)
-            assert part is not None, f"{file} was whole"
-            yield part
-
-    # 1. sizes
-    num_ids, num_ends, skipped, first, has_prompts = 0, 0, 0, "", False
-    for part in parts():
-        num_ids, num_ends = num_ids + len(part.ids), num_ends + len(part.ends)
-        skipped, first = skipped + part.num_skipped, first or part.first_skipped
-        has_prompts = has_prompts or bool(len(part.is_learned))
-    sizes = {"ids": (dtype, num_ids), "ends": (np.dtype(np.int64), num_ends)}
-    sizes |= {"is_learned": (np.dtype(bool), num_ids)} if has_prompts else {}
-    # 2. arrays
-    arrays = {
-        name: np.lib.format.open_memmap(made / f"{name}.npy", "w+", kind, (size,))
-        for name, (kind, size) in sizes.items()
-    }
-    at_id, at_end = 0, 0
-    for part in parts():
-        here = slice(at_id, at_id + len(part.ids))
-        arrays["ids"][here] = part.ids
-        arrays["ends"][at_end : at_end + len(part.ends)] = part.ends + at_id
-        if has_prompts:
-            arrays["is_learned"][here] = part.is_learned if len(part.is_learned) else True
-        at_id, at_end = here.stop, at_end + len(part.ends)
-    # 3. record
-    digests = {name: digest(np.asarray(array)) for name, array in arrays.items()}
-    (made / RECORD).write_text(json.dumps({"digests": digests, "skipped": skipped, "first": first}))
+def _write_headers(
+    files: Mapping[str, IO[bytes]], dtypes: Mapping[str, np.dtype], counts: Mapping[str, int]
+) -> None:
+    """Write the .npy headers of flat arrays; numpy pads them to the same size for any length."""
+    for name, file in files.items():
+        file.seek(0)
+        header = {"descr": dtypes[name].str, "fortran_order": False, "shape": (counts[name],)}
+        np.lib.format.write_array_header_1_0(file, header)

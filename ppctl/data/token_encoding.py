@@ -1,9 +1,8 @@
-"""Documents as token ids, a block of them encoded together."""
+"""Documents as token ids, many of them encoded together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -22,65 +21,56 @@ class Piece(NamedTuple):
     is_end: bool  # of a document
 
 
-class Block(NamedTuple):
-    """Documents that are encoded together."""
+def encoded(source: Source, tokenizer: Tokenizer) -> Iterator[Piece | Broken]:
+    """Yield the documents of files as ids, and the broken ones, if these may be skipped."""
+    is_new = True  # whether the next piece begins a document, and not the rest of one
+    for documents in _blocks(source):
+        # 1. all texts of a block together
+        texts: list[str] = []
+        for document in documents:
+            if isinstance(document, Document) and isinstance(document.content, str):
+                texts += [document.prompt] if document.prompt else []
+                texts.append(document.content)
+        of_texts = iter(tokenizer.encode(texts))
+        # 2. the ids of each document
+        for document in documents:
+            if isinstance(document, Broken):
+                yield document
+                continue
+            if isinstance(document.content, str):
+                piece = _of_text(document, of_texts, tokenizer.start if is_new else ())
+            else:
+                piece = _of_chat(document, tokenizer)
+            if isinstance(piece, Broken):
+                check_skipped(piece, source)
+                yield piece
+                continue
+            yield _with_end(piece, tokenizer) if piece.is_end else piece
+            is_new = piece.is_end
 
-    documents: Sequence[Document | Broken]
-    is_new: bool  # whether the first begins a document, and not the rest of one
 
-    @property
-    def ends_document(self) -> bool:
-        """Whether the next block begins a document."""
-        last = self.documents[-1]
-        return not (isinstance(last, Document) and last.goes_on)
-
-
-def blocks_of(source: Source, num_done: int, *, is_new: bool) -> Iterator[Block]:
-    """Yield the documents after the first `num_done` in blocks; is_new: of the first block."""
+def _blocks(source: Source) -> Iterator[list[Document | Broken]]:
+    """Yield the documents of files, as many at a time as are encoded together."""
     documents: list[Document | Broken] = []
     num_chars = 0
-    for document in islice(documents_of(source, "tokenizing"), num_done, None):
+    for document in documents_of(source, "tokenizing"):
         documents.append(document)
         num_chars += 1
         if isinstance(document, Document):
             num_chars += len(document.prompt) + len(document.content)
         if num_chars >= CHARS_AT_ONCE:
-            yield (block := Block(documents, is_new))
-            documents, num_chars, is_new = [], 0, block.ends_document
+            yield documents
+            documents, num_chars = [], 0
     if documents:
-        yield Block(documents, is_new)
+        yield documents
 
 
-def encoded(block: Block, source: Source, tokenizer: Tokenizer) -> Iterator[Piece | Broken]:
-    """Yield the documents of a block as ids, and the broken ones, if these may be skipped."""
-    documents, is_new = block
-    # 1. all texts together
-    texts: list[str] = []
-    for document in documents:
-        if isinstance(document, Document) and isinstance(document.content, str):
-            texts += [document.prompt, document.content] if document.prompt else [document.content]
-    of_texts = iter(tokenizer.encode(texts))
-    # 2. the ids of each document
-    for document in documents:
-        if isinstance(document, Broken):
-            yield document
-            continue
-        if isinstance(document.content, str):
-            prompt = next(of_texts) if document.prompt else np.empty(0, np.uint32)
-            ids = np.concatenate(
-                [tokenizer.start if is_new else (), prompt, text := next(of_texts)]
-            )
-            num_given = len(ids) - len(text)
-            is_learned = np.arange(len(ids)) >= num_given if document.prompt else None
-            piece: Piece | Broken = Piece(ids, is_learned, not document.goes_on)
-        else:
-            piece = _of_chat(document, tokenizer)
-        if isinstance(piece, Broken):
-            check_skipped(piece, source)
-            yield piece
-            continue
-        yield _with_end(piece, tokenizer) if piece.is_end else piece
-        is_new = piece.is_end
+def _of_text(document: Document, of_texts: Iterator[np.ndarray], start: Sequence[int]) -> Piece:
+    """Return the next text of `of_texts`, after `start` and its prompt, which is not learned."""
+    prompt = next(of_texts) if document.prompt else np.empty(0, np.uint32)
+    ids = np.concatenate([start, prompt, text := next(of_texts)])
+    is_learned = np.arange(len(ids)) >= len(ids) - len(text) if document.prompt else None
+    return Piece(ids, is_learned, not document.goes_on)
 
 
 def _of_chat(document: Document, tokenizer: Tokenizer) -> Piece | Broken:

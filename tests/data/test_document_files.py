@@ -217,10 +217,8 @@ print(len(tokens.ends), flush=True)
 """
 
 
-@pytest.mark.parametrize(
-    ("chars", "is_kept"), [(1, True), (10**6, False)], ids=["blocks of one", "one block"]
-)
-def test_who_waited_for_a_killed_writer_goes_on_behind_its_last_block(tmp_path, chars, is_kept):
+@pytest.mark.parametrize("chars", [1, 10**6], ids=["blocks of one", "one block"])
+def test_who_waited_for_a_killed_writer_begins_anew(tmp_path, chars):
     rows = [{"text": text, "prompt": "ask" if i == 1 else ""} for i, text in enumerate(TEXTS)]
     file, cache = (
         written(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows)),
@@ -232,12 +230,12 @@ def test_who_waited_for_a_killed_writer_goes_on_behind_its_last_block(tmp_path, 
         return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
 
     killed = start(3)
-    assert [killed.stdout.readline() for _ in range(3)] == ["piece\n"] * 3  # two of them whole
+    assert [killed.stdout.readline() for _ in range(3)] == ["piece\n"] * 3
     waiting = start(0)
     time.sleep(0.5)
     killed.send_signal(signal.SIGKILL)
     assert killed.communicate(timeout=60) == ("", None)
-    assert waiting.communicate(timeout=60)[0].split() == ["piece"] * (1 if is_kept else 3) + ["3"]
+    assert waiting.communicate(timeout=60)[0].split() == ["piece"] * 3 + ["3"]
     (found,) = cache.iterdir()
     source = Source([file], frozenset(), Fields(prompt="prompt"), False)
     tokens = cached_tokens("t", source, byte_tokenizer(), "", str(tmp_path / "whole"))
@@ -251,35 +249,20 @@ def test_who_waited_for_a_killed_writer_goes_on_behind_its_last_block(tmp_path, 
         assert (found / name).read_bytes() == (tmp_path / "whole" / found.name / name).read_bytes()
 
 
-@pytest.mark.parametrize(("damaged", "num_again"), [(None, 1), (1, 2), (0, 3)])
-def test_whole_blocks_of_an_interrupted_writer_count(tmp_path, monkeypatch, damaged, num_again):
-    """Ctrl-C after the second of three blocks; then a block is damaged. The result is the same."""
-    monkeypatch.setattr(encoding, "CHARS_AT_ONCE", 1)
+def test_an_interrupted_writer_leaves_nothing(tmp_path, monkeypatch):
+    def interrupted(*given):
+        yield next(encoding.encoded(*given))
+        raise KeyboardInterrupt
+
     file, cache = written(tmp_path / "a.jsonl", LINES), tmp_path / "cache"
-    source, number = Source([file], frozenset(), Fields(), False), 0
-    whole = cached_tokens("t", source, byte_tokenizer(), "", str(tmp_path / "whole"))
-
-    def interrupted(block, *given):
-        nonlocal number
-        number += 1
-        if number == 3:
-            raise KeyboardInterrupt
-        return encoding.encoded(block, *given)
-
-    monkeypatch.setattr(token_cache, "encoded", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        cached_tokens("t", source, byte_tokenizer(), "", str(cache))
-    (parts,) = cache.iterdir()
-    assert sorted(path.name for path in parts.iterdir()) == ["0.block", "1.block"]
-    if damaged is not None:
-        part = parts / f"{damaged}.block"
-        part.write_bytes(
-            part.read_bytes().replace(TEXTS[damaged].encode(), b"?" * len(TEXTS[damaged].encode()))
-        )
+    source = Source([file], frozenset(), Fields(), False)
+    with monkeypatch.context() as patch:
+        patch.setattr(token_cache, "encoded", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cached_tokens("t", source, byte_tokenizer(), "", str(cache))
+    assert not [*cache.iterdir()]
     found = cached_tokens("t", source, byte_tokenizer(), "", str(cache))
-    assert number - 3 == num_again
-    assert [each.tobytes() for each in found[:2]] == [each.tobytes() for each in whole[:2]]
-    assert found.content == whole.content
+    assert found.ids.tobytes() == b"".join(text.encode() + b"\0" for text in TEXTS)
     assert [path.suffix for path in cache.iterdir()] == [".tokens"]
 
 

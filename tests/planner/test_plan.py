@@ -5,7 +5,7 @@ refused.
 import json
 import os
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,7 +18,6 @@ from ppctl.cli.commands.plan import plan as run_plan
 from ppctl.executors.tree_bytes import shard_bytes, tree_bytes
 from ppctl.planner import make_plan as plan
 from ppctl.planner.show.plan_terminal import costs_text
-from ppctl.reports.model_costs import costs_from
 from ppctl.reports.terminal_output import size_text
 from ppctl.training.pipeline.engines.engine_protocol import PARTS
 from ppctl.training.pipeline.job import assemble
@@ -272,14 +271,15 @@ def test_what_is_compiled_is_shown_next_to_what_is_predicted(capsys):
     assert "total, predicted" in said
 
 
-def test_costs_to_paste_are_those_that_schedule_takes_from_the_json(tmp_path):
+def test_costs_to_paste_are_those_of_the_stages_relative_to_a_forward():
     found = plan.predict(TINY)
-    (tmp_path / "plan.json").write_text(json.dumps(asdict(found)))
-    per_rank = dict(word.split("=") for word in costs_from(tmp_path / "plan.json").words(4))
-    forward_s = float(per_rank["costs.forward_s"])
+    names = "forward_s", "input_grad_s", "weight_grad_s"
+    per_rank = {f"costs.{n}": sum(getattr(s, n) for s in found.stages) / 4 for n in names}
+    per_rank["costs.transfer_s"] = found.transfer_s
+    forward_s = per_rank["costs.forward_s"]
     pasted = re.findall(r"(costs\.\w+)=(\S+)", costs_text(found))
     assert {key: float(value) for key, value in pasted} == pytest.approx(
-        {key: float(value) / forward_s for key, value in per_rank.items()}, rel=0.05
+        {key: value / forward_s for key, value in per_rank.items()}, rel=0.05
     )
     assert f"relative to a forward through 1/p of the model, {forward_s:.3g} s" in costs_text(found)
     assert costs_text(replace(found, transfer_s=None)) is None

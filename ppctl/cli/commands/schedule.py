@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +16,6 @@ from ppctl.cli.choices import did_you_mean, options, schema_of, settings_of
 from ppctl.cli.command_options import Parser
 from ppctl.config import Csv, ScheduleConfig
 from ppctl.errors import ConfigError
-from ppctl.reports.model_costs import costs_from
 
 SUBCOMMANDS = {
     "show": "one schedule: chart, bubble and memory of each rank",
@@ -37,7 +35,6 @@ EXAMPLES = (
     "ppctl schedule show schedule=eager_1f1b mesh=1x4 --format tasks",
     "ppctl schedule check gpipe.csv",
     "ppctl schedule show schedule=auto schedule.max_activations=3 mesh=1x4",
-    "ppctl schedule compare 1f1b zb_h1 mesh=1x4 --costs-from plan.json",
 )
 USAGE = """\
 show    [FILE.csv] [GROUP=OPTION ...] [SETTING=VALUE ...]
@@ -59,8 +56,7 @@ FORMAT = (
     "stage a forward and its backward right after it are a FusedTask). compare: all but perfetto "
     "and tasks; list: nor html; curves: text, svg, pdf, png, json"
 )
-OWNED = {"costs_from": ("show", "list", "compare")}
-OWNED |= dict.fromkeys(("ranks", "microbatches", "kept_mb"), ("curves",))
+OF_CURVES = ("ranks", "microbatches", "kept_mb")  # options
 MOST_SIZES = 1024  # of an axis of curves
 
 
@@ -83,11 +79,6 @@ def parser() -> Parser:
     about = "curves: sizes likewise (default 1,2,4,8,16,32,64)"
     add("--microbatches", metavar="M", help=about)
     about = (
-        "show, list, compare: costs of a model, from a file of `ppctl plan --json` or from the "
-        "directory of a run with run.timeline=true; costs.SETTING=VALUE still counts"
-    )
-    add("--costs-from", metavar="X", help=about)
-    about = (
         "curves: MB that a rank keeps of a microbatch, for memory in MB instead of activations; "
         "several, as in 30,10 (all of it, or only the stage's input), are drawn together"
     )
@@ -106,7 +97,6 @@ def serve(args: argparse.Namespace) -> int:
         return 0
     if args.config_dir is not None and not Path(args.config_dir).is_dir():
         raise ConfigError(f"--config-dir {args.config_dir}: there is no such directory.")
-    args.found = None if args.costs_from is None else costs_from(Path(args.costs_from))
     subcommand, *rest = args.words or [""]
     if subcommand not in SUBCOMMANDS:
         what = f"{subcommand} is not something that `ppctl schedule` does"
@@ -115,13 +105,11 @@ def serve(args: argparse.Namespace) -> int:
         raise ConfigError(f"{what}.{hint} ({', '.join(SUBCOMMANDS)})")
     overrides = [word for word in rest if re.match(r"[^:=]+=|=", word)]
     names = [word for word in rest if word not in overrides]
-    for option, owners in OWNED.items():
-        if getattr(args, option) is not None and subcommand not in owners:
+    for option in OF_CURVES:
+        if getattr(args, option) is not None and subcommand != "curves":
             shown = f"--{option.replace('_', '-')}"
-            raise ConfigError(f"{shown} only goes with `ppctl schedule {'|'.join(owners)}`.")
+            raise ConfigError(f"{shown} only goes with `ppctl schedule curves`.")
     out = None if args.out is None else Path(args.out)
-    if args.found is not None:
-        print(f"costs {args.found.source}, equal stages", file=sys.stderr)
     return _SERVE[subcommand](_Words(args, names, overrides, out))
 
 
@@ -284,10 +272,7 @@ def _compose(args: argparse.Namespace, overrides: list[str]) -> ScheduleConfig:
     from ppctl.cli.compose import compose_drawing
 
     flags = [] if args.config_dir is None else ["--config-dir", args.config_dir]
-    config = compose_drawing(overrides, flags)
-    if args.found is None:
-        return config
-    return compose_drawing([*args.found.words(config.mesh.pp), *overrides], flags)
+    return compose_drawing(overrides, flags)
 
 
 def _knobs(family: str) -> set[str] | None:
