@@ -6,15 +6,12 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import yaml
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from ppctl.config import Config, Run, Transformer
 from ppctl.config.stored_config import settings_from
@@ -49,7 +46,7 @@ class Imported:
 def import_model(source: Path, out: Path) -> Imported:
     """Write the model of a directory of `transformers`, or of a GGUF file, as a run directory.
 
-    The host holds one tensor at a time: each is read from a memory map and put on its devices.
+    The host holds the parameters, in float32.
 
     Raises:
         ConfigError: The model is missing or ppctl lacks it, or `out` exists.
@@ -62,7 +59,7 @@ def import_model(source: Path, out: Path) -> Imported:
         config, tensors, texts, notes = open_gguf(source)
     else:
         config, tensors, texts, notes = _config(source), open_safetensors(source), {}, ()
-    # 2. the model, with its parameters on the devices
+    # 2. the model and its parameters
     settings = model_settings(config)
     length = min(int(config.get("max_position_embeddings") or LONGEST), LONGEST)
     model = replace(settings_from(Transformer, settings, "model"), seq_len=length)
@@ -70,7 +67,7 @@ def import_model(source: Path, out: Path) -> Imported:
     shapes = jax.eval_shape(lambda: init(stack, 0))
     wanted = named_parameters(shapes)
     tensors.check(wanted)
-    params = _placed(shapes, wanted, tensors)
+    params = _params(shapes, wanted, tensors)
     # 3. the run directory
     settings_of_run = Config(model=model, run=Run(name=out.name, dir=str(out)))
     with writing_to(out):
@@ -102,60 +99,18 @@ def _config(source: Path) -> Mapping[str, Any]:
     return config
 
 
-# tensor by tensor to the devices
-
-
-def _placed(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
-    """Return the parameters on the devices, each leaf divided over them along a divisible dim."""
+def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
+    """Return the parameters, in the host's memory; tensors are read one by one."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
-    leaves = {tuple(key.key for key in keys): leaf for keys, leaf in flat}
-    places = {path: _place(leaf.shape, path[0] == "layers") for path, leaf in leaves.items()}
-    params = {
-        path: jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=places[path])()
-        for path, leaf in leaves.items()
+    leaves = {
+        tuple(key.key for key in keys): np.empty(leaf.shape, leaf.dtype) for keys, leaf in flat
     }
     for each in wanted:
-        path, place = each.path, places[each.path]
-        tensor = jax.device_put(tensors.read(each.name), _transposed(place, each))
-        fill = _filled(place, each.is_transposed, each.layer is None)
-        params[path] = fill(params[path], tensor, each.layer or 0)
-        params[path].block_until_ready()  # one tensor at a time is on the host
-    return jax.tree.unflatten(treedef, list(params.values()))
-
-
-def _place(shape: tuple[int, ...], is_of_layers: bool) -> Sharding:
-    devices = jax.devices()
-    dims = [dim for dim in range(int(is_of_layers), len(shape)) if shape[dim] % len(devices) == 0]
-    if len(devices) == 1:
-        return SingleDeviceSharding(devices[0])
-    spec = PartitionSpec(*(None,) * dims[0], "all") if dims else PartitionSpec()
-    auto = (jax.sharding.AxisType.Auto,)
-    return NamedSharding(
-        jax.make_mesh((len(devices),), ("all",), devices=devices, axis_types=auto), spec
-    )
-
-
-def _transposed(place: Sharding, each: Named) -> Sharding:
-    """Return the sharding of a tensor by which each device gets its part of the leaf."""
-    if not isinstance(place, NamedSharding):
-        return place
-    spec = [*place.spec, *(None,) * (len(each.shape) + (each.layer is not None) - len(place.spec))]
-    spec = spec[1:] if each.layer is not None else spec
-    return NamedSharding(place.mesh, PartitionSpec(*(spec[::-1] if each.is_transposed else spec)))
-
-
-@cache
-def _filled(place: Sharding, is_transposed: bool, is_whole: bool) -> Any:
-    """Return (leaf, tensor, layer) -> the leaf with the tensor in it, in its place."""
-
-    def fill(leaf: jax.Array, tensor: jax.Array, layer: jax.Array) -> jax.Array:
-        new = (tensor.T if is_transposed else tensor).astype(leaf.dtype)
-        return new if is_whole else jax.lax.dynamic_update_index_in_dim(leaf, new, layer, 0)
-
-    return jax.jit(fill, donate_argnums=() if is_whole else (0,), out_shardings=place)
-
-
-# the run directory
+        leaf, tensor = leaves[each.path], tensors.read(each.name)
+        place = leaf if each.layer is None else leaf[each.layer]
+        place[...] = tensor.T if each.is_transposed else tensor
+    host = jax.local_devices(backend="cpu")[0]
+    return jax.tree.unflatten(treedef, [jax.device_put(leaf, host) for leaf in leaves.values()])
 
 
 def _metadata(config: Config, source: Path) -> dict[str, Any]:
