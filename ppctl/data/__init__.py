@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ppctl.data.dataset import Batch, DataSet
+from ppctl.data.generated_data import regression, synthetic
 from ppctl.data.mixture import mixture
-from ppctl.data.synthetic_tokens import synthetic
-from ppctl.data.teacher_rows import regression
 from ppctl.data.text_dataset import stdlib, text
 from ppctl.data.token_file import tokens, tokens_by_size
 

@@ -1,4 +1,4 @@
-"""A run's parameters as a model directory that `transformers` loads."""
+"""A run's parameters as a directory that `transformers` loads, or its adapters for PEFT."""
 
 from __future__ import annotations
 
@@ -16,13 +16,19 @@ from ppctl.config.stored_config import model_and_data
 from ppctl.errors import ConfigError
 from ppctl.language.import_model import KEPT
 from ppctl.language.model_files import INDEX, check_new, writing_to
-from ppctl.language.tensor_names import Named, named_parameters
+from ppctl.language.tensor_names import (
+    Named,
+    adapter_parameters,
+    named_parameters,
+    target_modules,
+)
 from ppctl.language.transformers_config import model_config, model_settings
 from ppctl.training.run.kept_tokenizer import GENERATION, MODEL_CONFIG, SOURCE
 from ppctl.training.run.saved_run import SavedRun, load_run
 
 Tree = Any
 SHARD_BYTES = 5 * 10**9  # of a file at most, unless one tensor is larger
+ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"  # of PEFT
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 BFLOAT16 = ml_dtypes.bfloat16
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": BFLOAT16, "float16": np.float16}
@@ -47,7 +53,7 @@ def export_model(
         CheckpointError: There is no such checkpoint.
     """
     check_new(out)
-    run, model = opened(run_dir)
+    run, model = _opened(run_dir)
     # 1. parameters and config.json: the imported one where it describes the same model
     number = run.steps[-1] if step is None and run.steps else step
     params, source = run.params(number), _source(run_dir, run.settings)
@@ -57,7 +63,7 @@ def export_model(
         config = kept
     config.setdefault("max_position_embeddings", model.seq_len)
     dtype = str(dtype or config.get("dtype") or config.get("torch_dtype") or "float32")
-    check_dtype(dtype)
+    _check_dtype(dtype)
     config.pop("torch_dtype", None)
     config |= {"dtype": dtype}
     # 2. the files
@@ -76,7 +82,48 @@ def export_model(
     return Exported((*files, MODEL_CONFIG), dtype, number or 0)
 
 
-def opened(run_dir: Path) -> tuple[SavedRun, Transformer]:
+def export_adapter(
+    run_dir: Path, out: Path, *, step: int | None = None, dtype: str | None = None
+) -> Exported:
+    """Write the adapters of a checkpoint of optim.train=lora by PEFT's names.
+
+    step: None: the newest. dtype: of the tensors; None: float32.
+
+    Raises:
+        ConfigError: The run has no adapters, `transformers` lacks its model, or `out` exists.
+        CheckpointError: There is no such checkpoint.
+    """
+    from safetensors.numpy import save_file
+
+    # 1. the adapters
+    check_new(out)
+    run, model = _opened(run_dir)
+    dtype = dtype or "float32"
+    _check_dtype(dtype)
+    adapters = run.adapters(step)
+    if adapters is None:
+        raise ConfigError(
+            f"--adapter: {run_dir} was not trained with optim.train=lora and has no adapters."
+        )
+    lora, params = adapters
+    model_config(model, params["embed_head"]["embedding"].shape[0])  # raises for other models
+    # 2. the files
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None}
+    config |= {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": target_modules(params)}
+    config |= {"lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False}
+    config |= {"inference_mode": True}
+    with writing_to(out):
+        out.mkdir(parents=True, exist_ok=True)
+        names = adapter_parameters(params)
+        tensors = {each.name: _tensor_of(params, each, DTYPES[dtype]) for each in names}
+        save_file(tensors, out / ADAPTER_TENSORS, {"format": "pt"})
+        (out / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    return Exported(
+        (ADAPTER_TENSORS, ADAPTER_CONFIG), dtype, run.steps[-1] if step is None else step
+    )
+
+
+def _opened(run_dir: Path) -> tuple[SavedRun, Transformer]:
     """Return a run and its model. ConfigError unless that is a transformer."""
     run = load_run(run_dir)
     model = model_and_data(run.settings).model
@@ -87,7 +134,7 @@ def opened(run_dir: Path) -> tuple[SavedRun, Transformer]:
     return run, model
 
 
-def check_dtype(name: str) -> None:
+def _check_dtype(name: str) -> None:
     if name not in DTYPES:
         raise ConfigError(f"--dtype {name} is not one of {', '.join(DTYPES)}.")
 
@@ -131,7 +178,7 @@ def _write_tensors(out: Path, params: Tree, names: list[Named], dtype: Any) -> I
     for i, shard in enumerate(shards):
         part = "" if len(shards) == 1 else f"-{i + 1:05}-of-{len(shards):05}"
         name = f"model{part}.safetensors"
-        tensors = {each.name: tensor_of(params, each, dtype) for each in shard}
+        tensors = {each.name: _tensor_of(params, each, dtype) for each in shard}
         save_file(tensors, out / name, {"format": "pt"})
         shutil.copymode(out / MODEL_CONFIG, out / name)  # safetensors ignores the umask
         places |= {each.name: name for each in shard}
@@ -142,7 +189,7 @@ def _write_tensors(out: Path, params: Tree, names: list[Named], dtype: Any) -> I
         yield INDEX
 
 
-def tensor_of(params: Tree, each: Named, dtype: Any) -> np.ndarray:
+def _tensor_of(params: Tree, each: Named, dtype: Any) -> np.ndarray:
     leaf = params
     for key in each.path:
         leaf = leaf[key]

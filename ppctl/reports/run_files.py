@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -287,6 +288,24 @@ def record_number(record: Mapping[str, Any] | None, key: str) -> float | None:
     value: Any = None if record is None else record.get(key)
     is_number = type(value) is float or (type(value) is int and abs(value) < 10**300)
     return float(value) if is_number else None
+
+
+def tracker_commands(run_dir: Path) -> list[tuple[str, str]]:
+    """Return (tracker, command) for each tracker that has written into a run directory.
+
+    Runs of Weights & Biases that were recorded offline are sent by theirs.
+    """
+    events, database = run_dir / "tensorboard", run_dir / "mlflow.db"
+    offline = sorted(map(str, (run_dir / "wandb").glob("offline-run-*")))
+    commands: list[tuple[str, list[str]]] = []
+    if events.is_dir():
+        commands.append(("TensorBoard", ["tensorboard", "--logdir", str(events)]))
+    if offline:
+        commands.append(("Weights & Biases", ["wandb", "sync", *offline]))
+    if database.is_file():
+        words = ["mlflow", "ui", "--backend-store-uri", f"sqlite:///{database}"]
+        commands.append(("MLflow", words))
+    return [(name, shlex.join(words)) for name, words in commands]
 
 
 def disk_bytes(path: Path) -> int:

@@ -21,6 +21,7 @@ from ppctl.reports.run_files import (
     find_runs,
     is_run,
     setting_changes,
+    tracker_commands,
 )
 from ppctl.reports.run_page.read_run import Points, RecordedRun
 from ppctl.reports.run_status import FINISHED
@@ -34,7 +35,6 @@ from ppctl.reports.terminal_output import (
     show_table,
     size_text,
 )
-from ppctl.reports.tracker_commands import tracker_commands
 
 MOST_NAMED = 10  # runs in an error
 

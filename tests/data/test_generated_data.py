@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from ppctl.data import teacher_rows
-from ppctl.data.synthetic_tokens import JUMP_FRACTION, best_loss
+from ppctl.data import generated_data
+from ppctl.data.generated_data import JUMP_FRACTION, best_loss
 
 
 @pytest.mark.parametrize("name", ["synthetic", "regression"])
@@ -47,7 +47,7 @@ def test_synthetic_uses_all_tokens_evenly(build):
 def test_regression_noise_is_added_to_the_targets_only(build, monkeypatch):
     found = []
     for noise in (0.0, 0.5):
-        monkeypatch.setattr(teacher_rows, "NOISE", noise)
+        monkeypatch.setattr(generated_data, "NOISE", noise)
         found.append(build("regression", num_rows=4000).read(np.arange(3000)))
     clean, noisy = found
     np.testing.assert_array_equal(clean["inputs"], noisy["inputs"])

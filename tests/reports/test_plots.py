@@ -131,15 +131,6 @@ def test_values_that_are_not_finite_are_gaps_and_crosses():
     assert len(places(groups(many, "lost")[0])) <= WIDTH + 1
 
 
-def test_values_of_other_figures_are_on_the_same_axes():
-    one, two = [(1, 1.0), (5, 2.0)], [(1, -7.0), (9, None)]
-    drawn = [
-        curves_svg({"a": each}, title="t", x_name="x", others=[one, two]) for each in (one, two)
-    ]
-    ticks = [[text.text for text in ET.fromstring(svg).iter("text")] for svg in drawn]
-    assert ticks[0] == ticks[1]
-
-
 def test_several_curves_have_marks_and_one_has_none():
     few, many = [(x, 1.0) for x in range(5)], [(x, 2.0) for x in range(1000)]
     drawn = curves_svg({"few": few, "many": many}, title="t", x_name="x")

@@ -16,6 +16,7 @@ from array import array
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.environment import BY_USER
@@ -24,7 +25,7 @@ from ppctl import cli
 from ppctl.config import Interleaved, Mpmd, Spmd
 from ppctl.config.schedule_from_config import pipeline_of
 from ppctl.reports import measured_timeline_file as timeline_io
-from ppctl.reports.run_page.run_figures import over_steps
+from ppctl.reports.run_page.run_figures import speeds_of
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.simulator import Timeline, simulate
 
@@ -387,10 +388,13 @@ def test_a_late_host_makes_no_spike_in_the_speed_over_a_few_steps():
     seconds = [1.0] * 20
     seconds[9:11] = 0.1, 1.9  # one record too short, the next too long
     times = list(enumerate(seconds))
-    speeds = over_steps([(step, 10.0 / each) for step, each in times], times, 5)
+    curves = {"step_time_s": times, "rows_per_s": [(step, 10.0 / each) for step, each in times]}
+    speeds = speeds_of(SimpleNamespace(curves=curves), "rows_per_s")
+    assert [step for step, _ in speeds] == list(range(20))
     assert max(speed for _, speed in speeds) < 12.3  # of 100
     assert [speed for step, speed in speeds if step > 14] == pytest.approx([10.0] * 5)
-    assert over_steps([(1, None), (2, 8.0)], [(2, 0.5)], 5) == [(1, None), (2, 8.0)]
+    unknown = {"step_time_s": [(2, 0.5)], "rows_per_s": [(1, None), (2, 8.0)]}
+    assert speeds_of(SimpleNamespace(curves=unknown), "rows_per_s") == [(2, 8.0)]
 
 
 def test_a_report_that_cannot_be_replaced_stays_whole(run_dir, capsys, monkeypatch):

@@ -29,8 +29,7 @@ def parser() -> Parser:
 def serve(options: Namespace) -> int:
     """Write the model directory; return 0. ConfigError where transformers has no such model."""
     source, out = Path(one_directory("export", options.words, out=options.out)), Path(options.out)
-    from ppctl.language.export_adapter import export_adapter
-    from ppctl.language.export_model import export_model
+    from ppctl.language.export_model import export_adapter, export_model
 
     export = export_adapter if options.adapter else export_model
     found = export(source, out, step=options.step, dtype=options.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,14 +93,14 @@ def _read(name: str, path: Path, *, is_alone: bool) -> RecordedRun:
     old = resumption(path)
     pipeline = "Not drawn of several runs."
     if is_alone:
-        pipeline = _pipeline(path, old.config, old.words)
+        pipeline = _pipeline(path, old.config)
     return read_run(name, path, old.config, old.words, old.command, old.notes, pipeline)
 
 
-def _pipeline(run_dir: Path, config: Mapping[str, Any], words: Sequence[str]) -> Pipeline | str:
+def _pipeline(run_dir: Path, config: Mapping[str, Any]) -> Pipeline | str:
     """Return the schedule of a run by its settings, or why it cannot be drawn."""
     try:
-        return _pipeline_of(run_dir, config, words)
+        return _pipeline_of(run_dir, config)
     except PpctlError as error:
         reason = " ".join(str(error).split())
     except (KeyError, TypeError, ValueError, AttributeError, OSError):
@@ -108,9 +108,9 @@ def _pipeline(run_dir: Path, config: Mapping[str, Any], words: Sequence[str]) ->
     return f"The schedule cannot be drawn: {reason}"
 
 
-def _pipeline_of(run_dir: Path, config: Mapping[str, Any], words: Sequence[str]) -> Pipeline | str:
+def _pipeline_of(run_dir: Path, config: Mapping[str, Any]) -> Pipeline | str:
     from ppctl.config.schedule_from_config import pipeline_of, trained_share
-    from ppctl.reports.run_page.step_gantt import most_chunks, too_large
+    from ppctl.reports.run_page.step_gantt import too_large
 
     # 1. the settings
     group = lambda part: schema_of(part, config[part]["name"])(**config[part])  # noqa: E731
@@ -128,12 +128,10 @@ def _pipeline_of(run_dir: Path, config: Mapping[str, Any], words: Sequence[str])
     if is_auto:
         schedule = Csv(name="csv", path=str(recorded), num_microbatches=number)
     # 3. its size and costs
-    num_layers = config["model"]["num_layers"]
-    large = too_large(mesh.pp, number, most_chunks(schedule, mesh.pp, num_layers), words)
-    if large:
+    if large := too_large(schedule, mesh.pp):
         return large
     is_lora = config.get("optim", {}).get("train") == "lora"
     trained = trained_share(group("model"), group("optim")) if is_lora else 1.0
-    sizes = {"num_ranks": mesh.pp, "num_layers": num_layers, "trained": trained}
-    pipeline = pipeline_of(schedule=schedule, executor=executor, **sizes)
+    sizes = {"num_ranks": mesh.pp, "num_layers": config["model"]["num_layers"]}
+    pipeline = pipeline_of(schedule=schedule, executor=executor, trained=trained, **sizes)
     return pipeline._replace(label="auto") if is_auto else pipeline

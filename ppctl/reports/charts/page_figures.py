@@ -59,13 +59,11 @@ def curves_svg(
     title: str,
     x_name: str,
     from_zero: bool = False,
-    others: Sequence[Points] = (),
 ) -> str:
     """Return the svg of at most MOST_LINES curves by label, one with a value.
 
-    Values that are not finite are gaps with crosses at the upper edge. others: curves of further
-    figures, whose values these axes hold too, for comparison. Of many points a pale curve has the
-    least and the greatest in every pixel column, a strong one the medians.
+    Values that are not finite are gaps with crosses at the upper edge. Of many points a pale curve
+    has the least and the greatest in every pixel column, a strong one the medians.
     """
     import numpy as np
 
@@ -75,11 +73,9 @@ def curves_svg(
         for number, points in enumerate(curves.values()):
             _draw_curve(axes, number, np.array(points, float).reshape(-1, 2), len(curves) > 1)
         # 2. axes
-        every = [point for points in (*curves.values(), *others) for point in points]
+        every = [point for points in curves.values() for point in points]
         first, last = (end(x for x, _ in every) for end in (min, max))
         low, high = (end(y for _, y in every if y is not None) for end in (min, max))
-        axes.update_datalim([(first, low), (last, high)])
-        axes.autoscale_view()
         axes.set_xlim(first - (first == last), last + (first == last))
         axes.locator_params(axis="x", integer=True, nbins=5)
         axes.xaxis.set_major_formatter("{x:,.0f}")

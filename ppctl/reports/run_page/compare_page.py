@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ppctl.reports import page_kit as kit
+from ppctl.reports.charts.page_figures import MOST_LINES
 from ppctl.reports.foreign_files import printable
 from ppctl.reports.recorded_settings import differing_settings
 from ppctl.reports.run_page.one_run_page import MARK, loss_text, steps_text, warnings_of
@@ -15,9 +16,7 @@ from ppctl.reports.run_page.read_run import RecordedRun
 from ppctl.reports.run_page.run_figures import figures_of_runs
 
 NONE = "&ndash;"
-MOST_LETTERS = 160  # of the names of runs that are drawn together
 KEY = re.compile(r"(?<![^,/])[A-Za-z_][\w.]*=")  # in the name of a sweep's job
-TOGETHER = 8  # runs whose curves are drawn in one figure, where they are told from each other
 OPTIONAL = ("eval_loss", "mfu_fraction")  # columns of numbers that not every kind of run has
 ABOUT = (
     "Seconds of a step and speed are medians. Memory: of the fullest device, as compiled. "
@@ -31,7 +30,7 @@ def compare_page(runs: Sequence[RecordedRun], file: Path) -> str:
     names = [Path(_brief(run.summary.name)).name for run in runs]
     labels = [printable(f"{number} {name}") for number, name in enumerate(names, 1)]
     places = _places(runs, file)
-    places = places if len(runs) <= TOGETHER else kit.folded("All directories", places)
+    places = places if len(runs) <= MOST_LINES else kit.folded("All directories", places)
     return kit.page(
         f"{len(runs)} runs",
         kit.section("Runs", _table(runs)),
@@ -43,23 +42,11 @@ def compare_page(runs: Sequence[RecordedRun], file: Path) -> str:
 
 
 def _figures(runs: Sequence[RecordedRun], labels: Sequence[str]) -> str:
-    """Return the curves of all runs: of many, folded pages of TOGETHER, one open at a time."""
-    pages = list(map(kit.figures, figures_of_runs(runs, labels, TOGETHER)))
-    if not any(pages):
-        return ""
-    if len(pages) == 1:
-        return kit.section("Over the steps", pages[0])
-    texts = []
-    for index, drawn in enumerate(pages):
-        first, last = index * TOGETHER + 1, min(len(runs), (index + 1) * TOGETHER)
-        of = f"Runs {first} to {last}" if last > first else f"Run {first}"
-        names = ", ".join(labels[first - 1 : last])
-        names = kit.text(names if len(names) <= MOST_LETTERS else "")
-        head = f"<summary><b>{of}</b> <small>{names}</small></summary>"
-        look = 'class="page" name="curves"' + (" open" if index == 0 else "")
-        texts.append(f"<details {look}>{head}{drawn or '<p>No step is recorded.</p>'}</details>")
-    about = kit.soft(f"{TOGETHER} runs at a time, all on the same axes.")
-    return kit.section("Over the steps", about, *texts)
+    """Return the curves of the first MOST_LINES runs."""
+    figures = kit.figures(figures_of_runs(runs[:MOST_LINES], labels[:MOST_LINES]))
+    few = f"The first {MOST_LINES} runs. Name others to see theirs: ppctl report RUN RUN ..."
+    about = kit.soft(few) if figures and len(runs) > MOST_LINES else ""
+    return kit.section("Over the steps", about, figures)
 
 
 def _table(runs: Sequence[RecordedRun]) -> str:
@@ -70,7 +57,8 @@ def _table(runs: Sequence[RecordedRun]) -> str:
         texts = [values[index] for values in differ.values()]
         settings = [NONE if each is None else kit.text(each) for each in texts]
         numbers = [kit.number(name, value(run), NONE) for name, value in columns.items()]
-        name = f"{kit.line_sample(index % TOGETHER)}{index + 1} {_name(run)}"
+        sample = kit.line_sample(index) if index < MOST_LINES else ""
+        name = f"{sample}{index + 1} {_name(run)}"
         state = run.summary.status, steps_text(run), loss_text(run)
         rows.append([name, *settings, *state, *numbers])
     heads = "status", "step", "loss", *(kit.NUMBERS[name][0] for name in columns)

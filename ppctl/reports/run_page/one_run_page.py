@@ -7,20 +7,21 @@ from pathlib import Path
 
 from ppctl.reports import page_kit as kit
 from ppctl.reports.charts.page_figures import TREND
-from ppctl.reports.run_files import RUNNING
-from ppctl.reports.run_page.predicted_vs_measured import memory_section, predictions_section
+from ppctl.reports.run_files import RUNNING, tracker_commands
 from ppctl.reports.run_page.read_run import SLOW, RecordedRun
 from ppctl.reports.run_page.run_figures import figures_of_run
+from ppctl.reports.run_page.run_sections import (
+    environment_html,
+    memory_section,
+    predictions_section,
+    utc_text,
+)
 from ppctl.reports.run_page.step_gantt import picture
-from ppctl.reports.run_page.where_it_ran import environment_html, utc_text
 from ppctl.reports.run_status import FAILED, FINISHED
-from ppctl.reports.tracker_commands import tracker_commands
 
 MARK = '<main data-by="ppctl report">'  # tells a page of ours from other files
 MOST_SLOW = 5  # steps that are named
-NUM_ROWS = 20  # of the table of numbers, about
 IDEAL = "ideal_bubble_fraction"
-OF_STEPS = ("loss", "grad_norm", "lr", "step_time_s", *kit.SPEEDS)  # in that table
 
 
 def run_page(run: RecordedRun, file: Path) -> str:
@@ -131,30 +132,7 @@ def _figures(run: RecordedRun) -> str:
     num_steps = max(len(points) for points in run.curves.values())
     many = "Pale: the least and the greatest of the steps that share a pixel; strong: medians."
     about = kit.soft(many if num_steps > 4 * TREND else "")
-    return kit.section("Over the steps", kit.figures(drawn), about, _table(run))
-
-
-def _table(run: RecordedRun) -> str:
-    """Return numbers of some steps, first and last included, as an alternative to the figures."""
-    present = [name for name in OF_STEPS if run.values(name)]
-    by_step = {name: dict(run.curves[name]) for name in present}
-    by_step["eval_loss"] = dict(run.evaluations)
-    steps = sorted({step for name in present for step in by_step[name]})
-    if not steps:
-        return ""
-    every = max(1, len(steps) // NUM_ROWS)
-    shown = list(dict.fromkeys([*steps[::every], steps[-1]]))
-    names = [*present, *["eval_loss"] * any(step in by_step["eval_loss"] for step in shown)]
-
-    def cell(name: str, step: float) -> str:
-        if step not in by_step[name]:
-            return ""
-        return kit.number(name, by_step[name][step], "not finite")
-
-    rows = [[f"{step:,}", *(cell(name, step) for name in names)] for step in shown]
-    columns = ["step", *(kit.NUMBERS[name][0] for name in names)]
-    listed = kit.table("numbers of some steps", columns, rows)
-    return kit.folded(f"Numbers of {len(shown)} of {len(steps):,} steps", listed)
+    return kit.section("Over the steps", kit.figures(drawn), about)
 
 
 def _request(run: RecordedRun) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 
 from ppctl.reports.charts.page_figures import FAR_BIN, Points, curves_svg, histogram_svg, is_far
@@ -10,7 +9,7 @@ from ppctl.reports.page_kit import SPEEDS, figure, line_legend
 from ppctl.reports.run_page.read_run import RecordedRun
 
 SPEED_STEPS = 5  # over which speed is drawn
-_SPEED = f"Speed, {{}}, over {SPEED_STEPS} steps"
+SPEED = f"Speed, {{}}, over {SPEED_STEPS} steps"
 
 
 def figures_of_run(run: RecordedRun) -> list[str]:
@@ -23,33 +22,22 @@ def figures_of_run(run: RecordedRun) -> list[str]:
         drawn.append(_figure(title, {title: run.curves.get(name, ())}, from_zero=name == "lr"))
     if run.speed is not None:
         unit = SPEEDS[run.speed]
-        drawn.append(_figure(_SPEED.format(unit), {unit: _speed(run, run.speed)}, from_zero=True))
+        drawn.append(_figure(SPEED.format(unit), {unit: speeds_of(run, run.speed)}, from_zero=True))
     drawn.append(_step_times(run))
     return [each for each in drawn if each]
 
 
-def figures_of_runs(
-    runs: Sequence[RecordedRun], labels: Sequence[str], num_together: int
-) -> list[list[str]]:
-    """Return the figures of losses and speeds, for each num_together runs, on the same axes."""
+def figures_of_runs(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[str]:
+    """Return the figures of losses and speeds of at most MOST_LINES runs."""
     kinds = [("Loss", [run.curves.get("loss", ()) for run in runs], False)]
     kinds.append(("Eval loss", [run.evaluations for run in runs], False))
     for speed, unit in SPEEDS.items():
-        kinds.append((_SPEED.format(unit), [_speed(run, speed) for run in runs], True))
-    pages = []
-    for first in range(0, len(runs), num_together):
-        some = slice(first, first + num_together)
-        drawn = (
-            _figure(
-                title,
-                dict(zip(labels[some], curves[some], strict=True)),
-                from_zero=from_zero,
-                others=curves,
-            )
-            for title, curves, from_zero in kinds
-        )
-        pages.append([each for each in drawn if each])
-    return pages
+        kinds.append((SPEED.format(unit), [speeds_of(run, speed) for run in runs], True))
+    drawn = (
+        _figure(title, dict(zip(labels, curves, strict=True)), from_zero=from_zero)
+        for title, curves, from_zero in kinds
+    )
+    return [each for each in drawn if each]
 
 
 def _step_times(run: RecordedRun) -> str:
@@ -69,44 +57,25 @@ def _step_times(run: RecordedRun) -> str:
     return figure("Step times, number of steps", drawn, "; ".join(notes))
 
 
-def over_steps(speeds: Points, step_times_s: Points, num_steps: int) -> Points:
-    """Return at each step the speed over the newest `num_steps` ones: their work by their time.
+def speeds_of(run: RecordedRun, name: str) -> Points:
+    """Return at each step the speed over the newest SPEED_STEPS ones: their work by their time.
 
-    A host that is late makes one step too short and the next one too long, which evens out. At a
-    step without speed or time it begins anew.
-
-    >>> over_steps([(1, 4.0), (2, 8.0), (3, 3.0)], [(1, 1.5), (2, 0.5), (3, 1.5)], 2)
-    [(1, 4.0), (2, 5.0), (3, 4.25)]
+    A host that is late makes one step too short and the next one too long, which evens out.
     """
-    seconds = dict(step_times_s)
-    window: deque[tuple[float, float]] = deque(maxlen=num_steps)  # (work, seconds)
-    points: list[tuple[float, float | None]] = []
-    for step, speed in speeds:
-        measured_s = seconds.get(step)
-        if speed is None or measured_s is None or measured_s <= 0:
-            window.clear()
-        else:
-            window.append((speed * measured_s, measured_s))
-            speed = sum(work for work, _ in window) / sum(time_s for _, time_s in window)
-        points.append((step, speed))
-    return points
+    seconds = dict(run.curves.get("step_time_s", ()))
+    known = []  # step, work, seconds
+    for step, speed in run.curves.get(name, ()):
+        if speed is not None and (step_s := seconds.get(step)):
+            known.append((step, speed * step_s, step_s))
+    windows = [known[max(0, i - SPEED_STEPS) : i] for i in range(1, len(known) + 1)]
+    return [(w[-1][0], sum(work for _, work, _ in w) / sum(s for *_, s in w)) for w in windows]
 
 
-def _speed(run: RecordedRun, name: str) -> Points:
-    return over_steps(run.curves.get(name, ()), run.curves.get("step_time_s", ()), SPEED_STEPS)
-
-
-def _figure(
-    title: str,
-    curves: Mapping[str, Points],
-    *,
-    from_zero: bool = False,
-    others: Sequence[Points] = (),
-) -> str:
-    """Return a figure with its caption, on axes for `others` too; "" without a finite value."""
+def _figure(title: str, curves: Mapping[str, Points], *, from_zero: bool = False) -> str:
+    """Return a figure with its caption; "" without a finite value."""
     values = [y for points in curves.values() for _, y in points]
     if all(y is None for y in values):
         return ""
     note = "crosses: not finite" if None in values else ""
-    drawn = curves_svg(curves, title=title, x_name="step", from_zero=from_zero, others=others)
+    drawn = curves_svg(curves, title=title, x_name="step", from_zero=from_zero)
     return figure(title, drawn + (line_legend(curves) if len(curves) > 1 else ""), note)

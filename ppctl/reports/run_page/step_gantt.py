@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ppctl.config import Auto
 from ppctl.config import Schedule as Settings
 from ppctl.config.schedule_from_config import Pipeline
 from ppctl.errors import PpctlError
@@ -18,7 +16,6 @@ from ppctl.schedule.ir import Schedule
 from ppctl.schedule.timeline import timeline_at
 
 MOST_TASKS = 150_000  # 64 ranks of 2 chunks, 512 microbatches: 3 MB, measured and predicted
-DRAWN_BY = ("mesh", "schedule", "recipes", "--config-dir")  # words for `ppctl schedule show`
 HOW = (
     "Not measured. With executor=mpmd, run.timeline=true times every task of one step; with "
     "executor=spmd, run.profile=N traces them."
@@ -56,24 +53,14 @@ def picture(run_dir: Path, pipeline: Pipeline | str) -> Picture:
     return Picture([drawing_of_timeline(f"{pipeline.label}, ideal", timeline)], notes)
 
 
-def most_chunks(schedule: Settings, num_ranks: int, num_layers: int) -> int:
-    """Return the stages that a rank may hold, by the settings of its schedule."""
-    if isinstance(schedule, Auto):
-        return min(schedule.max_chunks, num_layers // num_ranks)
-    knobs = schedule.knobs()
-    return max(knobs.get("num_chunks", 2), 2 * knobs.get("num_waves", 1))
-
-
-def too_large(
-    num_ranks: int, num_microbatches: int, num_chunks: int, words: Sequence[str]
-) -> str | None:
-    """Return the line in place of a chart of too many tasks, else None."""
-    if 3 * num_ranks * num_microbatches * max(1, num_chunks // 2) <= MOST_TASKS:
+def too_large(schedule: Settings, num_ranks: int) -> str | None:
+    """Return the line in place of a chart of too many tasks, else None; from settings only."""
+    num_chunks = getattr(schedule, "num_chunks", 2 * getattr(schedule, "num_waves", 1))
+    number = schedule.num_microbatches
+    if 3 * num_ranks * number * max(1, num_chunks // 2) <= MOST_TASKS:
         return None
-    drawn_by = [word for word in words if word.lstrip("+").split("=")[0].split(".")[0] in DRAWN_BY]
-    command = shlex.join(["ppctl", "schedule", "show", *drawn_by, "--out", "step.html"])
-    size = f"{num_ranks} ranks, {num_microbatches:,} microbatches"
-    return f"Too large to be drawn here: {size}. For its chart: {command}"
+    size = f"{num_ranks} ranks, {number:,} microbatches"
+    return f"Too large to be drawn here: {size}. Use `ppctl schedule show ... --out step.html`."
 
 
 def _timed(run_dir: Path, pipeline: Pipeline | str, notes: list[str]) -> Sequence[Drawing]:
