@@ -16,7 +16,6 @@ from ppctl.launch.sweep.sweep_records import NUMBERS
 from ppctl.planner.make_plan import predicted
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal, RehearsedRank
 from ppctl.planner.show import plan_page
-from ppctl.planner.show.rehearsal_output import rehearsal_page
 from ppctl.reports import measured_timeline_file as timeline_io
 from ppctl.reports.charts.html_charts import schedules_page
 from ppctl.reports.charts.schedule_drawing import Drawing
@@ -91,6 +90,7 @@ def plans() -> dict[str, str]:
             replace(found, limit_bytes=limit, limit_source=stated.get(limit, "plan.memory_gib")),
             asked,
             picture,
+            ["mesh=1x4", "x" * 60],
         )
         for name, limit in limits.items()
     }
@@ -140,7 +140,7 @@ def rehearsal() -> str:
         analytic_per_step_overhead_s=0.01,
         analytic_unknown=None,
     )
-    return rehearsal_page(
+    return plan_page.rehearsal_page(
         found, schedule.timeline, Config(mesh=Mesh(2, 4), schedule=Plain("1f1b", 8))
     )
 
