@@ -318,10 +318,10 @@ def test_a_log_that_cannot_be_written_fails_its_job_alone(monkeypatch):
 def test_a_summary_of_something_else_is_not_overwritten():
     sweep = sweep_of(1)
     sweep.directory.mkdir(parents=True)
-    (sweep.directory / "sweep.csv").write_text("mine")
-    with pytest.raises(ConfigError, match=r"runs/s/sweep\.csv is not of a sweep and stays"):
+    (sweep.directory / "sweep.json").write_text("mine")
+    with pytest.raises(ConfigError, match=r"runs/s/sweep\.json is not of a sweep and stays"):
         run_sweep(sweep)
-    assert (sweep.directory / "sweep.csv").read_text() == "mine"
+    assert (sweep.directory / "sweep.json").read_text() == "mine"
 
 
 def test_equal_failures_are_one_line_with_a_count(monkeypatch):

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -24,12 +20,9 @@ from ppctl.launch.sweep.sweep_jobs import (
 )
 from ppctl.launch.sweep.sweep_page import Records, sweep_page
 from ppctl.launch.sweep.sweep_records import (
-    ENDS,
-    NUMBERS,
     best_of,
     decimals,
     equal_errors,
-    read_records,
     record_of,
     state_counts,
 )
@@ -110,9 +103,7 @@ def _number_text(value: float | None, form: str) -> str:
 
 def write_summary(sweep: Sweep, outcomes: Sequence[Outcome], records: Records) -> list[str]:
     """Write the summary; return lines about the sweep, also where a file cannot be written."""
-    kept = earlier(sweep)
-    page = sweep_page(sweep, outcomes, records, len(kept))
-    texts = as_csv([*records, *kept]), as_json([*records, *kept]), page
+    texts = as_json(records), sweep_page(sweep, outcomes, records)
     lines = [line for best in best_of(sweep, records) for line in best.lines]
     if note := side_by_side_note(sweep):
         lines.append(f"note: {note}")
@@ -124,33 +115,7 @@ def write_summary(sweep: Sweep, outcomes: Sequence[Outcome], records: Records) -
     return [*lines, f"summary: {', '.join(str(sweep.directory / name) for name in FILES)}"]
 
 
-def earlier(sweep: Sweep) -> list[dict[str, Any]]:
-    """Return records, without number, of jobs in this directory by earlier sweeps than this one."""
-    ours = {os.path.realpath(job.run_dir) for job in sweep.jobs}
-    return [
-        record | {"job": None}
-        for record in read_records(sweep.directory)
-        if os.path.realpath(record["run_dir"]) not in ours and Path(record["run_dir"]).is_dir()
-    ]
-
-
 def as_json(records: Records) -> str:
     """Return the records as a JSON list, with null for numbers that are not finite."""
     plain = json_safe([*map(dict, records)])
     return json.dumps(plain, indent=1, allow_nan=False, default=str) + "\n"
-
-
-def as_csv(records: Records) -> str:
-    """Return a line for each record below the names of `columns`, unknown values empty."""
-    out = io.StringIO()
-    rows = csv.DictWriter(out, columns(records), lineterminator="\n")
-    rows.writeheader()
-    rows.writerows(records)
-    return out.getvalue()
-
-
-def columns(records: Records) -> list[str]:
-    """Return the keys of all records in order: number, swept settings, end, numbers."""
-    plain = {"job", *ENDS, *NUMBERS}
-    swept = dict.fromkeys(key for record in records for key in record if key not in plain)
-    return ["job", *swept, "status", *NUMBERS, *(name for name in ENDS if name != "status")]

@@ -19,7 +19,7 @@ from ppctl.errors import ConfigError
 from ppctl.launch.local_processes import newest_checkpoint
 from ppctl.reports.foreign_files import check_inside, from_json, read_file, read_settings
 
-FILES = ("sweep.csv", "sweep.json", "sweep.html")
+FILES = ("sweep.json", "sweep.html")
 LOG = "output.log"  # in a run.dir: the output of a job that shared the machine
 SUBMITTED_LOG = "submitted.log"  # the output of a submitted job
 TAIL_BYTES = 16_384  # of a job's output, which are searched for its last error

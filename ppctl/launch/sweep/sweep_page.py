@@ -52,10 +52,8 @@ class Number(NamedTuple):
     measured: str | None = None  # hollow marks
 
 
-def sweep_page(
-    sweep: Sweep, outcomes: Sequence[Outcome], records: Records, num_earlier: int = 0
-) -> str:
-    """Return the page; `num_earlier`: jobs of earlier sweeps in this directory's other files."""
+def sweep_page(sweep: Sweep, outcomes: Sequence[Outcome], records: Records) -> str:
+    """Return the text of the page."""
     # 1. how it ended
     states = {outcome.status for outcome in outcomes}
     look = kit.NO if "failed" in states else kit.YES if states <= {*DONE} else kit.UNKNOWN
@@ -79,7 +77,7 @@ def sweep_page(
         _figures_over("Over the learning rate", RATE, (SEED,), done, losses, **how),
         _figures_over("Over the number of microbatches", MICROBATCHES, REPEATS, timed, speeds),
         "" if sweep.study is None else _history(sweep.study.search, records),
-        kit.section("Jobs", _jobs(sweep, outcomes, records), _earlier(num_earlier)),
+        kit.section("Jobs", _jobs(sweep, outcomes, records)),
         _failures(sweep, outcomes),
     )
 
@@ -195,13 +193,6 @@ def _jobs(sweep: Sweep, outcomes: Sequence[Outcome], records: Records) -> str:
         rows.append([index, *values, status, *(cell(name, record[name]) for name in present)])
     head = ["job", *map(kit.breakable, keys), "status", *(kit.NUMBERS[name][0] for name in present)]
     return kit.table("all jobs", head, rows, "jobs") + kit.soft(ABOUT)
-
-
-def _earlier(number: int) -> str:
-    if not number:
-        return ""
-    jobs = "One job" if number == 1 else f"{number} jobs"
-    return kit.soft(f"{jobs} of earlier sweeps in this directory: see sweep.csv and sweep.json.")
 
 
 def _failures(sweep: Sweep, outcomes: Sequence[Outcome]) -> str:

@@ -62,7 +62,7 @@ def record_of(job: Job, outcome: Outcome) -> dict[str, Any]:
 def read_records(directory: Path) -> list[dict[str, Any]]:
     """Return the records of the summary in a sweep's directory, [] where it cannot be read."""
     try:
-        records = from_json(read_file(directory / FILES[1]))
+        records = from_json(read_file(directory / FILES[0]))
         return [dict(record) for record in records if os.path.realpath(record["run_dir"])]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
@@ -207,7 +207,7 @@ def decimals(values: Iterable[float | None]) -> int:
 
 def is_sweep(directory: Path) -> bool:
     """Return whether a sweep has written to a directory."""
-    return any((directory / name).is_file() for name in (MARK, FILES[1]))
+    return any((directory / name).is_file() for name in (MARK, FILES[0]))
 
 
 def read_sweep(directory: Path, words_of: Words) -> dict[str, Any]:
