@@ -120,7 +120,6 @@ def predicted(job: TrainingJob) -> Prediction:
     found = predict_job(job)
     flops, peak, hardware = model_flops(job), mesh_peak_flops(job), hardware_of(job)
     step_s = None if found.time is None else found.time.total_s
-    memory, limit_bytes = _memory(job, found)
     return Prediction(
         schedule=label(config.schedule),
         auto=None if job.choice is None else job.choice.summary,
@@ -144,9 +143,9 @@ def predicted(job: TrainingJob) -> Prediction:
         mfu_causal_fraction=mfu(flops.causal, step_s, peak),
         predicted_bytes=found.total_bytes,
         assumes=assumptions(job, is_timed=found.time is not None),
-        proposal=propose(pipe, limit_bytes),
+        proposal=propose(pipe),
         **_stages(job, is_timed=found.time is not None),
-        **memory,
+        **_memory(job, found),
     )
 
 
@@ -178,8 +177,8 @@ def _stages(job: TrainingJob, *, is_timed: bool) -> dict[str, Any]:
     return {"stages": tuple(stages), "transfer_s": None if costs is None else costs.transfer_s}
 
 
-def _memory(job: TrainingJob, found: JobPrediction) -> tuple[dict[str, Any], int | None]:
-    """Return Prediction's fields of memory, as compiled with plan.compile, and limit_bytes."""
+def _memory(job: TrainingJob, found: JobPrediction) -> dict[str, Any]:
+    """Return Prediction's fields of memory, as compiled with plan.compile."""
     # 1. the memory of each rank
     memory, needed, compile_s, refusal = found.memory, found.total_bytes, None, None
     is_compiled = False
@@ -204,7 +203,7 @@ def _memory(job: TrainingJob, found: JobPrediction) -> tuple[dict[str, Any], int
         "fits": fits,
         "compile_s": compile_s,
         "refusal": refusal,
-    }, size_bytes
+    }
 
 
 def _compile(pipe: Pipeline) -> tuple[tuple[int, ...] | None, float, str | None]:

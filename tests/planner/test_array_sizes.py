@@ -13,7 +13,7 @@ from ppctl.planner.cost.array_sizes import Microbatch, held_bytes, reference_byt
 from ppctl.planner.cost.counted_costs import ParamBytes, PlannedLayout
 from ppctl.planner.cost.rank_memory import predicted_memory
 from ppctl.planner.cost.roofline import Extent, ModelWork, PieceWork
-from ppctl.planner.cost.step_time import layout_of, param_bytes
+from ppctl.planner.cost.step_time import layout_of, param_bytes_of
 from ppctl.planner.cost.task_flops import work_of
 from ppctl.training.pipeline.job import assemble
 
@@ -69,7 +69,7 @@ def sized(pipe):
     example_bytes = tree_bytes(pipe.model.microbatch) // pipe.model.microbatch["inputs"].shape[0]
     examples, remat = pipe.model.microbatch["inputs"].shape[0], pipe.execution.remat
     microbatch = Microbatch(examples, pipe.schedule.num_microbatches, example_bytes, remat)
-    params = param_bytes(pipe.states.natural, pipe.dtype, pipe.stack.trainable)
+    params = param_bytes_of(pipe)
     work = work_of(pipe.model)
     held = held_bytes(work, params, layout_of(pipe), microbatch, pipe.ticks.num_slots)
     return held, workspace_bytes(work, params, layout_of(pipe), microbatch)

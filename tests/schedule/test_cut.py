@@ -152,27 +152,3 @@ def test_improved_tries_no_more_than_it_may_and_returns_the_best_of_them(max_tri
     found = improved(uniform(8, 6), step_s, max_tried=max_tried)
     assert len(tried) == max_tried
     assert step_s(found) == min(map(step_s, tried[:max_tried]))
-
-
-def test_improved_keeps_to_what_fits():
-    program, ranks = build("interleaved", 2, 4), ((0, 2), (1, 3))
-    step_s, tried = steps_of(program, [1.0] * 12, head=3.0)
-
-    def over_bytes(partition):
-        sizes = [len(held) * (10 + n) for held, n in zip(partition, (3, 2, 2, 1), strict=True)]
-        over = (sum(sizes[s] for s in stages) for stages in ranks)
-        return sum(max(0, each - limit) for each, limit in zip(over, (80, 72), strict=True))
-
-    def fits(partition):
-        return over_bytes(partition) == 0
-
-    start = improved(uniform(12, 4), over_bytes, max_tried=100)
-    assert fits(start)
-    free = improved(start, step_s, max_tried=100)
-    assert not fits(free)
-    found = improved(start, step_s, max_tried=100, fits=fits)
-    assert fits(found)
-    assert step_s(free) < step_s(found) <= step_s(start)
-    assert step_s(found) == min(map(step_s, filter(fits, partitions(12, 4))))
-    assert found[-1].stop == 12
-    assert tried

@@ -16,7 +16,7 @@ from ppctl.executors.model_shapes import Model
 from ppctl.executors.parameter_layout import shapes_on_device
 from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import Stack
-from ppctl.planner.cost.step_time import of_one_device, param_bytes
+from ppctl.planner.cost.step_time import param_bytes
 from ppctl.planner.cost.task_flops import with_embed_head_of, work_of
 from ppctl.planner.search.layout_space import DeviceModel, DeviceModels, divisors
 from ppctl.schedule.remat import Remat
@@ -39,7 +39,6 @@ def device_models(
     stack: as the hardware runs it; state: shapes, in natural order; batch: shapes of a global one.
     The function raises ConfigError where the model cannot be divided so.
     """
-    whole = param_bytes(state, dtype, stack.trainable)
 
     @cache
     def model_of(tp: int, cp: int, vocab_ranks: int = 1) -> DeviceModel:
@@ -55,7 +54,7 @@ def device_models(
         model = Model(divided, *shapes, 1, Remat.NONE, 0, dtype, axes)
         is_whole = vocab_ranks == 1
         work = work_of(model) if is_whole else with_embed_head_of(model_of(tp, cp).work, model)
-        return DeviceModel(work, of_one_device(whole, model))
+        return DeviceModel(work, param_bytes(state, model))
 
     return model_of
 

@@ -51,12 +51,12 @@ def predicted_time(job: TrainingJob) -> tuple[StepTime | None, str | None]:
     ConfigError where the request is wrong.
     """
     try:
-        _described(job.config, device_kind(job.pipe), str(job.pipe.dtype))
+        machine = machine_of(job.config, device_kind(job.pipe), str(job.pipe.dtype))
     except ConfigError as error:
         if job.config.hardware.name == "auto":
             return None, str(error)
         raise
-    return time_of(job.pipe, op_times_of(job)), None
+    return time_of(job.pipe, counted_op_times(job, machine)), None
 
 
 def time_of(pipe: Pipeline, op_times: OpTimes, costs: Costs | None = None) -> StepTime:
@@ -127,8 +127,8 @@ def device_kind(pipe: Pipeline) -> str:
     return pipe.mesh.devices.flat[0].device_kind
 
 
-def _described(config: Config, device_kind: str, dtype: str) -> tuple[Hardware, float]:
-    """Return the hardware of a request and its peak FLOP/s. ConfigError if either is unknown."""
+def machine_of(config: Config, device_kind: str, dtype: str) -> Machine:
+    """Return the devices that a plan is for. ConfigError where nothing is known of them."""
     hardware = resolved(config.hardware, device_kind, config.plan.topology)
     peak = peak_flops(hardware, dtype)
     if peak is None:
@@ -137,12 +137,6 @@ def _described(config: Config, device_kind: str, dtype: str) -> tuple[Hardware, 
             f"{name} states no peak for {dtype}. Say it: {name} "
             f"+hardware.peak_flops.{dtype}=FLOP/S, or use run.dtype={dtypes}."
         )
-    return hardware, peak
-
-
-def machine_of(config: Config, device_kind: str, dtype: str) -> Machine:
-    """Return the devices that a plan is for. ConfigError where nothing is known of them."""
-    hardware, peak = _described(config, device_kind, dtype)
     link, hosts = Link(hardware.link_latency_s, hardware.link_bytes_per_s), hardware.hosts
     network = None if hosts is None else Link(hosts.latency_s, hosts.bytes_per_s)
     return Machine(
@@ -191,39 +185,28 @@ def mesh_peak_flops(job: TrainingJob) -> float | None:
     return None if peak is None else peak * job.pipe.mesh.size
 
 
-def param_bytes_of(pipe: Pipeline) -> ParamBytes:
-    """Return the sizes of the parameters of a model, of one device's shards over tp."""
-    whole = param_bytes(pipe.states.natural, pipe.dtype, pipe.stack.trainable)
-    return of_one_device(whole, pipe.model)
+def param_bytes(state: Tree, model: Model) -> ParamBytes:
+    """Return the sizes of one device's parameters; state: shapes of all, in natural order."""
+    # 1. of one device's shards, where tp divides the model
+    held, trained = model.held, trained_part(model.held, model.stack.trainable)
+    layer, embed_head = tree_bytes(held["layers"]), tree_bytes(held["embed_head"])
 
-
-def of_one_device(whole: ParamBytes, model: Model) -> ParamBytes:
-    """Return the sizes of what one device holds of a model, where tp divides it."""
-    layer, embed_head = tree_bytes(model.held["layers"]), tree_bytes(model.held["embed_head"])
-    trained = trained_part(model.held, model.stack.trainable)
-    return replace(
-        whole,
+    # 2. ratios, of all parameters
+    params = state["params"]
+    moments = tree_bytes(state["optimizer"]) / tree_bytes(
+        trained_part(params, model.stack.trainable)
+    )
+    num_computed = sum(math.prod(a.shape) for a in jax.tree.leaves(params))
+    return ParamBytes(
         layer=layer,
         embed_head=embed_head,
+        moments=moments,
+        compute_ratio=num_computed * jnp.dtype(model.dtype).itemsize / tree_bytes(params),
         frozen_layer=layer - tree_bytes(trained["layers"]),
         frozen_embed_head=embed_head - tree_bytes(trained["embed_head"]),
     )
 
 
-def param_bytes(state: Tree, dtype: Any, trainable: Tree = True) -> ParamBytes:
-    """Return the sizes of the parameters of a state in natural order; `dtype` is that of compute.
-
-    trainable: as of a `Stack`.
-    """
-    params, trained = state["params"], trained_part(state["params"], trainable)
-    num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
-    layers, embed_head = tree_bytes(params["layers"]), tree_bytes(params["embed_head"])
-    num_computed = sum(math.prod(a.shape) for a in jax.tree.leaves(params))
-    return ParamBytes(
-        layer=layers // num_layers,
-        embed_head=embed_head,
-        moments=tree_bytes(state["optimizer"]) / tree_bytes(trained),
-        compute_ratio=num_computed * jnp.dtype(dtype).itemsize / tree_bytes(params),
-        frozen_layer=(layers - tree_bytes(trained["layers"])) // num_layers,
-        frozen_embed_head=embed_head - tree_bytes(trained["embed_head"]),
-    )
+def param_bytes_of(pipe: Pipeline) -> ParamBytes:
+    """Return `param_bytes` of a pipeline's model."""
+    return param_bytes(pipe.states.natural, pipe.model)

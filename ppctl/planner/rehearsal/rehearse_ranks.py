@@ -302,23 +302,13 @@ class Simulated:
 
     @cached_property
     def _op_times(self) -> OpTimes:
+        """The overhead and the share of cores of a step; its tasks are `costs`."""
         pipe, times = self.job.pipe, self.ran.values()
         sizes = param_bytes_of(pipe), self.machine, layout_of(pipe)
         exchanged_s = exchange_s(*sizes, gather=pipe.execution.gather)
         busy = mean(each.tasks.cpu_s / each.tasks.wall_s for each in times)  # cores of a rank
-        return OpTimes(
-            embed=self._counted.embed,
-            layer=self._layer,
-            head=self._counted.head,
-            task_s=0.0,
-            hop_s=self._counted.hop_s,
+        return replace(
+            self._counted,
             overhead_s=max(each.update.wall_s for each in times) + exchanged_s,
             capacity=max(1.0, (os.cpu_count() or 1) / busy) if _is_shared(self.job) else inf,
         )
-
-    @property
-    def _layer(self) -> PieceTimes:
-        """A layer of the largest stage."""
-        sizes = [len(layers) for layers in self.job.pipe.partition]
-        s = max(range(len(sizes)), key=sizes.__getitem__)
-        return PieceTimes(*(self.costs.seconds(kind, s, 1) / max(1, sizes[s]) for kind in "FIW"))

@@ -49,9 +49,6 @@ class Candidate:
     time: StepTime
     recomputed_fraction: float  # of the tasks' work: forwards that backwards recompute
     memory: Mapping[str, int] = field(compare=False)  # bytes by part, of the device that holds most
-    rank_of: tuple[int, ...] = field(default=(), compare=False)  # the rank of each stage
-    # seconds of a microbatch in each stage: F, B, I, W
-    stage_s: tuple[tuple[float, ...], ...] = field(default=(), compare=False)
     ideal_bubble: float | None = field(default=None, compare=False)  # 0..1: equal stages
     bubble: float | None = field(default=None, compare=False)  # predicted as by `ppctl plan`
     vocab: str = "whole"  # embedding and head, as schedule.vocab
@@ -190,12 +187,10 @@ class _Staged:
         return StepTime(**self.along(times))
 
     def candidate(self, time: StepTime, memory: Mapping[str, int]) -> Candidate:
-        bounds, microbatch, num_devices = (
-            self.bounds,
-            self.bounds.microbatch,
-            self.layout.rank_devices,
-        )
-        again, stages = Remat.of(microbatch.remat).recomputed_layers(self.sizes), len(self.sizes)
+        bounds, microbatch = self.bounds, self.bounds.microbatch
+        again = Remat.of(microbatch.remat).recomputed_layers(self.sizes)
+        again_s = again * self.op_times.layer.forward_s
+        all_s = again_s * microbatch.number * self.layout.rank_devices
         return Candidate(
             bounds.mesh,
             self.family,
@@ -204,10 +199,8 @@ class _Staged:
             microbatch.remat,
             self.sizes,
             time,
-            again * self.op_times.layer.forward_s * microbatch.number * num_devices / time.tasks_s,
+            all_s / time.tasks_s,
             memory,
-            tuple(self.placed.rank_of),
-            tuple(tuple(self.costs.seconds(kind, s, 1) for kind in "FBIW") for s in range(stages)),
             vocab="parallel" if bounds.has_parts else "whole",
         )
 

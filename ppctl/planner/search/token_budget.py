@@ -10,7 +10,6 @@ from ppctl.errors import ConfigError
 from ppctl.training.pipeline.known_hardware import described_device
 
 HOUR_S = 3600
-NOT_COUNTED = "evaluations, checkpoints and restarts not counted"
 
 
 @dataclass(frozen=True)
@@ -26,26 +25,17 @@ class TokenBudget:
     energy_kwh: float | None  # of all devices at that power
 
     @property
-    def time_text(self) -> str:
-        return f"{self.days:,.1f} days" if self.days >= 2 else f"{self.days * 24:,.3g} hours"
-
-    @property
-    def effort_text(self) -> str:
-        """Steps, device-hours and, where the power of a device is known, energy."""
+    def text(self) -> str:
+        """Days, steps, device-hours and, where the power of a device is known, energy."""
+        tokens = f"{self.tokens:.6g}".replace("e+0", "e").replace("e+", "e")
+        time = f"{self.days:,.1f} days" if self.days >= 2 else f"{self.days * 24:,.3g} hours"
         words = [f"{self.num_steps:,} steps", f"{self.device_hours:,.0f} {self.devices}-hours"]
         if (kwh := self.energy_kwh) is not None:
             energy = f"{kwh / 1000:,.1f} MWh" if kwh >= 1000 else f"{kwh:,.3g} kWh"
             power = f"{self.power_w:,.0f} W a {self.devices}, without hosts and cooling"
             words.append(f"{energy} at {power}")
-        return ", ".join(words)
-
-    @property
-    def text(self) -> str:
-        return f"{self.tokens_text} in {self.time_text}: {self.effort_text} ({NOT_COUNTED})"
-
-    @property
-    def tokens_text(self) -> str:
-        return f"{self.tokens:.6g}".replace("e+0", "e").replace("e+", "e")
+        not_counted = "evaluations, checkpoints and restarts not counted"
+        return f"{tokens} in {time}: {', '.join(words)} ({not_counted})"
 
 
 def check_tokens(key: str, tokens: float | None, step_tokens: int | None) -> None:

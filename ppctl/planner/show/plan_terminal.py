@@ -94,8 +94,11 @@ def plan_lines(found: Prediction, config: Config) -> Iterator[tuple[str, str]]:
         yield "tokens", found.token_budget.text
     elif config.plan.tokens is not None:
         yield "tokens", "not known, as the step"
-    if (proposal := better(found, config)) is not None:
-        yield "better", proposal
+    if found.proposal is not None:
+        layers, ratio = ",".join(map(str, found.proposal.partition)), found.proposal.time_ratio
+        partition = f"partition=explicit partition.layers=[{layers}]"
+        how = "by simulation with costs from FLOPs; its memory is not counted"
+        yield "better", f"{partition} takes {ratio:.2f} times as long a step, {how}"
 
 
 def memory_table(found: Prediction) -> TextTable:
@@ -193,19 +196,6 @@ def _few(items: Sequence[str], most: int) -> str:
     """
     left = len(items) - most
     return ", ".join([*items[:most], *([f"{left} more"] if left > 0 else [])]) or "none"
-
-
-def better(found: Prediction, config: Config) -> str | None:
-    """Return the proposed partition and what it gains, in a line; None where there is none."""
-    if found.proposal is None:
-        return None
-    layers, ratio = ",".join(map(str, found.proposal.partition)), found.proposal.time_ratio
-    is_checked = found.limit_bytes is not None and config.executor.DISPATCHES_TASKS
-    fits = ", and fits without temporaries" if is_checked else ""
-    return (
-        f"partition=explicit partition.layers=[{layers}] takes {ratio:.2f} times as long a step, "
-        f"by simulation with costs from FLOPs{fits}"
-    )
 
 
 def time_text(found: Prediction) -> str:

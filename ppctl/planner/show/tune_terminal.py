@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate, zip_longest
-from math import prod
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,11 @@ from ppctl import config as settings
 from ppctl.config import Config, Explicit
 from ppctl.config.schedule_from_config import label
 from ppctl.planner.cost.rank_memory import DeviceLimit
-from ppctl.planner.make_plan import StagePart
 from ppctl.planner.search.job_script import Hosts
 from ppctl.planner.search.layout_candidate import Candidate
 from ppctl.planner.search.layout_search import Found
 from ppctl.planner.search.token_budget import TokenBudget
 from ppctl.planner.search.tuned_recipe import command_of
-from ppctl.planner.show.plan_terminal import LEFT_TO_BACKWARD, is_left_to_backward, stage_table
 from ppctl.reports.terminal_output import (
     OutputConsole,
     show_json,
@@ -64,10 +61,6 @@ def show_tuned(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> Non
     show_table(console, title, list(rows[0]), [list(row.values()) for row in rows])
     if any(isinstance(config.partition, Explicit) for config in configs):
         print(f"stages as partition.layers takes them: {LETTERS}")
-    stages = _stages(tuned.found.best[0])
-    show_table(console, *stage_table(stages, configs[0].mesh.submesh_text))
-    if is_left_to_backward(stages):
-        show_lines(console, LEFT_TO_BACKWARD)
     show_lines(console, *_after(tuned))
 
 
@@ -95,18 +88,6 @@ def _after(tuned: Tuned) -> Iterator[str]:
         yield f"the first is a recipe now, {tuned.recipe}: {command_of(Path(tuned.recipe))}"
     if tuned.job_script is not None:
         yield f"its job script is {tuned.job_script}: {tuned.job_command}"
-
-
-def _stages(candidate: Candidate) -> list[StagePart]:
-    """Return the stages of a layout, devices numbered as the mesh has them."""
-    dp, pp, *inner = candidate.mesh
-    starts, size = accumulate(candidate.partition, initial=0), prod(inner)
-
-    def submesh(rank: int) -> tuple[int, ...]:
-        return tuple((d * pp + rank) * size + i for d in range(dp) for i in range(size))
-
-    stages = zip(starts, candidate.partition, candidate.rank_of, candidate.stage_s, strict=False)
-    return [StagePart(start, n, rank, submesh(rank), *s) for start, n, rank, s in stages]
 
 
 def _cells(tuned: Tuned, i: int, config: Config) -> dict[str, str]:

@@ -110,7 +110,6 @@ def improved(
     step_s: Callable[[Partition], Any],
     *,
     max_tried: int,
-    fits: Callable[[Partition], bool] = lambda partition: True,
     num_detours: int = DETOURS,
 ) -> Partition:
     """Return a partition that no move of one layer makes faster, or the fastest of `max_tried`.
@@ -118,8 +117,8 @@ def improved(
     A move takes a layer from one stage to another, and the layers between move on by one. Moves are
     tried from the fastest partition whose moves were not, those of unusual stages first; the first
     that is faster than all goes on at once.
-    step_s: seconds of a step, such as the simulator's makespan, or what else orders partitions;
-    called only if `fits`. num_detours: slower partitions in a row from which moves are tried in
+    step_s: seconds of a step, such as the simulator's makespan, or what else orders partitions.
+    num_detours: slower partitions in a row from which moves are tried in
     vain.
 
     >>> [len(held) for held in improved((range(3), range(3, 4)), lambda p: len(p[0]), max_tried=9)]
@@ -138,7 +137,7 @@ def improved(
             low, high, by = (source, target, -1) if source < target else (target, source, 1)
             bounds = [0, *(held.stop for held in start)]
             moved = partition_of([b + by * (low < k <= high) for k, b in enumerate(bounds)])
-            if moved in known or not fits(moved):
+            if moved in known:
                 continue
             if len(known) >= max_tried:
                 return partition
