@@ -1,8 +1,7 @@
-"""A schedule as text: CSV both ways, lists of tasks in JaxPP's words."""
+"""A schedule as CSV, both ways, and tasks in the words of programs' names."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
 from ppctl.errors import ScheduleError
@@ -12,7 +11,6 @@ from ppctl.schedule.validation import validate
 _STAGE_WORDS: dict[Kind, str] = {"F": "fwd", "B": "bwd", "I": "bwd_i", "W": "bwd_w"}
 _PART_WORDS: dict[Kind, str] = {"E": "embed", "S": "logits", "T": "logits_bwd", "G": "embed_bwd"}
 WORDS = _STAGE_WORDS | _PART_WORDS
-WIDTH = 120  # columns
 MOST_MISSING = 100_000  # pairs (stage, microbatch) searched for the first missing task
 
 
@@ -83,34 +81,3 @@ def task_name(task: Task) -> str:
     ('fwd_2__0', 'bwd_w_0__3')
     """
     return f"{WORDS[task.kind]}_{task.stage}__{task.microbatch}"
-
-
-def task_names(tasks: Sequence[Task], num_stages: int) -> list[str]:
-    """Return a rank's tasks; on the last stage a forward and its B or I right after it are fused.
-
-    >>> task_names([Task(1, "F", 0), Task(1, "B", 0), Task(1, "F", 1)], num_stages=2)
-    ['FusedTask(fwd_1__0, bwd_1__0)', 'fwd_1__1']
-    """
-    names: list[str] = []
-    fused: Task | None = None  # the forward that the next task may belong to
-    for task in tasks:
-        if fused is not None and task.kind in "BI" and task[::2] == fused[::2]:
-            names[-1] = f"FusedTask({names[-1]}, {task_name(task)})"
-        else:
-            names.append(task_name(task))
-        fused = task if task.kind == "F" and task.stage == num_stages - 1 else None
-    return names
-
-
-def task_lists(schedule: Schedule) -> str:
-    """Return for each rank a heading with its stages, and its tasks in JaxPP's words."""
-    lines: list[str] = []
-    for rank, (tasks, stages) in enumerate(zip(schedule.ranks, schedule.stages_of, strict=True)):
-        held = f"stage{'s' * (len(stages) > 1)} {' '.join(map(str, stages))}"
-        names = task_names(tasks, schedule.num_stages)
-        # a fused task is not broken over lines: its space is not one for the wrap
-        atoms = " ".join(name.replace(" ", "\xa0") for name in names)
-        wrapped = textwrap.wrap(atoms, WIDTH - 2, break_on_hyphens=False)
-        lines.append(f"rank {rank}, {held}: {len(names)} tasks")
-        lines += ["  " + line.replace("\xa0", " ") for line in wrapped]
-    return "\n".join(lines) + "\n"

@@ -100,9 +100,7 @@ def test_costs_come_from_a_users_file_too(capsys, empty_directory):
 # --- formats and files --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["x.html", "x.svg", "x.png", "x.json", "x.csv", "x.txt", "x.tasks"]
-)
+@pytest.mark.parametrize("name", ["x.html", "x.svg", "x.png", "x.json", "x.csv", "x.txt"])
 def test_the_ending_of_the_file_chooses_the_format(name, capsys, empty_directory):
     assert cli.main(["schedule", "show", "schedule=gpipe", "mesh=1x2", "--out", name]) == 0
     out, err = capsys.readouterr()
@@ -116,19 +114,7 @@ def test_the_ending_of_the_file_chooses_the_format(name, capsys, empty_directory
         "csv": b"0F0,",
         "txt": b"gpipe: ",
     }
-    start["tasks"] = (
-        b"gpipe: 2 ranks, 8 microbatches\nrank 0, stage 0: 16 tasks\n  fwd_0__0 fwd_0__1 "
-    )
     assert (empty_directory / name).read_bytes().startswith(start[name[2:]])
-
-
-def test_lists_of_tasks_are_printed_and_in_the_json(capsys):
-    line = "show schedule=eager_1f1b mesh=1x4 schedule.num_microbatches=4"
-    printed = ask(capsys, f"{line} --format tasks").splitlines()
-    lists = ask_json(capsys, line)["tasks"]
-    assert printed[printed.index("rank 2, stage 2: 8 tasks") + 1].split() == lists[2]
-    assert lists[2][:5] == ["fwd_2__0", "fwd_2__1", "fwd_2__2", "bwd_2__0", "fwd_2__3"]
-    assert lists[3][0] == "FusedTask(fwd_3__0, bwd_3__0)"
 
 
 def test_perfetto_goes_to_stdout_too(capsys):

@@ -39,7 +39,7 @@ FAULTS = [
     ("--json", "Say what to do"),
     (
         "show --format pgn",
-        "--format pgn is not one of text, html, svg, pdf, png, json, csv, perfetto, tasks. Did "
+        "--format pgn is not one of text, html, svg, pdf, png, json, csv, perfetto. Did "
         "you mean png",
     ),
     ("show --format png", "--format png is not text. Add --out FILE.png"),
@@ -69,8 +69,8 @@ FAULTS = [
         "schedule.num_chunks=3: none of gpipe, 1f1b has such a setting",
     ),
     (
-        "compare gpipe --format tasks",
-        "--format tasks is not one of text, html, svg, pdf, png, json, csv",
+        "compare gpipe --format perfetto",
+        "--format perfetto is not one of text, html, svg, pdf, png, json, csv",
     ),
     ("show model.num_layers=3", "model.num_layers=3: no schedule depends on model. Leave it out"),
     (

@@ -3,10 +3,10 @@
 import pytest
 
 from ppctl.errors import ScheduleError
-from ppctl.schedule.families.registry import FAMILIES, build
+from ppctl.schedule.families.registry import build
 from ppctl.schedule.ir import KINDS, Task, Value
 from ppctl.schedule.schedule_faults import grid
-from ppctl.schedule.schedule_text import task_lists, task_name, task_names
+from ppctl.schedule.schedule_text import task_name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -58,11 +58,12 @@ def test_a_long_grid_shows_the_steps_round_the_arrow(step):
         assert row.split()[2:] == cells
 
 
-# --- lists in JaxPP's words ---------------------------------------------------------------------
+# --- JaxPP's orders -----------------------------------------------------------------------------
 
 
 def fused(stage, microbatches):
-    return [f"FusedTask(fwd_{stage}__{m}, bwd_{stage}__{m})" for m in microbatches]
+    """What JaxPP prints as FusedTask(fwd_..., bwd_...)."""
+    return [f"{word}_{stage}__{m}" for m in microbatches for word in ("fwd", "bwd")]
 
 
 def each(word, stage, microbatches=range(4)):
@@ -96,7 +97,7 @@ SAME = [
 def test_the_lists_of_jaxpps_tutorial(name, knobs, printed):
     schedule = build(name, 4, 4, **knobs)
     for rank, expected in printed.items():
-        assert task_names(schedule.ranks[rank], schedule.num_stages) == expected
+        assert list(map(task_name, schedule.ranks[rank])) == expected
 
 
 @pytest.mark.parametrize(
@@ -104,55 +105,10 @@ def test_the_lists_of_jaxpps_tutorial(name, knobs, printed):
 )
 def test_those_are_the_lists_of_no_other_family(name, printed):
     schedule = build(name, 4, 4)
-    assert any(
-        task_names(schedule.ranks[rank], schedule.num_stages) != each
-        for rank, each in printed.items()
-    )
+    assert any(list(map(task_name, schedule.ranks[rank])) != each for rank, each in printed.items())
 
 
 def test_1f1b_begins_its_backwards_one_forward_earlier_than_jaxpps():
-    found = task_names(build("1f1b", 4, 4).ranks[2], 4)
+    found = list(map(task_name, build("1f1b", 4, 4).ranks[2]))
     assert sorted(found) == sorted(RANK_2)
     assert (found.index("bwd_2__0"), RANK_2.index("bwd_2__0")) == (2, 3)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_lists_name_every_task_of_a_rank_once_and_in_order(name):
-    schedule = build(name, 4, 8)
-    for tasks in schedule.ranks:
-        names = task_names(tasks, schedule.num_stages)
-        single = [
-            one
-            for name in names
-            for one in name.removeprefix("FusedTask(").removesuffix(")").split(", ")
-        ]
-        assert single == list(map(task_name, tasks))
-        assert len(set(single)) == len(single)
-
-
-def test_only_a_forward_of_the_last_stage_is_fused_and_with_its_own_backward_alone():
-    tasks = [
-        Task.parse(cell) for cell in ("1F0", "1F1", "1B1", "1F2", "1I2", "1W2", "1B0", "0F0", "0B0")
-    ]
-    assert task_names(tasks, 2) == [
-        *(
-            "fwd_1__0",
-            "FusedTask(fwd_1__1, bwd_1__1)",
-            "FusedTask(fwd_1__2, bwd_i_1__2)",
-            "bwd_w_1__2",
-        ),
-        *("bwd_1__0", "fwd_0__0", "bwd_0__0"),
-    ]
-
-
-def test_the_lists_are_wrapped_between_tasks_below_a_heading_for_each_rank():
-    schedule = build("zb_h1", 2, 16)
-    lines = task_lists(schedule).splitlines()
-    assert max(map(len, lines)) <= 120
-    assert [line for line in lines if not line.startswith("  ")] == [
-        "rank 0, stage 0: 48 tasks",
-        "rank 1, stage 1: 32 tasks",
-    ]
-    second = lines[lines.index("rank 1, stage 1: 32 tasks") + 1 :]
-    assert all(line.count("(") == line.count(")") for line in second)
-    assert " ".join(" ".join(second).split()) == " ".join(task_names(schedule.ranks[1], 2))

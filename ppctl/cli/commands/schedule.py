@@ -32,7 +32,6 @@ EXAMPLES = (
     "ppctl schedule compare 1f1b zb_h1 zb_v mesh=1x4 --out panels.pdf",
     "ppctl schedule curves schedule=1f1b --ranks 2,4,8,16 --microbatches 1-64 --out curves.svg",
     "ppctl schedule show schedule=gpipe mesh=1x4 --format csv --out gpipe.csv",
-    "ppctl schedule show schedule=eager_1f1b mesh=1x4 --format tasks",
     "ppctl schedule check gpipe.csv",
     "ppctl schedule show schedule=auto schedule.max_activations=3 mesh=1x4",
 )
@@ -51,10 +50,8 @@ NOTES = "\n".join(
     ]
 )
 FORMAT = (
-    "text (default), html, svg, pdf, png, json, csv, perfetto or tasks: each rank's list in "
-    "JaxPP's words (fwd_2__0, bwd_2__0; bwd_i, bwd_w where the backward is split; on the last "
-    "stage a forward and its backward right after it are a FusedTask). compare: all but perfetto "
-    "and tasks; list: nor html; curves: text, svg, pdf, png, json"
+    "text (default), html, svg, pdf, png, json, csv or perfetto. compare: all but perfetto; list: "
+    "nor html; curves: text, svg, pdf, png, json"
 )
 OF_CURVES = ("ranks", "microbatches", "kept_mb")  # options
 MOST_SIZES = 1024  # of an axis of curves

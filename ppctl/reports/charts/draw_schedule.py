@@ -18,7 +18,7 @@ from ppctl.reports.charts.text_chart import show_gantt
 from ppctl.reports.terminal_output import write_file
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.schedule_text import task_lists, to_csv
+from ppctl.schedule.schedule_text import to_csv
 from ppctl.schedule.simulator import simulate
 
 TEXT_WIDTH = 200  # columns
@@ -56,7 +56,6 @@ DRAWN_AS: dict[str, Callable[[Drawing], str | bytes]] = {  # the content of a fi
     "json": lambda drawing: json.dumps(drawing_document(drawing)) + "\n",
     "csv": lambda drawing: to_csv(drawing.schedule.ranks),
     "perfetto": lambda drawing: json.dumps(trace(drawing)) + "\n",
-    "tasks": lambda drawing: f"{drawing.title}\n{task_lists(drawing.schedule)}",
 }
 _FORM_OF = {
     **{f".{form}": form for form in (*FORMS, "html", "csv")},

@@ -10,7 +10,6 @@ from typing import Any
 
 from ppctl.schedule.ir import ALL_KINDS, Kind, Schedule
 from ppctl.schedule.lower_bounds import makespan_bound_s, peak_activations_bound, period_bound_s
-from ppctl.schedule.schedule_text import task_names
 from ppctl.schedule.search.auto_choice import GIB, Choice, FoundSchedule
 from ppctl.schedule.simulator import Timeline
 
@@ -187,7 +186,6 @@ def drawing_document(drawing: Drawing) -> dict[str, Any]:
         "bubble_fraction": timeline.bubble_fractions,
         "peak_activations_lower_bound": drawing.peak_bounds,
         "ranks": [list(map(str, tasks)) for tasks in schedule.ranks],
-        "tasks": [task_names(tasks, schedule.num_stages) for tasks in schedule.ranks],
         "start_s": [[timeline.start_s[task] for task in tasks] for tasks in schedule.ranks],
         "end_s": [[timeline.end_s[task] for task in tasks] for tasks in schedule.ranks],
     }
