@@ -96,7 +96,6 @@ def _chosen(
         request.max_activations,
         limit_bytes=None if request.max_memory_gib is None else request.max_memory_gib * GIB,
         max_chunks=min(request.max_chunks, bounds.most_chunks or request.max_chunks),
-        by_period=request.objective == "period",
         makespan_s=bounds.makespan_s,
         rank_bytes=bounds.rank_bytes,
     )

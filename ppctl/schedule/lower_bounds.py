@@ -89,10 +89,8 @@ def peak_activations_bound(schedule: Schedule, costs: Costs, period_s: float) ->
     )  # fmt: skip
 
 
-def bound_under_cap_s(
-    schedule: Schedule, costs: Costs, ledger: Ledger, cap: int, *, by_period: bool = False
-) -> float:
-    """Return the least makespan (or period) of any order of these tasks with no rank above `cap`.
+def bound_under_cap_s(schedule: Schedule, costs: Costs, ledger: Ledger, cap: int) -> float:
+    """Return the least makespan of any order of these tasks with no rank above `cap`.
 
     Infinite where a rank has no room for a microbatch.
 
@@ -104,7 +102,7 @@ def bound_under_cap_s(
     # 1. the bound without a cap
     if ledger.least(schedule) > cap:
         return math.inf
-    least_s = (period_bound_s if by_period else makespan_bound_s)(schedule, costs)
+    least_s = makespan_bound_s(schedule, costs)
     trip_s, chunks = trips_s(schedule, costs), schedule.num_chunks
     stages_s = [
         {kind: costs.seconds(kind, s, chunks) for kind in "IW"} for s in range(schedule.num_stages)
@@ -122,8 +120,8 @@ def bound_under_cap_s(
         return min(whole, stash * trip_s[stage] + pending)
 
     # 2. each rank's sum of sizes times lives, over its room
-    elsewhere_s = [0.0] * schedule.num_ranks if by_period else outside_s(schedule, costs)
-    for stages, held, other_s in zip(schedule.stages_of, ledger.held, elsewhere_s, strict=True):
+    ranks = zip(schedule.stages_of, ledger.held, outside_s(schedule, costs), strict=True)
+    for stages, held, other_s in ranks:
         needs = schedule.num_microbatches * sum(map(held_s, stages))
         if needs:
             least_s = max(least_s, other_s + needs / (cap - held) if cap > held else math.inf)

@@ -205,10 +205,6 @@ def test_a_users_costs_of_other_commands_are_refused(capsys, in_empty_directory)
             "show schedule=1f1b costs.num_layers=2048 mesh=1x1024 schedule.num_microbatches=1024",
             "nothing is extrapolated with costs.num_layers=2048. Leave it out",
         ),
-        (
-            "show schedule=auto schedule.objective=peroid mesh=1x2",
-            "objective=peroid.*makespan, period",
-        ),
         ("show schedule=auto schedule.max_chunks=0 mesh=1x2", "schedule.max_chunks=0"),
         (
             "show schedule=auto mesh=1x512 schedule.num_microbatches=512",

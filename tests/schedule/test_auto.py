@@ -134,16 +134,3 @@ def test_where_ranks_run_in_lockstep_the_shortest_there_is_chosen():
     for _, schedule in published(4, 8, 2):
         if runs_on_ring(schedule) and max(peak_activations(schedule)) <= 7:
             assert in_lockstep(schedule) >= choice.best.length_s
-
-
-@pytest.mark.full
-def test_a_period_is_shortened_where_that_is_asked_for():
-    choice = choose(8, 32, UNIT, by_period=True)
-    assert (choice.best.label, choice.best.length_s, choice.is_proven) == ("zb_v", 96, True)
-    for cap in (2, 3, 4):
-        by_period, plain = (
-            choose(4, 8, REAL, cap, max_chunks=2, by_period=flag).best for flag in (True, False)
-        )
-        period_s = simulate(by_period.schedule, REAL).period_s
-        assert by_period.length_s == period_s <= simulate(plain.schedule, REAL).period_s
-        assert max(peak_activations(by_period.schedule)) <= cap

@@ -179,9 +179,6 @@ def test_bounds_hold_for_random_orders_of_unequal_stages_under_the_memory_that_t
             cap, timeline = max(ledger.peaks(schedule)), simulate(schedule, costs)
             bound_s = bound_under_cap_s(schedule, costs, ledger, cap)
             assert makespan_bound_s(schedule, costs) <= bound_s <= timeline.makespan_s * (1 + 1e-12)
-            assert bound_under_cap_s(
-                schedule, costs, ledger, cap, by_period=True
-            ) <= timeline.period_s * (1 + 1e-12)
 
 
 def test_what_the_model_cannot_be_divided_into_is_left_out_or_refused_as_its_partition_says():

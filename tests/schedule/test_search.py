@@ -23,8 +23,7 @@ from ppctl.schedule.search.building_blocks import (
     steady_excess,
 )
 from ppctl.schedule.search.greedy_order import fill
-from ppctl.schedule.search.hill_climbing import _moves, climb
-from ppctl.schedule.search.move_trial import Trials
+from ppctl.schedule.search.hill_climbing import Trials, _moves, climb
 from ppctl.schedule.search.numbered_orders import Jobs
 from ppctl.schedule.search.placement_costs import Ledger
 from ppctl.schedule.simulator import peak_activations, simulate

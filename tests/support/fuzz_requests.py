@@ -150,7 +150,6 @@ def _schedule(
         return [*words, f"schedule.path={path}"]
     elif name == "auto":
         words.append(f"schedule.max_chunks={rng.randint(1, min(2, most))}")
-        words.append(f"schedule.objective={rng.choice(('makespan', 'period'))}")
         words += [f"schedule.max_activations={rng.choice((p, 1.5 * p))}"] * (rng.random() < 0.3)
         m = sizes.num_microbatches = min(m, 8)
     elif name in ("interleaved", "interleaved_zb", "looped_bfs", "gis"):

@@ -91,14 +91,9 @@ class Auto(Schedule):
     max_activations: float | None = None
     max_memory_gib: float | None = None  # cap of a device, weights included, instead
     max_chunks: int = 4  # stages a rank, at most
-    # the time to shorten: makespan | period (a step without barrier before the optimizer)
-    objective: str = "makespan"
-
-    OBJECTIVE: ClassVar[tuple[str, ...]] = ("makespan", "period")
 
     def check(self) -> None:
         super().check()
-        choice("schedule.objective", self.objective, self.OBJECTIVE)
         at_least("schedule.max_chunks", self.max_chunks, 1)
         above_zero("schedule.max_activations", self.max_activations)
         above_zero("schedule.max_memory_gib", self.max_memory_gib)

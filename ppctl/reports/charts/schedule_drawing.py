@@ -139,9 +139,8 @@ def reasons(drawing: Drawing) -> list[str]:
     tried, within = choice.num_blocks
     blocks = f" and {tried} of {within} V-shaped building blocks" if within else ""
     gap = "at which it stands" if choice.is_proven else f"{choice.gap_fraction:.1%} below"
-    period = " period" if choice.by_period else ""
     choices = [
-        f"the shortest{period} with at most {choice.cap_text} a rank, of {choice.num_published} "
+        f"the shortest with at most {choice.cap_text} a rank, of {choice.num_published} "
         f"published schedules{blocks}; on their placements none is below "
         f"{number_text(choice.lower_bound_s)} s, {gap}"
     ]
@@ -201,7 +200,6 @@ def _chosen(choice: Choice) -> dict[str, Any]:
     tried, within = choice.num_blocks
     candidates = [picked(c, "label", "length_s", "is_published") for c in choice.candidates]
     return {
-        "objective": "period" if choice.by_period else "makespan",
         "max_activations": choice.cap,
         "max_bytes": choice.limit_bytes,
         **picked(choice, "held_bytes", "lower_bound_s", "gap_fraction", "num_published"),

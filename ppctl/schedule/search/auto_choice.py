@@ -16,7 +16,7 @@ class FoundSchedule:
 
     label: str
     schedule: Schedule
-    length_s: float  # makespan, or period if by_period
+    length_s: float  # makespan
     is_published: bool  # an unchanged family
 
 
@@ -25,7 +25,7 @@ class Choice:
     """The answer: `best` of `candidates` (ascending, one for each length).
 
     Of cap (activations) and limit_bytes one is None. lower_bound_s: no order of these tasks on any
-    placement that was tried is shorter under the cap. by_period: the period counts, not makespan.
+    placement that was tried is shorter under the cap.
     """
 
     best: FoundSchedule
@@ -34,7 +34,6 @@ class Choice:
     lower_bound_s: float
     num_published: int  # families compared, each knob counted
     num_blocks: tuple[int, int]  # building blocks squeezed, and all within the cap
-    by_period: bool
     limit_bytes: float | None = None
     held_bytes: int | None = None  # by the best's fullest rank, if bytes are capped
 
@@ -58,7 +57,6 @@ class Choice:
     @property
     def summary(self) -> str:
         """Return a line: the choice, its distance from the bound, its gain on the best family."""
-        length = "period" if self.by_period else "step"
         gap = f"{self.gap_fraction:.1%} above the bound"
         if self.is_proven:
             gap = "no shorter one is possible"
@@ -69,7 +67,7 @@ class Choice:
             gain = "a published one"
         else:
             more = published.length_s / self.best.length_s - 1
-            gain = f"the {length} of {published.label}, the best published, is {more:.1%} longer"
+            gain = f"the step of {published.label}, the best published, is {more:.1%} longer"
         return f"{self.best.label}, at most {self.cap_text} a rank: {gap}; {gain}"
 
     @property

@@ -25,7 +25,7 @@ from ppctl.schedule.lower_bounds import bound_under_cap_s
 from ppctl.schedule.search.auto_choice import GIB, NO_GAP, Choice, FoundSchedule
 from ppctl.schedule.search.building_blocks import Block, blocks, repeated, squeeze, steady_excess
 from ppctl.schedule.search.greedy_order import fill
-from ppctl.schedule.search.hill_climbing import climb, length_s
+from ppctl.schedule.search.hill_climbing import climb
 from ppctl.schedule.search.numbered_orders import Jobs, Orders
 from ppctl.schedule.search.placement_costs import CostsOf, Ledger, Placed
 from ppctl.schedule.validation import validate
@@ -48,7 +48,6 @@ def choose(
     *,
     limit_bytes: float | None = None,
     max_chunks: int = 4,
-    by_period: bool = False,
     makespan_s: Callable[[Schedule], float] | None = None,
     rank_bytes: Callable[[Schedule], int] | None = None,
 ) -> Choice:
@@ -56,11 +55,10 @@ def choose(
 
     costs: of all placements, or a function from the rank of each stage to them. cap: in units of
     one microbatch through 1/p of the model; None: p, as 1F1B. limit_bytes: of all memory of a rank
-    (`Placed`), instead of it. max_chunks: the most stages a rank. by_period: shorten the period, a
-    step without a barrier before the optimizer. makespan_s: a schedule's time where ranks do not
-    run freely (ScheduleError: it cannot run there); then only published schedules are compared.
-    rank_bytes: the fullest rank's bytes there. ScheduleError where nothing fits, or for schedules
-    too large to search.
+    (`Placed`), instead of it. max_chunks: the most stages a rank. makespan_s: a schedule's time
+    where ranks do not run freely (ScheduleError: it cannot run there); then only published
+    schedules are compared. rank_bytes: the fullest rank's bytes there. ScheduleError where nothing
+    fits, or for schedules too large to search.
 
     >>> choice = choose(4, 8, Costs())
     >>> choice.best.length_s, choice.gap_fraction
@@ -78,7 +76,7 @@ def choose(
     if limit_bytes is None and cap is None:
         cap = num_ranks
     costs_of = Placed(costs).anywhere if isinstance(costs, Costs) else costs
-    search = _Search(costs_of, cap, limit_bytes, by_period, makespan_s, rank_bytes)
+    search = _Search(costs_of, cap, limit_bytes, makespan_s, rank_bytes)
     # 2. the published schedules
     for label, schedule in published(num_ranks, num_microbatches, max_chunks):
         search.add_published(label, schedule)
@@ -129,7 +127,6 @@ class _Search:
     costs_of: CostsOf
     cap: float | None
     limit_bytes: float | None
-    by_period: bool
     makespan_s: Callable[[Schedule], float] | None
     rank_bytes: Callable[[Schedule], int] | None
 
@@ -185,8 +182,7 @@ class _Search:
         costs, ledger, limit = placed.costs, self.ledger(placed, schedule), self.limit(schedule)
         free = Jobs(split_backward(schedule), costs, ledger)
         self.priorities.append((label, free))
-        bounded = free.schedule, costs, ledger, limit
-        self.bounds_s.append(bound_under_cap_s(*bounded, by_period=self.by_period))
+        self.bounds_s.append(bound_under_cap_s(free.schedule, costs, ledger, limit))
         # 2. the schedule itself, if it fits
         rank_bytes = self.rank_bytes
         try:
@@ -244,8 +240,8 @@ class _Search:
         for start in self._best(min(NUM_FILLED, affordable)):
             self._fill(start.label, start.jobs, start.orders)
         for start in self._best(NUM_CLIMBED):
-            climbed = start.jobs, start.orders, self.limit(start.jobs.schedule)
-            found_s, orders = climb(*climbed, CLIMBED_TASKS, by_period=self.by_period)
+            limit = self.limit(start.jobs.schedule)
+            found_s, orders = climb(start.jobs, start.orders, limit, CLIMBED_TASKS)
             if found_s < start.length_s:
                 self._add(f"{start.label}, climbed", start.jobs, orders)
 
@@ -260,7 +256,7 @@ class _Search:
         candidates = tuple(self._candidate(start) for start in best)
         tried = min(self.bounds_s), len(self.priorities), self.num_blocks
         held = self.limit_bytes, self._held_bytes(candidates[0].schedule)
-        return Choice(candidates[0], candidates, self.cap, *tried, self.by_period, *held)
+        return Choice(candidates[0], candidates, self.cap, *tried, *held)
 
     def _held_bytes(self, schedule: Schedule) -> int | None:
         if self.limit_bytes is None:
@@ -331,7 +327,7 @@ class _Search:
         if self.makespan_s is None:
             run = jobs.run(orders)
             assert run is not None, f"{label}: orders that cannot run"
-            found_s = length_s(run, orders, self.by_period)
+            found_s = run.makespan_s
         else:
             try:
                 found_s = self.makespan_s(jobs.schedule)

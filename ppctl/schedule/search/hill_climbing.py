@@ -9,40 +9,34 @@ Laarhoven et al. 1992, Operations Research 40(1)).
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ppctl.schedule.search.move_trial import Trials
 from ppctl.schedule.search.numbered_orders import Jobs, Orders, TimedOrders
 
 AHEAD = (1, 2, 3, 4, 6, 9)  # steps by which the second task of a pair moves ahead
 BACK = (2, 3, 4, 6, 9, 14)  # steps by which the first one moves back (1 is the second one's 1)
 LEAST_GAIN = 1e-9  # relative to the makespan: rounding is no gain
+MISSING = -1.0
 
 
-def climb(
-    jobs: Jobs, orders: Orders, cap: int, budget: int, *, by_period: bool = False
-) -> tuple[float, Orders]:
+def climb(jobs: Jobs, orders: Orders, cap: int, budget: int) -> tuple[float, Orders]:
     """Return (makespan, orders) that no move of a task shortens, or after `budget` simulated tasks.
 
-    orders: valid, and within the cap. cap: the most that a rank may hold. by_period: shorten the
-    period instead. The result depends on nothing else: it is the same on every process.
+    orders: valid, and within the cap. cap: the most that a rank may hold. The result depends on
+    nothing else: it is the same on every process.
     """
     run = jobs.run(orders)
     assert run is not None, "climbing starts from orders that can run"
     choose = random.Random(0)
     until = jobs.spent + budget
     while jobs.spent < until:
-        better = _first_better(jobs, orders, run, cap, until, choose, by_period)
+        better = _first_better(jobs, orders, run, cap, until, choose)
         if better is None:
             break
         run, orders = better
-    return length_s(run, orders, by_period), orders
-
-
-def length_s(run: TimedOrders, orders: Orders, by_period: bool) -> float:
-    """Return the makespan, or the period."""
-    return run.period_s(orders) if by_period else run.makespan_s
+    return run.makespan_s, orders
 
 
 def _first_better(
@@ -52,36 +46,31 @@ def _first_better(
     cap: int,
     until: int,
     choose: random.Random,
-    by_period: bool,
 ) -> tuple[TimedOrders, Orders] | None:
     """Return the first neighbour that is shorter, or None."""
     # 1. pairs of neighbours on the critical path
-    limit_s = length_s(run, orders, by_period) * (1 - LEAST_GAIN)
-    longest = max(orders, key=lambda order: run.end_s[order[-1]] - run.start_s[order[0]])
+    limit_s = run.makespan_s * (1 - LEAST_GAIN)
     step = [0] * len(jobs.tasks)
     for order in orders:
         for i, task in enumerate(order):
             step[task] = i
     neighbours = [
         (jobs.rank[a], step[a])
-        for a, b in pairwise(run.critical_path(longest[-1] if by_period else None))
+        for a, b in pairwise(run.critical_path())
         if jobs.rank[a] == jobs.rank[b] and step[b] == step[a] + 1
     ]
     choose.shuffle(neighbours)
     # 2. their moves, each tried in part before it is run in full
-    trials = None if by_period else Trials(jobs, orders, run)
+    trials = Trials(jobs, orders, run)
     for rank, i in neighbours:
         for order, first, last in _moves(orders[rank], i):
             if not jobs.fits(order, cap):
                 continue
-            if trials is not None and not trials.may_be_shorter(rank, order, first, last, limit_s):
-                if jobs.spent >= until:
-                    return None
-                continue
-            moved = [*orders[:rank], order, *orders[rank + 1 :]]
-            found = jobs.run(moved) if by_period else jobs.run(moved, limit_s)
-            if found is not None and length_s(found, moved, by_period) < limit_s:
-                return found, moved
+            if trials.may_be_shorter(rank, order, first, last, limit_s):
+                moved = [*orders[:rank], order, *orders[rank + 1 :]]
+                found = jobs.run(moved, limit_s)
+                if found is not None:
+                    return found, moved
             if jobs.spent >= until:
                 return None
     return None
@@ -97,3 +86,101 @@ def _moves(order: list[int], i: int) -> Iterator[tuple[list[int], int, int]]:
         if i + by < len(order):
             to = i + by
             yield [*order[:i], *order[i + 1 : to + 1], order[i], *order[to + 1 :]], i, to
+
+
+class Trials:
+    """Whether moving tasks of a rank can shorten a schedule, found by running only the changes.
+
+    Tasks that started before the first changed place run as before. After the last one every chain
+    of tasks to the end is unchanged: once a task ends so late that the chain after it ends at the
+    limit or later, the move is refused. Most are within a few tasks.
+    """
+
+    def __init__(self, jobs: Jobs, orders: Orders, run: TimedOrders):
+        self.jobs, self.orders, self.run = jobs, orders, run
+        self.starts_s = [[run.start_s[task] for task in order] for order in orders]
+        self.written_s = [0.0] * jobs.num_values
+        self.began_s = [float("inf")] * jobs.num_values  # when the task began that writes a value
+        for task, makes in enumerate(jobs.makes):
+            for value in makes:
+                self.written_s[value], self.began_s[value] = run.end_s[task], run.start_s[task]
+        self.tail_s = self._tails_s()
+
+    def _tails_s(self) -> list[float]:
+        """Return each task's seconds of the longest chain after it; less if tasks take no time."""
+        jobs, run = self.jobs, self.run
+        tail_s = [0.0] * len(jobs.tasks)
+        before = [-1] * len(jobs.tasks)
+        for order in self.orders:
+            for one, other in pairwise(order):
+                before[other] = one
+        writer = [-1] * jobs.num_values
+        for task, makes in enumerate(jobs.makes):
+            for value in makes:
+                writer[value] = task
+        ends = list(zip(run.start_s, run.end_s, strict=True))
+        for task in sorted(range(len(tail_s)), key=ends.__getitem__, reverse=True):
+            through_s = tail_s[task] + jobs.seconds[task]
+            one = before[task]
+            if one >= 0 and through_s > tail_s[one]:
+                tail_s[one] = through_s
+            for value, hop_s in jobs.needs[task]:
+                one = writer[value]
+                if through_s + hop_s > tail_s[one]:
+                    tail_s[one] = through_s + hop_s
+        return tail_s
+
+    def may_be_shorter(
+        self, rank: int, order: list[int], first: int, last: int, limit_s: float
+    ) -> bool:
+        """Return whether the schedule may end before limit_s with this order on a rank.
+
+        first, last: the places of the rank's order between which it differs.
+        """
+        # 1. where each rank stands when the first changed place starts
+        jobs, orders, run = self.jobs, self.orders, self.run
+        needs, makes, seconds = jobs.needs, jobs.makes, jobs.seconds
+        written_s, began_s, tail_s, start_s = self.written_s, self.began_s, self.tail_s, run.start_s
+        from_s = run.end_s[orders[rank][first - 1]] if first else 0.0
+        settled_s = start_s[orders[rank][last]]
+        at = [bisect_left(starts_s, from_s) for starts_s in self.starts_s]
+        free_s = [run.end_s[each[n - 1]] if n else 0.0 for each, n in zip(orders, at, strict=True)]
+        left = sum(map(len, orders)) - sum(at)
+        # 2. run on from there, until a chain is too long
+        again_s: dict[int, float] = {}  # of values that are written again
+        waiting: dict[int, int] = {}
+        ready = [r for r in range(jobs.num_ranks) if r != rank] + [rank]
+        done = 0
+        while ready:
+            here = ready.pop()
+            tasks = order if here == rank else orders[here]
+            step, now_s = at[here], free_s[here]
+            while step < len(tasks):
+                task = tasks[step]
+                begin_s = now_s
+                for value, hop_s in needs[task]:
+                    arrives_s = again_s.get(value, MISSING)
+                    if arrives_s < 0.0:
+                        if began_s[value] >= from_s:
+                            waiting[value] = here
+                            break
+                        arrives_s = written_s[value]
+                    if arrives_s + hop_s > begin_s:
+                        begin_s = arrives_s + hop_s
+                else:
+                    now_s = begin_s + seconds[task]
+                    done += 1
+                    chain_s = tail_s[task] if start_s[task] > settled_s else 0.0
+                    if now_s + chain_s >= limit_s:
+                        jobs.spent += done
+                        return False
+                    for value in makes[task]:
+                        again_s[value] = now_s
+                        if value in waiting:
+                            ready.append(waiting.pop(value))
+                    step += 1
+                    continue
+                break
+            at[here], free_s[here] = step, now_s
+        jobs.spent += done
+        return done == left

@@ -24,14 +24,9 @@ class TimedOrders:
     end_s: list[float]
     waits_for: list[int]  # a task, or NONE
 
-    def period_s(self, orders: Orders) -> float:
-        """Return the longest time from a rank's first start to its last end."""
-        return max(self.end_s[order[-1]] - self.start_s[order[0]] for order in orders)
-
-    def critical_path(self, task: int | None = None) -> list[int]:
-        """Return a chain of tasks from 0 to the end of `task`, each waiting for its predecessor."""
-        if task is None:
-            task = max(range(len(self.end_s)), key=self.end_s.__getitem__)
+    def critical_path(self) -> list[int]:
+        """Return a chain of tasks from 0 to the last end, each waiting for its predecessor."""
+        task = max(range(len(self.end_s)), key=self.end_s.__getitem__)
         path: list[int] = []
         while task != NONE:
             path.append(task)
