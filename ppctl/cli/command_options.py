@@ -9,14 +9,16 @@ from typing import NoReturn
 
 from ppctl.cli.choices import did_you_mean
 from ppctl.cli.commands import COMMANDS
+from ppctl.cli.example_commands import examples_of
 from ppctl.errors import ConfigError
 
 
 class Parser(argparse.ArgumentParser):
     """Options of a command, anywhere among its words, with --json and --help among them.
 
-    usage: the words after `ppctl COMMAND`; notes: printed after the first line of the help; words:
-    the attribute of all words that are no options. Errors are ConfigErrors.
+    usage: the words after `ppctl COMMAND`; notes: printed after the first line of the help;
+    examples: None for those of `ppctl examples`; words: the attribute of all words that are no
+    options. Errors are ConfigErrors.
     """
 
     def __init__(
@@ -25,15 +27,16 @@ class Parser(argparse.ArgumentParser):
         usage: str,
         *,
         notes: str = "",
-        examples: Sequence[str] = (),
+        examples: Sequence[str] | None = None,
         words: str = "words",
     ):
-        epilog = "\n".join(["Examples:", *(f"  {line}" for line in examples)])
+        lines = examples_of(command) if examples is None else examples
+        examples_text = "\n".join(["Examples:", *(f"  {line}" for line in lines)])
         super().__init__(
             prog=f"ppctl {command}",
             usage=f"ppctl {command} {usage}",
             description=f"ppctl {command}: {COMMANDS[command]}.\n\n{notes}".rstrip(),
-            epilog=epilog if examples else None,
+            epilog=examples_text if lines else None,
             formatter_class=partial(
                 argparse.RawDescriptionHelpFormatter, max_help_position=22, width=110
             ),

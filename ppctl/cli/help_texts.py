@@ -14,51 +14,6 @@ from ppctl.config import Costs
 from ppctl.config.changed_settings import shown
 from ppctl.errors import ConfigError
 
-EXAMPLES = {
-    "train": (
-        "ppctl train recipes=tiny",
-        "ppctl train model=transformer mesh=2x4 schedule=interleaved schedule.num_microbatches=16",
-        "ppctl train data=text data.path=notes.txt run.name=notes run.num_steps=1000",
-        "ppctl train --multirun schedule=gpipe,eager_1f1b mesh=1x2,1x4",
-        "ppctl train recipes=tiny launch.processes=2 launch.max_restarts=3",
-    ),
-    "verify": (
-        "ppctl verify mesh=1x4 schedule=1f1b run.dtype=float64 --json",
-        "ppctl verify recipes=tiny schedule=zb_h1 executor=mpmd executor.post_validation=true "
-        "verify.steps=5",
-        "ppctl verify mesh=1x4 schedule=1f1b partition=explicit partition.layers=[3,2,2,1]",
-    ),
-    "doctor": (
-        "ppctl doctor mesh=2x4",
-        "ppctl doctor mesh=2x4 launch.processes=2",
-        "ppctl doctor mesh=8x8 data.batch_size=512 hardware=h100",
-        "ppctl doctor recipes=tiny --json",
-    ),
-    "plan": (
-        "ppctl plan mesh=2x4 schedule=1f1b executor.remat=layer",
-        "ppctl plan recipes=tiny plan.compile=true plan.html=plan.html --json",
-        "ppctl plan mesh=4x4 data.batch_size=64 plan.topology=v5e:4x4",
-    ),
-    "rehearse": (
-        "ppctl rehearse mesh=1x8 schedule=zb_v model.num_layers=16",
-        "ppctl rehearse mesh=2x4 executor=mpmd plan.html=rehearsal.html --json",
-    ),
-    "tune": (
-        "ppctl tune mesh=2x4 data.batch_size=64 tune.measure=3",
-        "ppctl tune hardware=h100 tune.devices=64 model.num_layers=64 model.d_model=8192 "
-        "data.batch_size=512",
-        "ppctl tune executor=mpmd tune.schedules=[1f1b,zb_h1] tune.remat=[none] tune.tp=[1]",
-    ),
-    "inspect": (
-        "ppctl inspect mesh=1x4 schedule=eager_1f1b",
-        "ppctl inspect mesh=2x4x2 inspect.out=inspected",
-        "ppctl inspect mesh=1x4 schedule=1f1b executor=mpmd inspect.task=2F inspect.what=hlo",
-    ),
-    "bench": (
-        "ppctl bench mesh=1x4 schedule=gpipe",
-        "ppctl bench --multirun schedule=gpipe,interleaved --json",
-    ),
-}
 FIRST_EXAMPLES = (  # what to try first
     "ppctl train recipes=tiny",
     "ppctl schedule show schedule=interleaved mesh=1x4",
@@ -89,7 +44,7 @@ _MOST_USED = {
     "verify": "steps",
     "plan": "compile topology memory_gib tokens html",
     "tune": "devices measure recipe launch",
-    "inspect": "what task out",
+    "inspect": "what task",
 }
 MOST_USED = [f"{part}.{name}" for part, names in _MOST_USED.items() for name in names.split()]
 EXIT_CODES = """\
@@ -138,8 +93,7 @@ def command_help(command: str, words: Sequence[str]) -> str:
     parser = composed_parser(command)
     notes = COMMAND_NOTES.format(command=command, groups=wrapped, settings=settings)
     parser.description = f"{parser.description}\n\n{notes}"
-    examples = _indented(EXAMPLES[command])
-    parser.epilog = f"Examples:\n{examples}\n\nExit codes:\n{EXIT_CODES}"
+    parser.epilog = f"{parser.epilog}\n\nExit codes:\n{EXIT_CODES}"
     return parser.format_help().rstrip()
 
 

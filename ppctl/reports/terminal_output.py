@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,18 +151,6 @@ def replace_file(path: Path, content: str | bytes) -> None:
     except OSError:
         part.unlink(missing_ok=True)  # after a full disk
         raise
-
-
-def write_files(option: str, directory: Path, contents: Mapping[str, str]) -> list[str]:
-    """Write text files by name into a directory, and a line on stderr; return their paths."""
-    try:
-        for name, content in contents.items():
-            (directory / name).write_text(content)
-    except OSError as error:
-        raise ConfigError(f"{option} cannot be written: {error.strerror}.") from None
-    size = sum(len(content.encode()) for content in contents.values())
-    print(f"ppctl: wrote {len(contents)} files to {directory} ({size:,} bytes)", file=sys.stderr)
-    return [str(directory / name) for name in contents]
 
 
 def json_safe(value: Any) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ppctl import cli
-from ppctl.cli.commands.examples import EXAMPLES
+from ppctl.cli.example_commands import EXAMPLES
 from ppctl.cli.help_texts import COMMANDS, FIRST_EXAMPLES
 
 
@@ -61,9 +61,9 @@ def test_every_example_composes(command, capsys):
         assert os.listdir() == []
 
 
-def test_every_command_but_bench_has_an_example():
+def test_every_command_has_an_example():
     commands = {command.split()[1] for _, command in EXAMPLES}
-    assert commands == {*COMMANDS} - {"bench", "examples"}
+    assert commands == {*COMMANDS} - {"examples"}
 
 
 def test_they_are_printed_to_be_copied(capsys):

@@ -10,7 +10,7 @@ import pytest
 from ppctl import cli
 from ppctl.cli.choices import all_settings, settings_of
 from ppctl.cli.commands import COMMANDS, COMPOSED
-from ppctl.cli.help_texts import EXAMPLES, MOST_USED
+from ppctl.cli.help_texts import MOST_USED
 
 pytestmark = pytest.mark.usefixtures("in_empty_directory")
 
@@ -62,14 +62,6 @@ def test_help_of_parts_shows_all_their_settings(capsys):
     ):
         assert text in out
     assert "swiglu" not in out
-
-
-@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
-def test_the_examples_of_the_help_compose(line, served, monkeypatch):
-    argv = line.split()[1:]
-    if "--multirun" in argv:  # each combination is a job; its first one stands for them
-        argv = [word.split(",")[0] for word in argv if word != "--multirun"]
-    assert cli.main(argv) == 0
 
 
 def test_the_settings_of_the_help_are_explained():

@@ -29,6 +29,11 @@ def ask(capsys, words, code=0):
     return capsys.readouterr()[code == 2]
 
 
+def text_of(capsys, words, form):
+    """The text of each program in a form, by its name."""
+    return json.loads(ask(capsys, f"{words} inspect.what={form} --json"))[form]
+
+
 def job_of(words):
     return assemble(compose([*TINY.split(), *words.split()], [], ["inspect"]))
 
@@ -54,16 +59,15 @@ def instructions(hlo, kind):
         full(("mesh=1x2x2 schedule=interleaved executor.remat=none", 2)),
     ],
 )
-def test_a_tick_hops_once_each_way_and_the_text_has_what_is_counted(words, hops, tmp_path, capsys):
-    out = tmp_path / "new" / "inspected"
-    said = json.loads(ask(capsys, f"{words} inspect.out={out} --json"))
+def test_a_tick_hops_once_each_way_and_the_text_has_what_is_counted(words, hops, capsys):
+    said = json.loads(ask(capsys, f"{words} --json"))
+    texts = {form: text_of(capsys, words, form)["step"] for form in ("jaxpr", "stablehlo", "hlo")}
     job = job_of(words)
     (program,) = said["programs"]
     counted = {}
     for each in program["collectives"]:
         counted[each["kind"]] = counted.get(each["kind"], 0) + each["instructions"]
-    hlo = (out / "step.hlo.txt").read_text()
-    assert counted == {kind: instructions(hlo, kind) for kind in counted}
+    assert counted == {kind: instructions(texts["hlo"], kind) for kind in counted}
     (hop,) = [each for each in program["collectives"] if each["kind"] == "collective-permute"]
     assert (hop["instructions"], hop["times"], hop["is_at_most"]) == (
         hops,
@@ -76,13 +80,9 @@ def test_a_tick_hops_once_each_way_and_the_text_has_what_is_counted(words, hops,
     assert len(said["ticks"]) == job.pipe.ticks.num_ticks
     for rank, tasks in enumerate(job.pipe.schedule.ranks):
         assert [one["task"] for row in said["ticks"] for one in row[rank]] == list(map(str, tasks))
-    names = ["summary.txt", "program.txt", "step.jaxpr.txt", "step.stablehlo.txt", "step.hlo.txt"]
-    assert said["files"] == [str(out / name) for name in names]
-    assert {path.name for path in out.iterdir()} == set(names)
-    assert "shard_map" in (out / "step.jaxpr.txt").read_text()
-    assert "stablehlo.collective_permute" in (out / "step.stablehlo.txt").read_text()
-    assert hlo.startswith("HloModule jit_step")
-    assert "collective-permute" in (out / "summary.txt").read_text()
+    assert "shard_map" in texts["jaxpr"]
+    assert "stablehlo.collective_permute" in texts["stablehlo"]
+    assert texts["hlo"].startswith("HloModule jit_step")
 
 
 def test_the_terminal_shows_the_summary_then_the_table(capsys):
@@ -126,13 +126,6 @@ def test_the_reference_has_texts_and_a_summary_but_no_table(capsys):
 MPMD = "executor=mpmd mesh=2x2 schedule=interleaved executor.remat=none"
 
 
-@pytest.fixture(scope="module")
-def listed(tmp_path_factory):
-    out = tmp_path_factory.mktemp("inspected") / "mpmd"
-    assert cli.main(["inspect", *TINY.split(), *MPMD.split(), f"inspect.out={out}"]) == 0
-    return out
-
-
 def test_the_host_dispatches_the_tasks_in_order_and_deletes_what_is_used_up(capsys):
     said = json.loads(ask(capsys, f"{MPMD} inspect.what=program --json"))["dispatch"]
     job = job_of(MPMD)
@@ -162,38 +155,33 @@ def test_the_host_dispatches_the_tasks_in_order_and_deletes_what_is_used_up(caps
     assert not {name for name in gone if name.startswith(("params", "optimizer"))}
 
 
-def test_each_program_is_a_file_in_every_form_and_tasks_say_nothing_to_each_other(listed):
-    names = {path.name.split(".")[0] for path in listed.iterdir()} - {"summary", "program"}
+def test_each_program_has_a_text_in_every_form_and_tasks_say_nothing_to_each_other(capsys):
+    texts = text_of(capsys, MPMD, "hlo")
     assert {
-        "fwd_of_stage_0",
-        "fwd_of_stage_1-2",
-        "fwd_of_stage_3",
-        "bwd_of_stage_3",
-        "prepare_of_rank_0",
-    } <= names
-    assert {path.name for path in listed.iterdir()} - {"summary.txt", "program.txt"} == {
-        f"{name}.{form}.txt" for name in names for form in ("jaxpr", "stablehlo", "hlo")
-    }
-    summary = (listed / "summary.txt").read_text()
-    reduced = {
-        name
-        for name in names
-        if instructions((listed / f"{name}.hlo.txt").read_text(), "all-reduce")
-    }
+        "fwd of stage 0",
+        "fwd of stage 1-2",
+        "fwd of stage 3",
+        "bwd of stage 3",
+        "prepare of rank 0",
+    } <= texts.keys()
+    for form in ("jaxpr", "stablehlo"):
+        assert text_of(capsys, MPMD, form).keys() == texts.keys()
+    out = ask(capsys, f"{MPMD} inspect.what=stablehlo")
+    assert re.findall(r"^# (.*)$", out, re.MULTILINE) == [*texts]
+    summary = ask(capsys, f"{MPMD} inspect.what=summary")
+    reduced = {name for name, text in texts.items() if instructions(text, "all-reduce")}
     assert reduced
     assert not {name for name in reduced if name.startswith(("fwd", "bwd"))}
-    for name in names:
-        line = next(
-            line for line in summary.splitlines() if line.strip().startswith(name.replace("_", " "))
-        )
+    for name in texts:
+        line = next(line for line in summary.splitlines() if line.strip().startswith(name))
         assert ("all-reduce" in line) == (name in reduced), line
     assert re.search(
         r"^ *0 +1 +\d+ ", summary[summary.index("transfers of a step") :], re.MULTILINE
     )
 
 
-def test_the_listing_has_both_ends_of_a_transfer(listed):
-    text = (listed / "program.txt").read_text()
+def test_the_listing_has_both_ends_of_a_transfer(capsys):
+    text = ask(capsys, f"{MPMD} inspect.what=program")
     first, second = text.split("rank 1, stages 1 3")
     assert re.search(r"transfer +y\(0,0\) to rank 1, as x\(1,0\); delete y\(0,0\)", first)
     assert re.search(r"transfer +x\(1,0\) from rank 0", second)
@@ -235,11 +223,6 @@ FAULTS = [
         "inspect.task=1 chooses among the programs of executor=mpmd, but executor=spmd is",
     ),
     (f"{SPMD} inspect.task=F", "inspect.task=F chooses among the programs of executor=mpmd"),
-    (f"{SPMD} inspect.out=", "inspect.out= names no directory"),
-    (
-        f"{SPMD} inspect.out=/proc/none/here",
-        "inspect.out=/proc/none/here cannot be a directory: No such file",
-    ),
     (f"{MPMD} inspect.task=-1", "inspect.task=-1 is not a stage"),
     (f"{SPMD} run.distributed=auto", "ppctl inspect runs in one process, but run.distributed=auto"),
     (
@@ -251,7 +234,6 @@ FAULTS = [
         f"{MPMD} inspect.task=W",
         "inspect.task=W is no program. Use one of prepare, F, B, reduce, mean, finish",
     ),
-    (f"{MPMD} inspect.what=hlo", "inspect.what=hlo is the text of one program, and there are"),
     (
         "executor=mpmd mesh=1x2 schedule=1f1b executor.remat=full inspect.task=1F",
         "no program of stage 1 and its rank. With executor.remat=full the last stage's forward "
@@ -265,18 +247,6 @@ def test_a_wrong_request_is_one_line(words, message, capsys):
     said = ask(capsys, words, code=2)
     assert message in said
     assert len(said.splitlines()) == 1
-
-
-def test_a_refused_request_leaves_no_directory(tmp_path, capsys):
-    ask(capsys, f"{MPMD} inspect.task=9 inspect.out={tmp_path / 'new'}", code=2)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_files_are_not_overwritten(tmp_path, capsys):
-    (tmp_path / "mine.txt").write_text("mine")
-    said = ask(capsys, f"{SPMD} inspect.out={tmp_path}", code=2)
-    assert f"inspect.out={tmp_path} holds files, which are not overwritten" in said
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "verify"])

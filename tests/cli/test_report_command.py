@@ -14,7 +14,7 @@ from support.environment import BY_USER
 from support.run_pages import make, record, words_of, write
 
 from ppctl import cli
-from ppctl.cli.commands.report import EXAMPLES
+from ppctl.cli.example_commands import examples_of
 
 BY_PATH = BY_USER | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
@@ -320,7 +320,7 @@ def test_help_says_what_there_is(capsys):
     assert cli.main(["report", "--help"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 120
-    assert all(line in out for line in EXAMPLES)
+    assert all(line in out for line in examples_of("report"))
 
 
 def test_a_page_of_many_steps_is_small_and_starts_no_jax():

@@ -8,7 +8,7 @@ import yaml
 
 from ppctl.cli.compose import compose
 from ppctl.cli.config_overrides import request_words
-from ppctl.cli.help_texts import EXAMPLES
+from ppctl.cli.example_commands import examples_of
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ REQUESTS = [
     "hardware=host costs.doctor=links.json",
     "run.trackers=[] run.checkpoint.every=null run.checkpoint.on_failure=continue run.profile=3",
     "run.resume=never run.distributed=auto",
-    *(line for line in EXAMPLES["train"] if "--multirun" not in line and "launch" not in line),
+    *(line for line in examples_of("train") if "--multirun" not in line and "launch" not in line),
 ]
 
 

@@ -20,8 +20,8 @@ from support.environment import BY_USER
 from support.run_dirs import make
 
 from ppctl import cli
-from ppctl.cli.commands.runs import EXAMPLES as OWN_EXAMPLES
 from ppctl.cli.compose import compose
+from ppctl.cli.example_commands import examples_of
 
 BY_PATH = BY_USER | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
@@ -313,7 +313,7 @@ def test_help_says_what_there_is(line, capsys):
     assert cli.main(line.split()) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 120
-    for text in (*OWN_EXAMPLES, "broken off", "no end recorded"):
+    for text in (*examples_of("runs"), "broken off", "no end recorded"):
         assert text in out
 
 

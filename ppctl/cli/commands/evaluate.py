@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from ppctl.config import Config
     from ppctl.language.language_model import LanguageModel
 
-EXAMPLES = (
-    "ppctl evaluate stdlib_2x4",
-    "ppctl evaluate runs/imported data=text data.path=novel.txt --json",
-    "ppctl evaluate runs/imported/checkpoints/500 --choices questions.jsonl",
-)
 # one device reads all examples, in batches of 1: a data set of fewer examples than one is refused
 ONE_DEVICE = ("mesh=1x1", "schedule=gpipe", "schedule.num_microbatches=1", "run.eval_every=null")
 HOW_TRAINED = ("data.batch_size", "data.eval_fraction")  # words of data that only training needs
@@ -44,7 +39,7 @@ answer is the likeliest choice (accuracy), or the one of the largest likelihood 
 def parser() -> Parser:
     """Return the options of `ppctl evaluate`."""
     usage = "RUN [data=... data.SETTING=...] [model.seq_len=N] [OPTIONS]"
-    options = Parser("evaluate", usage, notes=NOTES, examples=EXAMPLES)
+    options = Parser("evaluate", usage, notes=NOTES)
     options.add_argument("--choices", metavar="FILE.jsonl", help="questions, a line each")
     about = "only the first N sequences or questions"
     options.add_argument("--limit", type=int, metavar="N", help=about)

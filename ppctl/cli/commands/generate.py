@@ -19,11 +19,6 @@ from ppctl.reports.terminal_output import show_json
 if TYPE_CHECKING:
     from ppctl.language.language_model import LanguageModel
 
-EXAMPLES = (
-    'ppctl generate stdlib_2x4 --prompt "import " --max-tokens 100',
-    'ppctl generate runs/imported --prompt "Once upon a time" --temperature 0 --json',
-    "ppctl generate runs/imported/checkpoints/500 --prompts prompts.txt --top-p 0.9 --seed 1",
-)
 COMPILED = 1  # tokens after which all programs are compiled: the prompt's, and one more's
 NOTES = """\
 RUN is a path, a name in the list of `ppctl runs`, or a checkpoint (RUN/checkpoints/STEP). Text is
@@ -35,7 +30,7 @@ the end of a turn in the chat template."""
 
 def parser() -> Parser:
     """Return the options of `ppctl generate`."""
-    options = Parser("generate", "RUN --prompt TEXT [OPTIONS]", notes=NOTES, examples=EXAMPLES)
+    options = Parser("generate", "RUN --prompt TEXT [OPTIONS]", notes=NOTES)
     add = options.add_argument
     about = 'the text to continue; may be repeated; "" is the end of a document'
     add("--prompt", action="append", default=[], metavar="TEXT", help=about)

@@ -10,25 +10,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
-from io import StringIO
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ppctl.cli.subcommands.inspect_programs import chosen
 from ppctl.config import Config
 from ppctl.errors import ConfigError
+from ppctl.executors.mpmd.dispatch_plan import PlanEntry
 from ppctl.executors.mpmd.plan_listing import listing, runs_text
-from ppctl.reports import terminal_output as terminal
-from ppctl.reports.terminal_output import OutputConsole, show_table, size_text
+from ppctl.reports.terminal_output import OutputConsole, show_json, show_table, size_text
+from ppctl.schedule.ir import Schedule
+from ppctl.schedule.remat import Remat
 from ppctl.schedule.tick_lowering import Ticks
 from ppctl.schedule.tick_text import TickTask, tick_tasks, tick_text
 from ppctl.training.pipeline.engines import step_programs
 from ppctl.training.pipeline.engines.step_programs import FORMS, StepProgram, StepPrograms
 from ppctl.training.pipeline.job import DEFAULT_DTYPE, TrainingJob, assemble
 
-FILE_WIDTH = 200  # columns of a summary in a file
 COLUMNS = (  # of the summary's table
     *("program", "on ranks", "runs a rank", "collective", "over"),
     *("instructions", "times a run", "bytes a time", "bytes a run"),
@@ -36,43 +34,30 @@ COLUMNS = (  # of the summary's table
 
 
 def inspect(config: Config, *, as_json: bool) -> int:
-    """Print the views of inspect.what, or write them below inspect.out; return 0."""
-    # 1. the programs and the requested views
-    request = config.inspect
+    """Print the views of inspect.what; return 0."""
     job = assemble(config, default_dtype=DEFAULT_DTYPE)
     found = job.pipe.engine.programs(partial(chosen, config, job.pipe.schedule))
-    usual = ["summary", "program", *(FORMS if request.out else ())]
-    wanted = [request.what] if request.what else usual
-    if not config.executor.IS_PIPELINED and "program" in wanted:
-        wanted.remove("program")
-    if request.what in FORMS and request.out is None and not as_json and len(found.programs) > 1:
-        names = ", ".join(program.name for program in found.programs)
-        raise ConfigError(
-            f"inspect.what={request.what} is the text of one program, and there are "
-            f"{len(found.programs)} ({names}). Choose with inspect.task, such as 2F, or write "
-            "all with inspect.out=DIR."
-        )
-    # 2. their texts
-    out = None if request.out is None else _new_directory(request.out)
+    usual = ["summary", *(["program"] if config.executor.IS_PIPELINED else [])]
+    wanted = usual if config.inspect.what is None else [config.inspect.what]
     if "summary" in wanted or "hlo" in wanted:
         step_programs.compile_all(found.programs)
-    files = None
-    if out is not None:
-        files = terminal.write_files(f"inspect.out={out}", out, _texts(wanted, job, found))
     if as_json:
-        terminal.show_json(document(job, found, wanted, files))
-    elif out is None:
-        for what in wanted:
-            _show(what, job, found)
-    elif "summary" in wanted:
-        show_summary(OutputConsole(), job, found)
+        show_json(document(job, found, wanted))
+        return 0
+    for what in wanted:
+        if what == "summary":
+            show_summary(OutputConsole(), job, found)
+        elif what == "program":
+            print(program_text(job, found), end="")
+        else:
+            for each in found.programs:
+                head = f"# {each.name}\n" if len(found.programs) > 1 else ""
+                print(head + each.text(what), end="")
     return 0
 
 
-def document(
-    job: TrainingJob, found: StepPrograms, wanted: Sequence[str], files: list[str] | None
-) -> dict[str, Any]:
-    """Return the JSON document; the names of written `files` replace their texts."""
+def document(job: TrainingJob, found: StepPrograms, wanted: Sequence[str]) -> dict[str, Any]:
+    """Return the JSON document."""
     config, schedule = job.config, job.pipe.schedule
     shown: dict[str, Any] = {
         "executor": config.executor.name,
@@ -87,8 +72,6 @@ def document(
     if "program" in wanted:
         ticks, dispatch = job.pipe.ticks, [each._asdict() for each in found.dispatch]
         shown |= {"dispatch": dispatch} if ticks is None else _ticks(ticks)
-    if files is not None:
-        return shown | {"files": files}
     for form in FORMS:
         if form in wanted:
             shown[form] = {each.name: each.text(form) for each in found.programs}
@@ -114,15 +97,6 @@ def _devices(job: TrainingJob) -> str:
 
 
 # --- the terminal -------------------------------------------------------------------------------
-
-
-def _show(what: str, job: TrainingJob, found: StepPrograms) -> None:
-    if what == "summary":
-        show_summary(OutputConsole(), job, found)
-    elif what == "program":
-        print(program_text(job, found), end="")
-    else:
-        print(found.programs[0].text(what), end="")
 
 
 def show_summary(console: Console, job: TrainingJob, found: StepPrograms) -> None:
@@ -169,39 +143,39 @@ def program_text(job: TrainingJob, found: StepPrograms) -> str:
     return f"{head}; slots of a rank: {slots or 'none'}\n{tick_text(ticks)}"
 
 
-# --- files --------------------------------------------------------------------------------------
+# --- the choice of inspect.task -----------------------------------------------------------------
 
 
-def _new_directory(name: str) -> Path:
-    """Create inspect.out. ConfigError if it cannot be created or is not empty."""
-    path = Path(name)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        is_empty = next(path.iterdir(), None) is None
-    except OSError as error:
-        fault = f"inspect.out={name} cannot be a directory: {error.strerror}."
-        raise ConfigError(f"{fault} Name another one.") from None
-    if not is_empty:
-        fault = f"inspect.out={name} holds files, which are not overwritten."
-        raise ConfigError(f"{fault} Name a new directory.")
-    return path
+def _kind(op: PlanEntry) -> str:
+    """Return a program's kind in inspect.task."""
+    assert op.program is not None, "a move has no program"
+    return op.program.kind if op.task is None else op.task.kind
 
 
-def _texts(wanted: Sequence[str], job: TrainingJob, found: StepPrograms) -> dict[str, str]:
-    """Return the text of each file of inspect.out."""
-    texts = {}
-    for what in wanted:
-        if what == "summary":
-            texts["summary.txt"] = _summary_text(job, found)
-        elif what == "program":
-            texts["program.txt"] = program_text(job, found)
-        else:
-            for each in found.programs:
-                texts[f"{each.name.replace(' ', '_')}.{what}.txt"] = each.text(what)
-    return texts
-
-
-def _summary_text(job: TrainingJob, found: StepPrograms) -> str:
-    text = StringIO()
-    show_summary(Console(file=text, width=FILE_WIDTH, color_system=None), job, found)
-    return text.getvalue()
+def chosen(config: Config, schedule: Schedule, ops: Sequence[PlanEntry]) -> set[PlanEntry] | None:
+    """Return the entries that inspect.task names; None: all. ConfigError for no such program."""
+    # 1. those of the stage
+    stage, kind = config.inspect.stage_and_kind
+    if stage is None and kind is None:
+        return None
+    if stage is not None and stage >= schedule.num_stages:
+        raise ConfigError(
+            f"inspect.task={config.inspect.task}: {schedule.name} on {schedule.num_ranks} ranks "
+            f"has stages 0 to {schedule.num_stages - 1}."
+        )
+    run = [op for op in ops if op.program is not None]
+    if stage is not None:
+        rank = schedule.rank_of[stage]
+        run = [op for op in run if (op.rank == rank if op.task is None else op.task.stage == stage)]
+    # 2. those of the kind
+    found = run if kind is None else [op for op in run if _kind(op) == kind]
+    if not found:
+        why, is_last = "", stage == schedule.num_stages - 1
+        if kind == "F" and is_last and Remat.of(config.executor.remat).keeps_input_only:
+            why = " With executor.remat=full the last stage's forward is left to its backward."
+        where = "" if stage is None else f" of stage {stage} and its rank"
+        kinds = ", ".join(dict.fromkeys(map(_kind, run)))
+        raise ConfigError(
+            f"inspect.task={config.inspect.task} is no program{where}.{why} Use one of {kinds}."
+        )
+    return set(found)

@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from ppctl.config.schedule_from_config import Pipeline
     from ppctl.reports.run_page.read_run import RecordedRun
 
-EXAMPLES = (
-    "ppctl report tiny",
-    "ppctl report tiny runs/other --out both.html",
-    "ppctl report runs/sweep/*/ --json",
-)
 NOTES = """\
 RUN is a path, a name in the list of `ppctl runs`, or a part of one that no other has; several are
 compared: differences, curves together. The page holds all it shows: it can be mailed, and opens
@@ -34,7 +29,7 @@ without a network. It is of the moment; write it again while a run goes on."""
 def parser() -> Parser:
     """Return the options of `ppctl report`."""
     usage = "RUN [RUN ...] [--out FILE.html] [--json]"
-    options = Parser("report", usage, notes=NOTES, examples=EXAMPLES)
+    options = Parser("report", usage, notes=NOTES)
     about = (
         "where to write it (default: report.html in the run's directory; of several runs, in the "
         "current one). A file that is no report is not overwritten"

@@ -9,13 +9,6 @@ from ppctl.cli.command_options import Parser
 from ppctl.errors import ConfigError
 
 DEFAULT_DIR = "runs"  # parent of run.dir by default
-EXAMPLES = (
-    "ppctl runs",
-    "ppctl runs --sort status,started:desc",
-    "ppctl runs --columns +data.batch_size --sort loss",
-    "ppctl runs show tiny /scratch/runs --json",
-    "ppctl runs rm --yes tiny sweep/optim.lr=0.1",
-)
 NOTES = f"""\
     ppctl runs [DIR ...]            every run below DIR, sweeps included
     ppctl runs show NAME [DIR ...]  one run: settings, losses, speed, checkpoints, resume command
@@ -42,7 +35,7 @@ Status:
 def parser() -> Parser:
     """Return the options of `ppctl runs`."""
     usage = "[show NAME | rm NAME ...] [DIR ...] [OPTIONS]"
-    options = Parser("runs", usage, notes=NOTES, examples=EXAMPLES)
+    options = Parser("runs", usage, notes=NOTES)
     about = (
         "order the list by a column or a setting, ascending; COLUMN:desc descending; A,B: by A, "
         "then B. Runs without a value are last. Default: the newest record first"

@@ -13,18 +13,13 @@ from ppctl.errors import ConfigError, DataError
 from ppctl.reports.terminal_output import show_json
 
 MOST_VOCAB = 2**20
-EXAMPLES = (
-    "ppctl tokenize notes.txt --vocab-size 4096 --out tokenizer",
-    "ppctl tokenize 'corpus/*.jsonl.zst' --field body --vocab-size 32000 --out tok --on-error skip",
-    "ppctl train data=text data.path=notes.txt data.tokenizer=tokenizer run.name=notes",
-)
 
 
 def parser() -> Parser:
     """Return the options of `ppctl tokenize`."""
     usage = "FILE... --vocab-size N --out DIR [OPTIONS]"
     notes = "FILE is a text, .jsonl or .parquet file, a pattern, or a directory; .gz and .zst too."
-    options = Parser("tokenize", usage, notes=notes, examples=EXAMPLES, words="files")
+    options = Parser("tokenize", usage, notes=notes, words="files")
     about = "tokens, the 256 bytes and the special ones included"
     options.add_argument("--vocab-size", type=int, metavar="N", help=about)
     about = "the directory of tokenizer.json and tokenizer_config.json, for data.tokenizer=DIR"

@@ -14,13 +14,12 @@ TASK = re.compile(r"(?=.)(\d*)([^\W\d]*)")
 
 @dataclass
 class Inspect:
-    """The views of the programs that `ppctl inspect` shows, and a directory for them."""
+    """The views of the programs that `ppctl inspect` shows."""
 
-    # summary | program | jaxpr | stablehlo | hlo; None: the first two, in inspect.out all
+    # summary | program | jaxpr | stablehlo | hlo; None: the first two
     what: str | None = None
     # executor=mpmd: 2F: F of stage 2; 2: all of stage 2 and its rank; F, finish, ...: of all
     task: str | None = None
-    out: str | None = None  # a new or empty directory, a file each; None: to the terminal
 
     WHAT: ClassVar[tuple[str, ...]] = ("summary", "program", "jaxpr", "stablehlo", "hlo")
 
@@ -31,9 +30,6 @@ class Inspect:
             raise ConfigError(
                 f"inspect.task={self.task} is not a stage, a kind of task, or both, as in 2F."
             )
-        if self.out == "":
-            remedy = "Write inspect.out=DIR, or leave it out."
-            raise ConfigError(f"inspect.out= names no directory. {remedy}")
 
     @property
     def stage_and_kind(self) -> tuple[int | None, str | None]:
