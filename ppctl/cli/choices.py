@@ -16,18 +16,17 @@ from types import UnionType
 from typing import Any, NamedTuple
 
 from ppctl import config
-from ppctl.config import Config, Inspect, Launch, Mesh, Plan, Run, Tune, Verify
+from ppctl.config import Config, Costs, Inspect, Launch, Mesh, Plan, Run, Tune, Verify
 from ppctl.config.changed_settings import shown
 from ppctl.config.config_dirs import ROOT
 from ppctl.schedule.families.registry import also_called
 
 # the parts with one class each
-PLAIN = {cls.__name__.lower(): cls for cls in (Run, Launch, Verify, Plan, Tune, Inspect)}
+PLAIN = {cls.__name__.lower(): cls for cls in (Run, Launch, Verify, Plan, Tune, Inspect, Costs)}
 # the parts that are chosen by name
 PARTS = tuple(f.name for f in dataclasses.fields(Config) if f.name not in PLAIN)
 GROUPS = (*PARTS, "recipes")
 DRAWN = ("mesh", "schedule", "costs")  # the parts that `ppctl schedule` depends on
-DRAWN_COSTS = "unit"  # its option of costs
 MESH_EXAMPLES = ("1x2", "1x4", "1x8", "2x2", "2x4", "2x4x2")  # for listings, of any sizes
 KINDS = {
     int: "a whole number",

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ppctl import config as settings
 from ppctl.cli import fault_messages as faults
-from ppctl.cli.choices import DRAWN, DRAWN_COSTS
+from ppctl.cli.choices import DRAWN
 from ppctl.cli.fault_messages import parse_override
 from ppctl.cli.hydra_extensions import Composed, config_loader, load_one
 from ppctl.config import Config, ScheduleConfig
@@ -36,14 +36,11 @@ def compose_drawing(overrides: list[str], flags: list[str]) -> ScheduleConfig:
     parsed = [parse_override(text) for text in overrides]
     for override in parsed:
         faults.refuse(override, multirun=False, drawing=True)
-    is_chosen = any(o.key_or_group == "costs" and isinstance(o.value(), str) for o in parsed)
-    chosen = [] if is_chosen else [f"costs={DRAWN_COSTS}"]
     with _in_one_line(parsed), config_loader(_config_dir(flags)) as loader:
-        composed = load_one(loader, [*chosen, *overrides])
+        composed = load_one(loader, overrides)
         faults.check_keys(composed.config)
         faults.check_names(*composed)
         parts: dict[str, Any] = {part: OmegaConf.to_object(composed.config[part]) for part in DRAWN}
-        faults.check_costs(parts["costs"], drawing=True)
     config = ScheduleConfig(parts["mesh"], settled(parts["schedule"]), parts["costs"])
     config.check()
     return config
@@ -72,8 +69,9 @@ def checked(composed: Composed) -> Config:
     faults.check_keys(composed.config)
     faults.check_names(*composed)
     parts: Any = {part: OmegaConf.to_object(node) for part, node in composed.config.items()}
+    if parts.pop("costs") != settings.Costs():
+        raise ConfigError(f"costs of a recipe: {faults.ASSUMED}")
     config = Config(**parts)
-    faults.check_costs(config.costs, drawing=False)
     config.schedule = settled(config.schedule)
     settings.check(config)
     return config

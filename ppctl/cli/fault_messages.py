@@ -16,12 +16,13 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from ppctl.cli import choices
 from ppctl.cli.choices import GROUPS, PARTS, options, unknown_key, wrong_option, wrong_value
 from ppctl.cli.sweep_options import refuse_sweep_setting, sweep_group_of, wrong_sweep_setting
-from ppctl.config import Analytic, Costs, Mesh
+from ppctl.config import Mesh
 from ppctl.config.changed_settings import shown
 from ppctl.errors import ConfigError
 
 UNKNOWN_KEY = (omegaconf_errors.ConfigKeyError, omegaconf_errors.ConfigAttributeError)
 WRONG_TEXT = (omegaconf_errors.InterpolationResolutionError, omegaconf_errors.GrammarParseError)
+ASSUMED = "such costs are assumed by `ppctl schedule` alone. Leave them out."
 SWEEP_DIR = "hydra.sweep.dir"  # of --multirun: Hydra's word for run.dir
 
 
@@ -57,8 +58,8 @@ def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
     # 1. keys of other commands
     if drawing:
         _refuse_for_drawing(group, line)
-    if key in choices.settings_of("costs", Analytic if drawing else Costs):
-        raise ConfigError(_wrong_costs(line, drawing=drawing))
+    elif group == "costs":
+        raise ConfigError(f"{line}: {ASSUMED}")
     # 2. + and ~
     if override.is_delete():
         raise ConfigError(f"{line}: nothing can be removed. Give {key} another value instead.")
@@ -145,20 +146,6 @@ def check_names(cfg: DictConfig, chosen: dict[str, Any]) -> None:
                 f"{part}.name={name}, but the choice is {part}={option}. Use {part}={name}, or "
                 f"in a recipe's defaults `override /{part}: {name}`."
             )
-
-
-def check_costs(costs: Any, *, drawing: bool) -> None:
-    """Raise ConfigError for costs of `ppctl schedule` in another command, and vice versa."""
-    if isinstance(costs, Costs) != drawing:
-        raise ConfigError(_wrong_costs(f"costs={costs.name}", drawing=drawing))
-
-
-def _wrong_costs(choice: str, *, drawing: bool) -> str:
-    if drawing:
-        reason = "`ppctl schedule` assumes costs, for it knows no model"
-        return f"{choice}: {reason}. Use costs=unit and its settings."
-    reason = "such costs are assumed by `ppctl schedule` alone"
-    return f"{choice}: {reason}. Use costs=analytic, or leave it out."
 
 
 def _chosen(cfg: Any) -> dict[str, tuple[str, type]]:

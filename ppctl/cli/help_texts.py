@@ -10,7 +10,6 @@ from ppctl.cli.choices import PARTS, PLAIN, default_option, options, schema_of, 
 from ppctl.cli.command_options import composed_parser
 from ppctl.cli.commands import COMMANDS
 from ppctl.cli.sweep_options import SWEEP_GROUPS, sweep_group_help
-from ppctl.config import Costs
 from ppctl.config.changed_settings import shown
 from ppctl.errors import ConfigError
 
@@ -21,7 +20,6 @@ FIRST_EXAMPLES = (  # what to try first
 )
 APPLIES_TO = {  # commands of a part or a setting; any other applies to all of them
     "hardware": ("train", "plan", "rehearse", "tune", "doctor"),
-    "costs": ("train", "plan", "rehearse", "tune"),
     "launch": ("train", "doctor"),
     "verify": ("verify",),
     "plan.compile": ("plan",),
@@ -117,8 +115,7 @@ def _options_text(group: str) -> str:
         return f"{default_option('mesh')} | {sizes}"
     if group == "recipes":
         return ", ".join(options(group)) + " (complete runs)"
-    names = (n for n in options(group) if group != "costs" or schema_of(group, n) is not Costs)
-    return " | ".join(names)
+    return " | ".join(options(group))
 
 
 def _part_help(word: str) -> str:

@@ -32,7 +32,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict, read_write
 
 from ppctl.cli.choices import MESH_EXAMPLES, PARTS, schemas
 from ppctl.cli.sweep_options import LAUNCHERS, SWEEPERS
-from ppctl.config import Config, Mesh
+from ppctl.config import Config, Costs, Mesh
 from ppctl.config.config_dirs import ROOT
 from ppctl.config.groups.mesh_settings import AXES
 
@@ -110,12 +110,13 @@ def register() -> None:
 
 @functools.cache  # one class, however often it is registered
 def config_schema() -> type:
-    """Return `Config` as OmegaConf takes it: a part that is chosen by name is of any class.
+    """Return `Config` and costs as OmegaConf takes them.
 
-    It is missing rather than config's default, so that a group that was not chosen cannot hide.
+    A part that is chosen by name is of any class, and missing rather than config's default, so
+    that a group that was not chosen cannot hide.
     """
     parts: list[tuple[str, Any, Any]] = []
-    for name, hint in typing.get_type_hints(Config).items():
+    for name, hint in (*typing.get_type_hints(Config).items(), ("costs", Costs)):
         if name in PARTS:
             parts.append((name, Any, dataclasses.field(default=MISSING)))
         else:

@@ -8,7 +8,7 @@ field.
 # pyright: reportUnusedImport=false
 
 from ppctl.config.composed_config import Config, ScheduleConfig, check
-from ppctl.config.groups.cost_settings import Analytic, Costs
+from ppctl.config.groups.cost_settings import Costs
 from ppctl.config.groups.data_settings import (
     CustomData,
     Data,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from ppctl.config.field_checks import numbers
-from ppctl.config.groups.cost_settings import Analytic, Costs
+from ppctl.config.groups.cost_settings import Costs
 from ppctl.config.groups.data_settings import AnyData, CustomData, Regression, Stdlib
 from ppctl.config.groups.executor_settings import Mpmd, Reference, Spmd
 from ppctl.config.groups.hardware_settings import AutoHardware, Hardware
@@ -39,7 +39,6 @@ class Config:
     optim: AdamW | SGD = field(default_factory=AdamW)
     data: AnyData = field(default_factory=Stdlib)
     hardware: AutoHardware | Hardware = field(default_factory=AutoHardware)
-    costs: Analytic = field(default_factory=Analytic)
     run: Run = field(default_factory=Run)
     launch: Launch = field(default_factory=Launch)
     verify: Verify = field(default_factory=Verify)

@@ -81,7 +81,6 @@ class Prediction:
     step_flops: int  # of the model, nothing recomputed
     devices: str
     hardware: str | None  # name of the description used
-    costs: str  # source of the seconds: analytic
     step_time_s: float | None
     transfer_s: float | None  # from a task's end to its value on the next rank; None: no pipeline
     per_step_overhead_s: float | None  # a part: parameters gathered, gradients summed, optimizer
@@ -132,7 +131,6 @@ def predicted(job: TrainingJob) -> Prediction:
         step_flops=flops.full,
         devices=_devices_text(job),
         hardware=None if hardware is None else hardware.name,
-        costs=config.costs.name,
         step_time_s=step_s,
         per_step_overhead_s=None if found.time is None else found.time.overhead_s,
         unknown=found.unknown,

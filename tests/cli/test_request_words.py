@@ -31,7 +31,7 @@ REQUESTS = [
     "hardware=h100",
     "hardware=h100 hardware.peak_flops.bfloat16=9e14 +hardware.peak_flops.float64=67e12 "
     "hardware.memory_gib=70",
-    "hardware=host costs.doctor=links.json",
+    "hardware=host hardware.link_latency_s=3e-6",
     "run.trackers=[] run.checkpoint.every=null run.checkpoint.on_failure=continue run.profile=3",
     "run.resume=never run.distributed=auto",
     *(line for line in examples_of("train") if "--multirun" not in line and "launch" not in line),

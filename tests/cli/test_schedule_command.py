@@ -87,12 +87,12 @@ def test_a_recipe_gives_mesh_and_schedule(capsys):
     assert ask_json(capsys, "show recipes=tiny")["num_ranks"] == 2
 
 
-def test_costs_come_from_a_users_file_too(capsys, empty_directory):
-    file = empty_directory / "mine/costs/slow.yaml"
+def test_costs_come_from_a_users_recipe_too(capsys, empty_directory):
+    file = empty_directory / "mine/recipes/slow.yaml"
     file.parent.mkdir(parents=True)
-    file.write_text("defaults: [unit]\nforward_s: 3\n")
+    file.write_text("# @package _global_\ncosts: {forward_s: 3}\n")
     said = ask_json(
-        capsys, "show schedule=gpipe mesh=1x2 --config-dir mine costs=slow costs.transfer_s=1"
+        capsys, "show schedule=gpipe mesh=1x2 --config-dir mine recipes=slow costs.transfer_s=1"
     )
     assert (said["costs"]["forward_s"], said["costs"]["transfer_s"]) == (3, 1)
 
@@ -256,14 +256,13 @@ def test_auto_says_what_it_chose_from_and_how_far_it_is_from_the_bound(capsys):
     assert "next: gis (num_chunks=2), greedy" in text
 
 
-def test_a_head_worth_four_layers_and_a_cap_in_gib_are_searched_and_said(capsys):
-    costs = "costs.num_layers=16 costs.head=4 costs.activation_gib=0.5 costs.fixed_gib=4"
+def test_a_cap_in_gib_is_searched_and_said(capsys):
+    costs = "costs.activation_gib=0.5 costs.fixed_gib=4"
     line = f"mesh=1x4 schedule.num_microbatches=6 {costs}"
     said = ask_json(
         capsys, f"show schedule=auto schedule.max_memory_gib=8 schedule.max_chunks=2 {line}"
     )
     auto, published = said["auto"], ask_json(capsys, f"show schedule=zb_h1 {line}")
-    assert len(set(said["costs"]["forward_s"])) > 1
     assert max(said["peak_bytes"]) < auto["held_bytes"] <= auto["max_bytes"] == 8 * 2**30
     assert auto["max_activations"] is None
     assert 0 <= auto["gap_fraction"] < 0.3

@@ -42,13 +42,12 @@ NEEDS = {
     ("schedule", "csv"): [f"schedule.path={ROOT}/tests/golden/1f1b_p4_m8.csv"],
     ("partition", "explicit"): ["partition.layers=[1,1,1,1,1,1,1,1]"],
 }
-OF_SCHEDULE = ("costs", "unit")  # what `ppctl schedule` alone takes
 SIZES = [name for name in options("model") if "_" in name]  # of models that people know
 CHOICES = [
     (part, option)
     for part in PARTS
     for option in options(part)
-    if (part, option) != OF_SCHEDULE and (part != "model" or option not in SIZES)
+    if part != "model" or option not in SIZES
 ]
 
 
@@ -116,7 +115,6 @@ def test_no_override_composes_to_the_defaults():
 
 def test_every_part_of_config_py_is_behind_some_choice():
     shipped = {schema_of(part, option) for part, option in CHOICES}
-    shipped.add(schema_of(*OF_SCHEDULE))
     named = {
         cls for cls in schemas().values() if "name" in {f.name for f in dataclasses.fields(cls)}
     }

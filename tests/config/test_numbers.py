@@ -23,7 +23,6 @@ PARTS = {
     "executor": [c.Spmd(), c.Mpmd()],
     "optim": [c.AdamW(), c.SGD()],
     "data": [c.Stdlib(), c.Synthetic(), c.Regression()],
-    "costs": [c.Analytic()],
     "run": [c.Run()],
     "launch": [c.Launch()],
     "verify": [c.Verify()],

@@ -218,7 +218,7 @@ def test_a_job_requests_the_layout_on_the_devices_that_it_finds(launcher, tmp_pa
     found = composed(asked_for(launcher, script(launcher, asked, tmp_path), tmp_path))
     directory = "/runs/mine" if launcher == "kubernetes" else "runs/mine"
     run = replace(asked.run, seed=3, platform=None, dir=directory)
-    assert found == replace(asked, run=run, costs=config.Analytic(), tune=config.Tune())
+    assert found == replace(asked, run=run, tune=config.Tune())
 
 
 def test_the_directory_is_the_users_where_that_is_given():

@@ -23,8 +23,8 @@ WORDS = (
     "model.num_layers=2 model.d_model=16 run.dtype=float32 run.platform=cpu run.eval_every=null "
     "run.trackers=[] run.checkpoint.every=null run.num_steps=3"
 )
-UNKNOWN = StepPrediction(None, 3 * 2**20, "costs=analytic, unknown hardware")
-KNOWN = StepPrediction(0.5, 3 * 2**20, "costs=analytic, hardware=host")
+UNKNOWN = StepPrediction(None, 3 * 2**20, "unknown hardware")
+KNOWN = StepPrediction(0.5, 3 * 2**20, "hardware=host")
 
 
 def step_s(job):
@@ -67,13 +67,13 @@ def test_every_record_holds_prediction_and_compiled_memory_and_the_last_line_com
         assert record["memory_bytes"] == max(compiled)
         assert 0.2 < record["predicted_memory_bytes"] / record["memory_bytes"] < 5
     first, last = (line for line in out.splitlines() if line.startswith("plan "))
-    source = r"\(costs=analytic, hardware=host\)"
+    source = r"\(hardware=host\)"
     bubble = r"bubble 33.3% ideal, [\d.]+% predicted"
     assert re.fullmatch(
         rf"plan      [\d.e-]+ s a step, {bubble}, .* a device predicted {source}", first
     )
     assert re.fullmatch(
-        r"plan      \S+ s a step predicted, \S+ measured \([\d.]+ times; costs=analytic, "
+        r"plan      \S+ s a step predicted, \S+ measured \([\d.]+ times; "
         r"hardware=host\); \S+ \w+ a device predicted, \S+ \w+ compiled",
         last,
     )
@@ -91,7 +91,7 @@ def test_of_unknown_hardware_no_time_is_predicted_and_it_trains(train, monkeypat
     assert all(record["predicted_memory_bytes"] > 0 for record in records)
     first, last = (line for line in out.splitlines() if line.startswith("plan "))
     assert re.fullmatch(
-        r"plan      no step time, bubble 33.3% ideal, .* a device predicted \(costs=analytic, "
+        r"plan      no step time, bubble 33.3% ideal, .* a device predicted \("
         r"unknown hardware\)",
         first,
     )
@@ -99,17 +99,14 @@ def test_of_unknown_hardware_no_time_is_predicted_and_it_trains(train, monkeypat
 
 
 def test_lines_for_people():
-    assert (
-        KNOWN.line()
-        == "plan      0.5 s a step, 3.0 MiB a device predicted (costs=analytic, hardware=host)"
-    )
+    assert KNOWN.line() == "plan      0.5 s a step, 3.0 MiB a device predicted (hardware=host)"
     found = replace(KNOWN, ideal_bubble_fraction=0.025, bubble_fraction=0.203)
     assert found.line() == (
         "plan      0.5 s a step, bubble 2.5% ideal, 20.3% predicted, "
-        "3.0 MiB a device predicted (costs=analytic, hardware=host)"
+        "3.0 MiB a device predicted (hardware=host)"
     )
     assert KNOWN.compared([9.0, 0.25, 0.2], 4 * 2**20) == (
-        "plan      0.5 s a step predicted, 0.25 measured (2.00 times; costs=analytic, "
+        "plan      0.5 s a step predicted, 0.25 measured (2.00 times; "
         "hardware=host); 3.0 MiB a device predicted, 4.0 MiB compiled"
     )
     assert UNKNOWN.compared([0.25], 4 * 2**20) == (

@@ -45,7 +45,7 @@ show    [FILE.csv] [GROUP=OPTION ...] [SETTING=VALUE ...]
 NOTES = "\n".join(
     [
         *(f"  {name:8} {about}" for name, about in SUBCOMMANDS.items()),
-        "\nGroups: mesh, schedule, costs, recipes, of which only the mesh and the schedule count.",
+        "\nGroups: mesh, schedule, costs, recipes. Of a recipe only these parts count.",
         "`ppctl schedule list` shows every schedule, `ppctl train --help schedule costs` settings.",
     ]
 )
@@ -82,7 +82,7 @@ def parser() -> Parser:
     add("--kept-mb", metavar="MB", help=about)
     about = "write to FILE instead of stdout; its ending chooses the format if --format does not"
     add("--out", metavar="FILE", help=about)
-    about = "look for groups (DIR/costs/x.yaml is costs=x) and recipes in DIR too"
+    about = "look for recipes in DIR too (DIR/recipes/x.yaml is recipes=x)"
     add("-cd", "--config-dir", metavar="DIR", help=about)
     return options
 

@@ -46,6 +46,6 @@ def job_words(launch: str, config: Config, name: str) -> list[str]:
         run = replace(run, dir=f"{POD_RUNS if launch == 'kubernetes' else 'runs'}/{name}")
     hardware = config.hardware if config.hardware.name in known() else usual.hardware
     run = replace(run, name=name, platform=None)
-    request = replace(config, run=run, hardware=hardware, costs=usual.costs, tune=usual.tune)
+    request = replace(config, run=run, hardware=hardware, tune=usual.tune)
     words, mesh = request_words(asdict(request)), f"mesh={config.mesh.text}"
     return [mesh, *(word for word in words if word != mesh)]

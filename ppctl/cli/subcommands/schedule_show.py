@@ -17,7 +17,7 @@ from rich.console import Console
 
 from ppctl import config as settings
 from ppctl.config.schedule_from_config import label, read, schedule_of
-from ppctl.errors import ConfigError, ScheduleError
+from ppctl.errors import ScheduleError
 from ppctl.reports.charts.draw_schedule import DRAWN_AS
 from ppctl.reports.charts.html_charts import schedules_page
 from ppctl.reports.charts.image_charts import FORMS, image
@@ -34,10 +34,9 @@ from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES, advice, build
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.lower_bounds import split_makespan_bound_s, whole_makespan_bound_s
-from ppctl.schedule.partition.partition import Partition, balanced, uniform
 from ppctl.schedule.search.auto_choice import GIB, Choice
 from ppctl.schedule.search.extrapolated_cost import MOST_TASKS, extrapolate
-from ppctl.schedule.search.placement_costs import CostsOf, LayerCosts, Piece, Placed
+from ppctl.schedule.search.placement_costs import CostsOf, Placed
 from ppctl.schedule.simulator import simulate
 
 SHOW_FORMATS = tuple(DRAWN_AS)
@@ -180,11 +179,6 @@ def extrapolated(config: settings.ScheduleConfig) -> Row:
     """Return the row of a schedule too large to be simulated, from smaller ones of its family."""
     # 1. the smaller ones
     wanted, num_ranks = config.schedule, config.mesh.pp
-    if config.costs.num_layers is not None:
-        raise ConfigError(
-            f"{_size_of(config)}: too many tasks to be simulated, and nothing is extrapolated with "
-            f"costs.num_layers={config.costs.num_layers}. Leave it out, or use fewer."
-        )
     costs = costs_of(config.costs)
     family = partial(build, wanted.name, **wanted.knobs())
     found = extrapolate(family, num_ranks, wanted.num_microbatches, costs)
@@ -206,8 +200,6 @@ def _formulas(config: settings.ScheduleConfig) -> tuple[float | None, float | No
     family, knobs = FAMILIES[config.schedule.name], config.schedule.knobs()
     sizes = config.mesh.pp, config.schedule.num_microbatches
     peak = family.peak_activations(*sizes, **knobs)
-    if config.costs.num_layers is not None:  # closed forms are of equal stages
-        return None, peak
     return family.makespan_s(*sizes, costs_of(config.costs), **knobs), peak
 
 
@@ -227,7 +219,7 @@ def drawing_of(
     schedule: Schedule, costs: settings.Costs, label: str, choice: Choice | None = None
 ) -> Drawing:
     """Return the drawing of a schedule with these costs."""
-    seconds = placed_costs(costs, schedule.rank_of, schedule.num_ranks).costs
+    seconds = costs_of(costs)
     drawing = drawing_of_timeline(label, simulate(schedule, seconds))
     return replace(drawing, advice=advice(schedule, seconds), choice=choice)
 
@@ -239,45 +231,17 @@ def costs_of(costs: settings.Costs) -> Costs:
 
 
 def costs_on(config: settings.ScheduleConfig) -> CostsOf:
-    """Return the costs that a request assumes, for any placement of stages."""
-    return lambda rank_of: placed_costs(config.costs, rank_of, config.mesh.pp)
-
-
-def placed_costs(costs: settings.Costs, rank_of: tuple[int, ...], num_ranks: int) -> Placed:
-    """Return the costs on a placement. ConfigError if it has too few layers."""
-    if costs.num_layers is None:
-        return Placed(costs_of(costs), (costs.fixed_gib * GIB,) * num_ranks)
-    num_layers, even = costs.num_layers, costs.partition == "uniform"
-
-    def divide(rank_of: tuple[int, ...]) -> Partition:
-        if even:
-            return uniform(num_layers, len(rank_of))
-        return balanced(num_layers, rank_of, embed=costs.embed, head=costs.head)
-
-    def piece(layers: float) -> Piece:
-        """Return a piece that costs as much as `layers` layers."""
-        share = layers * num_ranks / num_layers
-        seconds = costs.forward_s, costs.input_grad_s, costs.weight_grad_s
-        return Piece(*(share * s for s in seconds), fixed_bytes=share * costs.fixed_gib * GIB)
-
-    layer = piece(1.0)._replace(stash_bytes=costs.activation_gib * GIB * num_ranks / num_layers)
-    parts = layer, divide, piece(costs.embed), piece(costs.head)
-    try:
-        return LayerCosts((1.0,) * num_layers, *parts, hop_s=costs.transfer_s).on(rank_of)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("model.num_layers", "costs.num_layers")) from None
+    """Return the costs that a request assumes, the same for any placement of stages."""
+    fixed_bytes = (config.costs.fixed_gib * GIB,) * config.mesh.pp
+    return lambda rank_of: Placed(costs_of(config.costs), fixed_bytes)
 
 
 def costs_text(costs: settings.Costs) -> str:
     """Return the costs that a request assumes, in words."""
-    text = (
+    return (
         f"F={costs.forward_s:g} I={costs.input_grad_s:g} W={costs.weight_grad_s:g} "
         f"c={costs.transfer_s:g} s"
     )
-    if costs.num_layers is None:
-        return text
-    ends = [f"{key} as {value:g}" for key in ("embed", "head") if (value := getattr(costs, key))]
-    return f"{text}, {', '.join([f'{costs.num_layers} layers ({costs.partition})', *ends])}"
 
 
 def _size_of(config: settings.ScheduleConfig) -> str:

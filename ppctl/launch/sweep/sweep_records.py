@@ -38,7 +38,7 @@ NUMBERS = (  # in this order; None where a run has none
 ENDS = ("status", "exit_code", "seconds", "error", "run_dir")
 
 # Settings without effect on the trained model: jobs that differ only in these differ in speed.
-LAYOUT = ("mesh", "schedule", "partition", "executor", "hardware", "costs", "launch")
+LAYOUT = ("mesh", "schedule", "partition", "executor", "hardware", "launch")
 DONE = ("finished", "skipped")
 LEAST_DECIMALS, MOST_DECIMALS = 4, 9  # of a loss
 

@@ -55,7 +55,7 @@ def predict_step(job: TrainingJob) -> StepPrediction:
     return StepPrediction(
         None if found.time is None else found.time.total_s,
         max(found.total_bytes),
-        f"costs={job.config.costs.name}, {name}",
+        name,
         found.ideal_bubble,
         found.bubble,
     )

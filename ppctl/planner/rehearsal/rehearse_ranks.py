@@ -92,7 +92,7 @@ class Rehearsal:
     bubble_fraction: float  # 0..1: idle share of the ranks in the simulated step, no overhead
     limit_bytes: int | None  # memory of a device
     ranks: tuple[RehearsedRank, ...]
-    analytic_step_time_s: float | None  # of costs=analytic for the same request
+    analytic_step_time_s: float | None  # of `ppctl plan` for the same request
     analytic_per_step_overhead_s: float | None
     analytic_unknown: str | None  # why these are unknown
 
@@ -283,7 +283,7 @@ class Simulated:
 
     @cached_property
     def _counted(self) -> OpTimes:
-        """The op times of costs=analytic, for exchanges between ranks."""
+        """The op times as `ppctl plan` counts them, for exchanges between ranks."""
         return counted_op_times(self.job, self.machine)
 
     @cached_property

@@ -20,7 +20,6 @@ from ppctl.training.pipeline.known_hardware import known
 
 MARK = "# Written by `ppctl tune`, which writes it again when it is run again."
 CHOSEN = ("model", "mesh", "schedule", "partition", "executor", "optim", "data")  # by name
-PLANNED = ("hardware", "costs")  # likewise, where not the default
 
 
 def recipe_path(name: str | None) -> Path | None:
@@ -82,8 +81,8 @@ def write_recipe(
         head.append(f"# Needs: hardware/{config.hardware.name}.yaml next to recipes/.")
 
     # 2. the choice of each part, and settings that are not the default
-    planned = (part for part in PLANNED if getattr(config, part) != getattr(Config(), part))
-    parts = {part: getattr(config, part) for part in (*CHOSEN, *planned)}
+    is_stated = config.hardware != Config().hardware
+    parts = {part: getattr(config, part) for part in (*CHOSEN, *["hardware"] * is_stated)}
     names = {part: each.name for part, each in parts.items() if part != "mesh"}
     names = {part: names.get(part, config.mesh.text) for part in parts}
     document: dict[str, Any] = {"defaults": [{f"override /{k}": name} for k, name in names.items()]}

@@ -203,7 +203,7 @@ def time_text(found: Prediction) -> str:
     if found.step_time_s is None or found.tokens_per_s is None or found.per_step_overhead_s is None:
         return f"not known: {found.unknown}"
     overhead = overhead_text(found.per_step_overhead_s, found.step_time_s)
-    return f"{speed_text(found)}; {overhead} (costs={found.costs}, hardware={found.hardware})"
+    return f"{speed_text(found)}; {overhead} (hardware={found.hardware})"
 
 
 def speed_text(found: Prediction | Rehearsal) -> str:
