@@ -209,7 +209,7 @@ def predictions(bench: Bench):
     for name in PREDICTED:
         words = LAYOUTS[name][0]
         ran = bench.trained(name, words)
-        what = f"{name}: costs=analytic"
+        what = f"{name}: ppctl plan"
         plan = bench.json_of(what, "plan", words)
         if plan is None or ran is None:
             continue
@@ -272,7 +272,7 @@ def rehearsals(bench: Bench):
         bench.row(f"rehearse {name}", found["step_time_s"], "s", command)
         if found["analytic_step_time_s"] is not None:
             ratio = found["step_time_s"] / found["analytic_step_time_s"]
-            bench.row(f"rehearse {name}: over costs=analytic", ratio, "", command)
+            bench.row(f"rehearse {name}: over ppctl plan", ratio, "", command)
         if (
             "mesh=1x1" in words
             and (ran := bench.trained("spmd none", LAYOUTS["spmd none"][0])) is not None
