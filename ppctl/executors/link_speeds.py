@@ -55,11 +55,6 @@ def probe_devices(devices: Sequence[Device], most: int = 16) -> list[Device]:
     return [firsts[i] for i in sorted(firsts)] if len(firsts) > 1 else list(devices[:most])
 
 
-def device_pairs(devices: Sequence[Device]) -> list[tuple[Device, Device]]:
-    """Return all pairs of `devices`."""
-    return [(a, b) for i, a in enumerate(devices) for b in devices[i + 1 :]]
-
-
 def measure_link(a: Device, b: Device) -> MeasuredLink:
     """Measure the link between two devices; their processes call this in the same order."""
     mesh = Mesh(np.array([a, b]), ("pair",), axis_types=(AxisType.Auto,))

@@ -17,7 +17,7 @@ from ppctl.executors.stage.jaxpr_flops import matmul_flops
 from ppctl.executors.stage.stage import Stage
 from ppctl.model.attention import attention_kernels as attention
 from ppctl.model.attention import chunked_attention
-from ppctl.model.attention.attention_kernels import KERNELS, choose, kernel_named
+from ppctl.model.attention.attention_kernels import PAIR_KERNELS, choose, kernel_named
 from ppctl.model.attention_scores import PLAIN, Scoring
 from ppctl.model.transformer import transformer
 from ppctl.schedule.remat import Remat
@@ -74,7 +74,9 @@ def there_and_back(kernel, q, k, v, g):
 def test_attention_is_the_formula(kernel, size, monkeypatch):
     monkeypatch.setattr(chunked_attention, "BLOCK", 8)
     q, k, v, _ = arrays_of(*size, jnp.float64)
-    np.testing.assert_allclose(KERNELS[kernel](q, k, v), oracle(q, k, v), rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(
+        kernel_named(kernel)(q, k, v), oracle(q, k, v), rtol=1e-12, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,8 +137,8 @@ def test_chunked_computes_the_blocks_of_a_window_alone(monkeypatch):
 def test_chunked_has_the_gradients_of_the_plain_form(size, dtype, tolerance, monkeypatch):
     monkeypatch.setattr(chunked_attention, "BLOCK", 8)
     arrays = arrays_of(*size, dtype)
-    exact = there_and_back(KERNELS["xla"], *(a.astype("float64") for a in arrays))
-    for found, wanted in zip(there_and_back(KERNELS["chunked"], *arrays), exact, strict=True):
+    exact = there_and_back(kernel_named("xla"), *(a.astype("float64") for a in arrays))
+    for found, wanted in zip(there_and_back(kernel_named("chunked"), *arrays), exact, strict=True):
         assert found.dtype == dtype
         error = jnp.linalg.norm(found.astype("float64") - wanted) / jnp.linalg.norm(wanted)
         assert error < tolerance or jnp.linalg.norm(wanted) < 1e-12
@@ -164,7 +166,7 @@ def test_the_kernel_of_tpus_has_the_numbers_of_the_plain_form(scoring):
 @pytest.mark.parametrize(("tokens", "block"), [(1024, 512), (384, 384), (1280, 256), (640, 128)])
 def test_the_kernel_of_tpus_counts_the_products_of_all_its_blocks(tokens, block):
     shapes = [jax.ShapeDtypeStruct((2, tokens, heads, 128), jnp.bfloat16) for heads in (4, 2, 2)]
-    plain = matmul_flops(KERNELS["xla"], *shapes)
+    plain = matmul_flops(kernel_named("xla"), *shapes)
     with jax.enable_x64(False):
         forward = matmul_flops(attention.pallas, *shapes)
         both = matmul_flops(lambda *a: there_and_back(attention.pallas, *a), *shapes, shapes[0])
@@ -179,7 +181,9 @@ def test_the_kernel_of_tpus_counts_the_products_of_all_its_blocks(tokens, block)
 def test_memory_of_chunked_grows_with_the_tokens():
     def temp_bytes(kernel, tokens):
         shapes = [jax.ShapeDtypeStruct((1, tokens, 2, 32), jnp.float32)] * 4
-        program = jax.jit(lambda *a: there_and_back(KERNELS[kernel], *a)).lower(*shapes).compile()
+        program = (
+            jax.jit(lambda *a: there_and_back(kernel_named(kernel), *a)).lower(*shapes).compile()
+        )
         return program.memory_analysis().temp_size_in_bytes
 
     assert temp_bytes("chunked", 8192) < 2.2 * temp_bytes("chunked", 4096)
@@ -189,8 +193,8 @@ def test_memory_of_chunked_grows_with_the_tokens():
 def test_cudnn_counts_the_flops_of_the_plain_form_and_chunked_those_of_its_blocks(monkeypatch):
     monkeypatch.setattr(chunked_attention, "BLOCK", 8)
     arrays = [jax.ShapeDtypeStruct((2, 24, heads, 16), jnp.bfloat16) for heads in (4, 2, 2, 4)]
-    forward = lambda kernel: matmul_flops(KERNELS[kernel], *arrays[:3])
-    both = lambda kernel: matmul_flops(lambda *a: there_and_back(KERNELS[kernel], *a), *arrays)
+    forward = lambda kernel: matmul_flops(kernel_named(kernel), *arrays[:3])
+    both = lambda kernel: matmul_flops(lambda *a: there_and_back(kernel_named(kernel), *a), *arrays)
     assert forward("cudnn") == forward("xla") == 4 * 2 * 4 * 24 * 24 * 16
     assert both("cudnn") == both("xla") == 3 * forward("xla")
     assert forward("chunked") == forward("xla") * 6 / 9  # pairs of blocks
@@ -212,7 +216,7 @@ def block_of(kernel, tokens=128):
         vocab_size=8,
         tied=True,
         dtype=jnp.bfloat16,
-        mix=lambda *_: KERNELS[kernel],
+        mix=lambda *_: kernel_named(kernel),
     )
     w = jax.eval_shape(stack.init_layer, jax.random.key(0), 0)
     return stack.layer_of(0), w, jax.ShapeDtypeStruct((2, tokens, 256), jnp.bfloat16)
@@ -270,7 +274,7 @@ CHOICES = [  # device, dtype, width of a head, tokens, kernel
 
 
 def test_the_config_names_every_kernel():
-    assert ("auto", *KERNELS) == Transformer.ATTENTIONS
+    assert ("auto", *PAIR_KERNELS, "pallas") == Transformer.ATTENTIONS
 
 
 @pytest.mark.parametrize(("device", "dtype", "width", "tokens", "kernel"), CHOICES)

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -192,7 +193,7 @@ def _measured(mesh: Mesh) -> tuple[list[MeasuredLink], list[AllReduce]]:
     # 1. the links of this process
     own = jax.process_index()
     links = []
-    for a, b in link_speeds.device_pairs(link_speeds.probe_devices(list(mesh.devices.flat))):
+    for a, b in combinations(link_speeds.probe_devices(list(mesh.devices.flat)), 2):
         if own in (a.process_index, b.process_index):
             ends = f"device {a.id} (process {a.process_index}) and {b.id} ({b.process_index})"
             with _answering(f"exchange of {ends}"):

@@ -193,6 +193,11 @@ class LayerSwitch:
         self.layers = list(dict.fromkeys(layers[l] for l in among))
         self.place_of = {l: self.layers.index(layers[l]) for l in among}
         self.number, self.packings = number, packings
+        # the methods of `LayerPrograms`
+        self.run, self.redo = partial(self._switch, "run"), partial(self._switch, "redo")
+        self.save, self.pull = partial(self._switch, "save"), partial(self._switch, "pull")
+        self.input_grad = partial(self._switch, "input_grad")
+        self.weight_grad = partial(self._switch, "weight_grad")
 
     @property
     def saved(self) -> list[Shape]:
@@ -202,48 +207,26 @@ class LayerSwitch:
     def pending(self) -> list[Shape]:
         return self.packings.pending.shapes
 
-    def run(self, w: Tree, x: jax.Array) -> jax.Array:
-        return self._switch(lambda layer, w, x: layer.run(w, x), w, x)
-
-    def redo(self, w: Tree, x: jax.Array, gy: jax.Array) -> tuple[jax.Array, Tree]:
-        return self._switch(lambda layer, w, x, gy: layer.redo(w, x, gy), w, x, gy)
-
-    def save(self, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        def save(layer: LayerPrograms, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-            y, saved = layer.save(w, x)
-            return y, self.packings.saved.pack(saved)
-
-        return self._switch(save, w, x)
-
-    def pull(self, w: Tree, saved: list[jax.Array], gy: jax.Array) -> tuple[jax.Array, Tree]:
-        run = lambda layer, w, saved, gy: layer.pull(w, self._saved(layer, saved), gy)  # noqa: E731
-        return self._switch(run, w, saved, gy)
-
-    def input_grad(
-        self, w: Tree, saved: list[jax.Array], gy: jax.Array
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        def input_grad(
-            layer: LayerPrograms, w: Tree, saved: list, gy: jax.Array
-        ) -> tuple[jax.Array, list[jax.Array]]:
-            gx, pending = layer.input_grad(w, self._saved(layer, saved), gy)
-            return gx, self.packings.pending.pack(pending)
-
-        return self._switch(input_grad, w, saved, gy)
-
-    def weight_grad(self, w: Tree, pending: list[jax.Array]) -> Tree:
-        unpack = self.packings.pending.unpack
-        run = lambda layer, w, pending: layer.weight_grad(w, unpack(pending, layer.pending))  # noqa: E731
-        return self._switch(run, w, pending)
-
-    def _saved(self, layer: LayerPrograms, packed: list[jax.Array]) -> list[jax.Array]:
-        return self.packings.saved.unpack(packed, layer.saved)
-
-    def _switch(self, run: Callable[..., Any], *args: Any) -> Any:
-        """Return run(layer, *args) of the layer that `number` is."""
+    def _switch(self, method: str, *args: Any) -> Any:
+        """Return a method's result for the layer that `number` is."""
         place = np.zeros(max(self.place_of) + 1, np.int32)
         place[list(self.place_of)] = list(self.place_of.values())
-        branches = [partial(run, layer) for layer in self.layers]
+        branches = [partial(self._packed, layer, method) for layer in self.layers]
         return jax.lax.switch(jnp.asarray(place)[self.number], branches, *args)
+
+    def _packed(self, layer: LayerPrograms, method: str, w: Tree, *args: Any) -> Any:
+        """Return a method's result for a layer; waiting arrays are packed in both."""
+        # 1. unpacked
+        if method in ("pull", "input_grad"):
+            args = self.packings.saved.unpack(args[0], layer.saved), *args[1:]
+        elif method == "weight_grad":
+            args = (self.packings.pending.unpack(args[0], layer.pending),)
+        result = getattr(layer, method)(w, *args)
+        # 2. packed
+        if method not in ("save", "input_grad"):
+            return result
+        packing = self.packings.saved if method == "save" else self.packings.pending
+        return result[0], packing.pack(result[1])
 
 
 def grads_of(layer: LayerPrograms | LayerSwitch, how: Backward) -> Callable[..., tuple[Any, Tree]]:

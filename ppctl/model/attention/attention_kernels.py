@@ -249,6 +249,3 @@ def kernel_named(name: str, scoring: Scoring = PLAIN) -> Kernel:
     if name in ("xla", "pallas"):
         return partial(plain_attention.plain if name == "xla" else pallas, scoring=scoring)
     return kernel_of(*pair_kernel(name, scoring))
-
-
-KERNELS: dict[str, Kernel] = {name: kernel_named(name) for name in (*PAIR_KERNELS, "pallas")}
