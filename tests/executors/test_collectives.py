@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.hlo_collectives import Collective, axes_of, collectives
+from ppctl.executors.hlo_text import Collective, axes_of, collectives
 
 # As compilers write them: loops in loops, a branch, instructions that start, tuples.
 TEXT = """\

@@ -12,7 +12,7 @@ from support.cuda_plugin import needs_cuda_plugin
 from ppctl import config
 from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import AXES, hosts_text, laid_out, mesh_of
-from ppctl.executors.hlo_collectives import collectives
+from ppctl.executors.hlo_text import collectives
 from ppctl.training.pipeline.job import assemble
 
 

@@ -17,7 +17,7 @@ from support.sharded_models import by_hand, rows, stack
 import ppctl
 from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import make_mesh
-from ppctl.executors.hlo_collectives import collectives
+from ppctl.executors.hlo_text import collectives
 from ppctl.executors.reference import reference
 from ppctl.executors.tree_bytes import shard_bytes
 from ppctl.model.stack import init

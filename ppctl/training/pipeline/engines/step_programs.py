@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ppctl.executors.compiler_options import temp_bytes
-from ppctl.executors.hlo_collectives import Collective, collectives
+from ppctl.executors.hlo_text import Collective, collectives
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, last_uses
 from ppctl.executors.mpmd.mpmd_runtime import Runtime
 from ppctl.executors.mpmd.plan_listing import ListedEntry, listed_entries, runs_text
