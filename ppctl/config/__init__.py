@@ -8,6 +8,7 @@ field.
 # pyright: reportUnusedImport=false
 
 from ppctl.config.composed_config import Config, ScheduleConfig, check
+from ppctl.config.groups.command_settings import Inspect, Launch, Plan, Tune, Verify
 from ppctl.config.groups.cost_settings import Costs
 from ppctl.config.groups.data_settings import (
     CustomData,
@@ -21,13 +22,10 @@ from ppctl.config.groups.data_settings import (
 )
 from ppctl.config.groups.executor_settings import Mpmd, Reference, Spmd
 from ppctl.config.groups.hardware_settings import AutoHardware, Hardware
-from ppctl.config.groups.inspect_settings import Inspect
-from ppctl.config.groups.launch_settings import Launch
 from ppctl.config.groups.mesh_settings import Mesh
 from ppctl.config.groups.model_settings import MLP, CustomModel, Transformer
 from ppctl.config.groups.optim_settings import SGD, AdamW, Optim
 from ppctl.config.groups.partition_settings import Balanced, Explicit, Uniform
-from ppctl.config.groups.plan_settings import Plan
 from ppctl.config.groups.run_settings import DTYPES, Checkpoint, Run
 from ppctl.config.groups.schedule_settings import (
     Auto,
@@ -38,5 +36,3 @@ from ppctl.config.groups.schedule_settings import (
     Interleaved,
     Schedule,
 )
-from ppctl.config.groups.tune_settings import Tune
-from ppctl.config.groups.verify_settings import Verify

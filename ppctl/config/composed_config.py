@@ -7,21 +7,17 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from ppctl.config.field_checks import numbers
+from ppctl.config.groups.command_settings import Inspect, Launch, Plan, Tune, Verify
 from ppctl.config.groups.cost_settings import Costs
 from ppctl.config.groups.data_settings import AnyData, CustomData, Regression, Stdlib
 from ppctl.config.groups.executor_settings import Mpmd, Reference, Spmd
 from ppctl.config.groups.hardware_settings import AutoHardware, Hardware
-from ppctl.config.groups.inspect_settings import Inspect
-from ppctl.config.groups.launch_settings import Launch
 from ppctl.config.groups.mesh_settings import Mesh
 from ppctl.config.groups.model_settings import MLP, AnyModel, CustomModel, Transformer
 from ppctl.config.groups.optim_settings import SGD, AdamW
 from ppctl.config.groups.partition_settings import Balanced, Explicit, Uniform
-from ppctl.config.groups.plan_settings import Plan
 from ppctl.config.groups.run_settings import Run
 from ppctl.config.groups.schedule_settings import AnySchedule, Schedule
-from ppctl.config.groups.tune_settings import Tune
-from ppctl.config.groups.verify_settings import Verify
 from ppctl.config.size_limits import check_bounds, check_parameters, check_tasks
 from ppctl.errors import ConfigError
 from ppctl.schedule.partition.divisibility import check_sequences, check_widths

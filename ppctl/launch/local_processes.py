@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.config import Config
-from ppctl.config.groups.launch_settings import not_launched
+from ppctl.config.groups.command_settings import not_launched
 from ppctl.errors import ConfigError, LostError, NonFiniteError, error_document
 from ppctl.launch.supervisor import LEFT, Child, Ending, run_group, stop_requests
 from ppctl.reports.run_files import checkpoint_steps, last_record

@@ -7,7 +7,7 @@ import pytest
 
 from ppctl import cli, config
 from ppctl.cli.commands import doctor
-from ppctl.cli.subcommands import doctor_described
+from ppctl.cli.subcommands import doctor_findings
 from ppctl.training.pipeline.known_hardware import known
 
 H100 = replace(known()["h100"], network=known()["h100"].network | {"host_devices": 4})
@@ -68,9 +68,9 @@ def test_what_cannot_be_is_a_no_wherever_it_would_run(ask):
 
 
 def test_hardware_that_is_here_is_asked_itself(monkeypatch):
-    assert doctor_described.described(config.AutoHardware()) is None
-    assert doctor_described.described(known()["host"]) is None
-    assert doctor_described.described(H100) == H100
+    assert doctor_findings.described(config.AutoHardware()) is None
+    assert doctor_findings.described(known()["host"]) is None
+    assert doctor_findings.described(H100) == H100
 
 
 @pytest.mark.full

@@ -26,8 +26,13 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh
 
-from ppctl.cli.subcommands.doctor_described import described, doctor_described
-from ppctl.cli.subcommands.doctor_findings import Finding, of_versions, report
+from ppctl.cli.subcommands.doctor_findings import (
+    Finding,
+    described,
+    doctor_described,
+    of_versions,
+    report,
+)
 from ppctl.config import Config
 from ppctl.errors import PpctlError
 from ppctl.executors import link_speeds

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ppctl.config.field_checks import above_zero, at_least, choice, dotted, fraction
-from ppctl.config.groups.custom_settings import UserFunction
+from ppctl.config.groups.model_settings import UserFunction
 from ppctl.errors import ConfigError
 
 

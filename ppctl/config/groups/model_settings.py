@@ -9,8 +9,16 @@ from itertools import cycle, islice
 from typing import Any, ClassVar, NamedTuple, cast
 
 from ppctl.config.field_checks import above_zero, at_least, choice, dotted, record_of
-from ppctl.config.groups.custom_settings import UserFunction
 from ppctl.errors import ConfigError
+
+
+@dataclass
+class UserFunction:
+    """A function of the user's, and its arguments."""
+
+    target: str = "???"  # package.module.function, looked for in the current directory first
+    # other arguments: +PART.options.NAME=VALUE
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 class Family(NamedTuple):
