@@ -46,18 +46,13 @@ def timeline_at(
     return _lockstep(ticks, costs, capacity)
 
 
-def free_running_s(schedule: Schedule, costs: Costs, capacity: float = inf) -> float:
-    """Return the makespan of free ranks that share `capacity`; see `simulate` if it is enough.
+def free_running(schedule: Schedule, costs: Costs, capacity: float = inf) -> Timeline:
+    """Return the timeline of free ranks that share `capacity`; transfers take none.
 
     >>> from ppctl.schedule.families.one_f_one_b import one_f_one_b
-    >>> free_running_s(one_f_one_b(2, 4), Costs(), capacity=1.0)
+    >>> free_running(one_f_one_b(2, 4), Costs(), capacity=1.0).makespan_s
     24.0
     """
-    return free_running(schedule, costs, capacity).makespan_s
-
-
-def free_running(schedule: Schedule, costs: Costs, capacity: float = inf) -> Timeline:
-    """Return the timeline whose makespan is `free_running_s`. Transfers take no capacity."""
     if capacity >= schedule.num_ranks:
         return simulate(schedule, costs)
     costs.check(schedule.num_stages, schedule.num_parts)

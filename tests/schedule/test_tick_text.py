@@ -9,8 +9,7 @@ import pytest
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.families.registry import ON_RING, build
 from ppctl.schedule.ir import Task
-from ppctl.schedule.tick_lowering import forward_only, ticks
-from ppctl.schedule.tick_text import tick_tasks, tick_text
+from ppctl.schedule.tick_lowering import forward_only, tick_tasks, tick_text, ticks
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
 
 SIZES = ((4, 8), (2, 4), (1, 2))

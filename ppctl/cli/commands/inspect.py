@@ -21,8 +21,7 @@ from ppctl.executors.mpmd.plan_listing import listing, runs_text
 from ppctl.reports.terminal_output import OutputConsole, show_json, show_table, size_text
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.remat import Remat
-from ppctl.schedule.tick_lowering import Ticks
-from ppctl.schedule.tick_text import TickTask, tick_tasks, tick_text
+from ppctl.schedule.tick_lowering import Ticks, TickTask, tick_tasks, tick_text
 from ppctl.training.pipeline.engines import step_programs
 from ppctl.training.pipeline.engines.step_programs import FORMS, StepProgram, StepPrograms
 from ppctl.training.pipeline.job import DEFAULT_DTYPE, TrainingJob, assemble

@@ -14,7 +14,7 @@ from ppctl.schedule.costs import OF_PARTS, Costs
 from ppctl.schedule.ir import Kind, Schedule
 from ppctl.schedule.lockstep_ticks import Rows, rows_s
 from ppctl.schedule.tick_lowering import Ticks
-from ppctl.schedule.timeline import free_running_s, together_s
+from ppctl.schedule.timeline import free_running, together_s
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def ticking_s(
     tasks_s = work_s = sum(number * costs.seconds(kind, s, chunks) for kind, s, number in tasks)
     capacity, hop_s = op_times.capacity / copies, costs.transfer_s
     if rows is None:
-        pipeline_s = free_running_s(schedule, costs, capacity)
+        pipeline_s = free_running(schedule, costs, capacity).makespan_s
     else:
         ticks = [([s + hop_s for s in row], number) for row, number in rows]
         pipeline_s = sum(number * together_s(row, capacity) for row, number in ticks)
