@@ -6,8 +6,8 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
@@ -208,3 +208,30 @@ def generator(seed: int, *key: int) -> np.random.Generator:
     True
     """
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)))
+
+
+# --- a data set without its examples, as checkpoints keep it to build the trained model again ---
+
+STORED = tuple(each.name for each in fields(DataSet) if each.name != "read")
+
+
+def description(data: DataSet, shapes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sizes, names and an example's types as plain JSON; shapes: of a batch [batch, ...]."""
+    example = {name: [str(np.dtype(a.dtype)), *a.shape[1:]] for name, a in shapes.items()}
+    return {name: getattr(data, name) for name in STORED} | {"example": example}
+
+
+def described(stored: Mapping[str, Any]) -> DataSet:
+    """Return the data set of a description, whose examples are all zeros.
+
+    >>> stored = {"name": "custom", "source": "", "fingerprint": "", "batch_size": 4, "seed": 0}
+    >>> stored |= {"num_examples": 8, "num_eval_examples": 0, "example": {"inputs": ["float32", 5]}}
+    >>> described(stored).read(np.arange(2))["inputs"].shape
+    (2, 5)
+    """
+    example = stored["example"].items()
+
+    def read(numbers: np.ndarray) -> Batch:
+        return {n: np.zeros((len(numbers), *shape), dtype) for n, (dtype, *shape) in example}
+
+    return DataSet(**{name: stored[name] for name in STORED if name in stored}, read=read)

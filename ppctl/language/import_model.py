@@ -16,7 +16,7 @@ import yaml
 from ppctl.config import Config, Run, Transformer
 from ppctl.config.stored_config import settings_from
 from ppctl.data import DataSet
-from ppctl.data.dataset_description import description
+from ppctl.data.dataset import description
 from ppctl.errors import ConfigError
 from ppctl.language.model_files import Tensors, check_new, open_safetensors, writing_to
 from ppctl.language.tensor_names import Named, named_parameters

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ppctl.data.array_dataset import from_arrays
-from ppctl.data.dataset_description import described, description
+from ppctl.data.dataset import described, description
 from ppctl.errors import DataError
 
 

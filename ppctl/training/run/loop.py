@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ppctl.data.dataset_description import description
+from ppctl.data.dataset import description
 from ppctl.errors import NonFiniteError, SaveError
 from ppctl.launch import join_processes as distributed
 from ppctl.reports import measured_timeline_file as timeline_io

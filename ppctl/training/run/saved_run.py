@@ -18,7 +18,7 @@ from ppctl.config import Config
 from ppctl.config.code_digests import changed_modules, sources
 from ppctl.config.stored_config import model_and_data
 from ppctl.data import DataSet
-from ppctl.data.dataset_description import described
+from ppctl.data.dataset import described
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.executors.reference import outputs_of, reference
 from ppctl.model.lora import Lora
