@@ -12,13 +12,13 @@ from ppctl.reports.terminal_output import OutputConsole, show_json, show_table
 from ppctl.training.pipeline import verification as compare
 from ppctl.training.pipeline.job import TrainingJob, assemble, partition_text
 from ppctl.training.pipeline.job_checks import check_job
-from ppctl.training.pipeline.plain_steps import plain_model
 from ppctl.training.pipeline.verification import (
     GradientComparison,
     Leaf,
     Number,
     StepComparison,
     TrainingComparison,
+    plain_model,
     tolerance_of,
     worst_of,
 )

@@ -127,7 +127,8 @@ def _transformer(
     model: settings.Transformer, vocab_size: int, *, device: Any = None, **how: Any
 ) -> Stack:
     """Return the stack of a transformer by its settings; how: dtype, packed and lora."""
-    sizes, mix = transformer_sizes(model, vocab_size), _mix(model.attention, device)
+    sizes = transformer_sizes(model, vocab_size)
+    mix = lambda axes, scoring: attention_of(model.attention, device, axes, scoring)  # noqa: E731
     return transformer_model.transformer(**sizes, mix=mix, rotate=rotation(device), **how)
 
 
@@ -179,10 +180,6 @@ def lora_of(optim: settings.AdamW | settings.SGD) -> Lora | None:
         return None
     targets = None if optim.lora_targets is None else tuple(optim.lora_targets)
     return Lora(optim.lora_rank, optim.lora_alpha, targets)
-
-
-def _mix(wanted: str, device: Any) -> transformer_model.Mix:
-    return lambda axes, scoring: attention_of(wanted, device, axes, scoring)
 
 
 def attention_kernels(
