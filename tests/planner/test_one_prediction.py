@@ -55,6 +55,10 @@ def some(seed):
     return " ".join(words).split()
 
 
+def what(layout):
+    return layout.mesh, layout.num_microbatches, layout.partition, layout.vocab
+
+
 def composed(words):
     found = compose(words, [], ["tune"])
     assert isinstance(found, Config)
@@ -68,7 +72,7 @@ def test_tune_plan_and_train_predict_the_same(seed, monkeypatch):
 
     def kept(self, found):
         better = improved(self, found)
-        searched.update({(c.mesh, c.num_microbatches, c.partition): c for c in better.best})
+        searched.update({what(c): c for c in better.best})
         return better
 
     monkeypatch.setattr(LayoutSearch, "improved", kept)
@@ -83,7 +87,7 @@ def test_tune_plan_and_train_predict_the_same(seed, monkeypatch):
         assert plan.ideal_bubble_fraction == row.ideal_bubble == train.ideal_bubble_fraction
         assert plan.predicted_bubble_fraction == row.bubble == train.bubble_fraction
         # the search is near: its seconds are the same, its memory is of a layout that is not built
-        before = searched[row.mesh, row.num_microbatches, row.partition]
+        before = searched[what(row)]
         assert before.time.total_s == pytest.approx(row.time.total_s, rel=1e-9)
         near = 0.02 if asked.executor.IN_TICKS else 0.35
         assert before.total_bytes == pytest.approx(row.total_bytes, rel=near)
