@@ -18,6 +18,7 @@ from support.selection import full_except
 from ppctl import cli
 from ppctl.cli.compose import compose
 from ppctl.config.config_dirs import ROOT
+from ppctl.errors import ConfigError
 from ppctl.training.pipeline.job import assemble
 
 BAR = 5e-4  # of the documents on Nabla: the largest absolute difference
@@ -45,6 +46,7 @@ def gradients(*words):
 README = (ROOT / "recipes/documents/README.md").read_text()
 SHORT = dict(re.findall(r"`([A-Z]+)` (?:stands )?for `(.*?)`", README))
 COMMANDS = sorted(set(re.findall(r"`(ppctl [^`]*)`", README)))
+REFUSED = re.findall(r"`(ppctl [^`]*)` \| refused: ", README)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -57,7 +59,8 @@ def test_commands_of_the_table_are_commands(command, capsys, monkeypatch, tmp_pa
         if "--out" in words:  # items 10, 14; the curve of the loss is that of `ppctl report`
             assert (tmp_path / words[-1]).read_bytes().startswith(b"\x89PNG")
     elif words[0] != "report":
-        assert cli.main([*words, "--cfg", "job"]) == 0
+        expected = ConfigError.exit_code if command in REFUSED else 0
+        assert cli.main([*words, "--cfg", "job"]) == expected
     capsys.readouterr()
 
 

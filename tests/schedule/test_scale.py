@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.all_families import GROUPED, REAL, UNIT
+from support.selection import full
 
 from ppctl.errors import ScheduleError
 from ppctl.schedule.costs import Costs
@@ -83,13 +84,13 @@ def test_more_microbatches_cost_what_the_simulation_says(family, costs, monkeypa
         agrees(found, simulate(build(family, p, m), costs))
 
 
+@pytest.mark.parametrize(("p", "m", "costs"), [(76, 152, REAL), full((70, 210, UNIT))])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_more_ranks_cost_what_the_simulation_says(family, monkeypatch):
+def test_more_ranks_cost_what_the_simulation_says(family, p, m, costs, monkeypatch):
     monkeypatch.setattr(extrapolate, "MOST_TASKS", 1000)
-    for p, m, costs in ((76, 152, REAL), (70, 210, UNIT)):
-        found = extrapolate.extrapolate(partial(build, family), p, m, costs)
-        assert len(found.simulated) == 4
-        agrees(found, simulate(build(family, p, m), costs))
+    found = extrapolate.extrapolate(partial(build, family), p, m, costs)
+    assert len(found.simulated) == 4
+    agrees(found, simulate(build(family, p, m), costs))
 
 
 def test_what_is_small_is_simulated():

@@ -267,17 +267,30 @@ def pipeline(
     layout = Layout(mesh, layers_of, plan.rank_of, shards, auto)
     # 3. the state, and the engine that runs its steps
     optimizer = optim.clipped(optimizer, clip_norm)
-    initial = lambda seed: init_state(init(stack, seed), optimizer, stack.trainable)  # noqa: E731
-    states = States(layout, initial, seed)
+    states = _states(stack, layout, optimizer, seed, by_rank=execution.dispatches_tasks)
     model = model_of(divided, states, shapes, plan.num_microbatches, execution, dtype)
-    trained = trained_part(states.natural["params"], stack.trainable)
-    optim.check_separable(optimizer, trained, by_rank=execution.dispatches_tasks)
     if execution.is_pipelined:
         request.check_split(stack, plan, layers_of, model)
     how = optimizer, lr_schedule, execution, clip_norm, costs
     engine = make_engine(stack, model, states, plan, lowered, shapes, *how)
     parts = states, optimizer, dtype, shapes, engine, model, lr_schedule
     return Pipeline(stack, *work, *parts, few_examples(batch, shapes))
+
+
+def _states(
+    stack: Stack,
+    layout: Layout,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    *,
+    by_rank: bool,
+) -> States:
+    """Return the states of a run, whose optimizer is checked: by rank, or one leaf at a time."""
+    initial = lambda seed: init_state(init(stack, seed), optimizer, stack.trainable)  # noqa: E731
+    states = States(layout, initial, seed)
+    trained = trained_part(states.natural["params"], stack.trainable)
+    optim.check_separable(optimizer, trained, by_rank=by_rank)
+    return states
 
 
 def _work(
