@@ -232,7 +232,7 @@ def pipeline(
     layers: str = "marks",
     **options: Any,
 ) -> Pipeline:
-    """Return a model pipelined over a mesh.
+    """Return a model pipelined over a mesh; ConfigError or ScheduleError before any compiling.
 
     Args:
         stack: A `Stack`, a built-in model (`ppctl.transformer`, `ppctl.mlp`), or a `Network`, cut
@@ -250,8 +250,6 @@ def pipeline(
         lr_schedule: Optax's learning rate of a step, for the metrics.
         seed: Default of `init`.
         options: Settings of the executor (remat, gather, ...) and of the schedule (num_chunks=2).
-
-    Impossible requests raise ConfigError or ScheduleError, before any compiling.
     """
     # 1. the request: executor, batch, schedule, model
     execution, knobs = execution_of(executor, mesh, options)
