@@ -12,12 +12,14 @@ from __future__ import annotations
 import atexit
 import errno
 import importlib.metadata
+import json
 import os
 import signal
 import sys
 import threading
 import traceback
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
@@ -30,11 +32,18 @@ from ppctl.cli.command_options import job_flags, parse
 from ppctl.cli.commands import COMMANDS, COMPOSED, OTHERS
 from ppctl.cli.help_texts import APPLIES_TO, command_help, overview
 from ppctl.cli.resume_command import started_with
-from ppctl.cli.show_error import show_error
 from ppctl.config import Config
 from ppctl.config.changed_settings import shown
-from ppctl.errors import BUG, INTERRUPTED, OUTPUT, ConfigError, ElsewhereError, PpctlError
-from ppctl.launch.local_processes import launch
+from ppctl.errors import (
+    BUG,
+    INTERRUPTED,
+    OUTPUT,
+    ConfigError,
+    ElsewhereError,
+    PpctlError,
+    error_document,
+)
+from ppctl.launch.local_processes import ERROR_FILE, launch
 from ppctl.launch.supervisor import end_with_starter
 
 OF_SEVERAL_PROCESSES = ("train", "doctor")  # commands that may run in several processes
@@ -264,3 +273,27 @@ def _debug() -> None:
 
 def _is_debugging() -> bool:
     return os.environ.get("PPCTL_DEBUG", "0") not in ("", "0")
+
+
+def show_error(kind: str, message: str, words: Sequence[str], *, in_handler: bool = False) -> None:
+    """Print an error, as JSON too if `words`, the command line, request that.
+
+    One of several processes leaves the document to the process that started it. in_handler: of a
+    signal, which may have interrupted a write to Python's streams.
+    """
+    _print(2, f"ppctl: {message}\n", in_handler=in_handler)
+    if "--json" not in words:
+        return
+    document = json.dumps(error_document(kind, message)) + "\n"
+    with suppress(OSError):  # the reader has gone, or the disk is full
+        if ERROR_FILE in os.environ:
+            Path(os.environ[ERROR_FILE]).write_text(document)
+        else:
+            _print(1, document, in_handler=in_handler)
+
+
+def _print(number: int, text: str, *, in_handler: bool) -> None:
+    if in_handler:
+        os.write(number, text.encode(errors="backslashreplace"))
+    else:
+        print(text, end="", file=sys.stdout if number == 1 else sys.stderr, flush=True)

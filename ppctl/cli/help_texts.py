@@ -77,7 +77,9 @@ Settings most used, with defaults (all of a part: ppctl {command} --help model; 
 def overview() -> str:
     """Return the text of `ppctl --help`."""
     commands = "\n".join(f"  {name:8} {about}" for name, about in COMMANDS.items())
-    return OVERVIEW.format(commands=commands, examples=_indented(FIRST_EXAMPLES))
+    return OVERVIEW.format(
+        commands=commands, examples="\n".join(f"  {line}" for line in FIRST_EXAMPLES)
+    )
 
 
 def command_help(command: str, words: Sequence[str]) -> str:
@@ -93,10 +95,6 @@ def command_help(command: str, words: Sequence[str]) -> str:
     parser.description = f"{parser.description}\n\n{notes}"
     parser.epilog = f"{parser.epilog}\n\nExit codes:\n{EXIT_CODES}"
     return parser.format_help().rstrip()
-
-
-def _indented(lines: Iterable[str]) -> str:
-    return "\n".join(f"  {line}" for line in lines)
 
 
 def _wrapped(line: str, indent: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import prod
 from typing import Any
 
 import jax
@@ -156,3 +157,20 @@ class Model:
     def computed(self, shapes: Tree) -> Tree:
         """Return shapes of parameters in the compute dtype."""
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, self.dtype), shapes)
+
+
+def tree_bytes(tree: Tree) -> int:
+    """Return the bytes of a tree of arrays or shapes, whole."""
+    return sum(prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+
+def shard_bytes(tree: Tree) -> int:
+    """Return the bytes of a tree of sharded arrays or shapes on one device."""
+    each = ((a, a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(tree))
+    return sum(prod(shape) * a.dtype.itemsize for a, shape in each)
+
+
+def shard_shapes(tree: Tree) -> Tree:
+    """Return the shapes of one device's share of a tree of sharded arrays or shapes."""
+    one = lambda a: jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype)  # noqa: E731
+    return jax.tree.map(one, tree)

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from ppctl.config import Transformer
-from ppctl.config.stored_config import model_and_data
+from ppctl.config.changed_settings import model_and_data
 from ppctl.errors import ConfigError
 from ppctl.language.import_model import KEPT
 from ppctl.language.model_files import INDEX, check_new, writing_to

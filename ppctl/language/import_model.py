@@ -14,7 +14,7 @@ import numpy as np
 import yaml
 
 from ppctl.config import Config, Run, Transformer
-from ppctl.config.stored_config import settings_from
+from ppctl.config.changed_settings import settings_from
 from ppctl.data import DataSet
 from ppctl.data.dataset import description
 from ppctl.errors import ConfigError

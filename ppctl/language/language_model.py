@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ppctl import config as settings
 from ppctl.config import Config
-from ppctl.config.stored_config import model_and_data
+from ppctl.config.changed_settings import model_and_data
 from ppctl.data.chat_templates import render_question
 from ppctl.data.tokenizer import BYTES, FILE, NUM_BYTES, Tokenizer, byte_tokenizer, load_tokenizer
 from ppctl.errors import CheckpointError, ConfigError

@@ -246,7 +246,8 @@ class GroupOutput:
             for line in pipe:
                 if target is sys.stderr and self._is_repeated(child, line):
                     continue
-                if not self._write(out, line if is_raw else prefixed(line, b"[%d] " % child)):
+                prefix = b"" if is_raw else b"[%d] " % child
+                if not self._write(out, prefix + line.removesuffix(b"\n") + b"\n"):
                     return
 
     def _write(self, out: TextIO, data: bytes) -> bool:
@@ -283,16 +284,6 @@ def drain(pumps: Iterable[threading.Thread]) -> None:
     until_s = time.monotonic() + DRAIN_S
     for pump in pumps:
         pump.join(max(0.0, until_s - time.monotonic()))
-
-
-def prefixed(line: bytes, prefix: bytes) -> bytes:
-    """Return a line with the prefix at its beginning and after each carriage return.
-
-    >>> prefixed(b"10%\\r20%\\r\\n", b"[1] ")
-    b'[1] 10%\\r[1] 20%\\n'
-    """
-    text = line.removesuffix(b"\n").removesuffix(b"\r")
-    return prefix + text.replace(b"\r", b"\r" + prefix) + b"\n"
 
 
 # --- in the child -------------------------------------------------------------------------------

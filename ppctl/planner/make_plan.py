@@ -29,8 +29,11 @@ from ppctl.planner.cost.step_time import (
     op_times_of,
 )
 from ppctl.planner.rehearsal.timed_runs import out_of_memory
-from ppctl.planner.search.advise_partition import Proposal, propose
 from ppctl.planner.search.token_budget import TokenBudget, check_tokens, token_budget
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.partition.cut_layers import improved
+from ppctl.schedule.partition.partition import Partition
+from ppctl.schedule.simulator import simulate
 from ppctl.training.pipeline.jax_start import MOST_MEMORY_FRACTION
 from ppctl.training.pipeline.job import TrainingJob, assemble, model_flops, unit_of_work
 from ppctl.training.pipeline.known_hardware import described_only, host_devices, mfu
@@ -259,3 +262,44 @@ def _devices_text(job: TrainingJob) -> str:
     over = over_hosts(dict(pipe.mesh.shape), config.mesh.order, hosts)
     axes = ", ".join(f"{axis} over {n}" for axis, n in over.items() if n > 1)
     return f"{text}, {hosts} hosts: {axes}"
+
+
+# --- a better partition -------------------------------------------------------------------------
+
+LARGEST_RATIO = 0.99  # of the requested partition's time: a proposal is at least 1% faster
+TASKS_SIMULATED = 2_000_000  # by all simulations together, a few CPU seconds each million
+MOST_SIMULATIONS = 1000
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A partition and its time over the requested one's."""
+
+    partition: tuple[int, ...]  # layers of each stage
+    time_ratio: float
+
+
+def propose(pipe: Pipeline) -> Proposal | None:
+    """Return the fastest partition found, if it is 1% faster than the requested one.
+
+    Costs of layers, embedding and head are their FLOPs. None if nothing is better, or a simulation
+    would take too long.
+    """
+    costs, ticks, schedule = pipe.task_costs, pipe.ticks, pipe.schedule
+    most = min(MOST_SIMULATIONS, TASKS_SIMULATED // sum(map(len, schedule.ranks)))
+    if not pipe.execution.is_pipelined or not most:
+        return None
+
+    def seconds(partition: Partition) -> float:
+        """Return the makespan of a partition, in units of a forward through a layer."""
+        units = pipe.relative_costs.of_stages(partition)
+        f, i, w = (tuple(costs.seconds(kind, 0, 1) * n for n in units) for kind in "FIW")
+        of_stages = Costs(f, i, w)
+        if ticks is not None:
+            return ticks.makespan_s(of_stages)
+        return simulate(schedule, of_stages).makespan_s
+
+    starts = pipe.partition, pipe.relative_costs.balanced(schedule.rank_of)
+    best = improved(min(starts, key=seconds), seconds, max_tried=most)
+    ratio = seconds(best) / seconds(pipe.partition)
+    return None if ratio > LARGEST_RATIO else Proposal(tuple(map(len, best)), ratio)

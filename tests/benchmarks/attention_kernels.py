@@ -11,7 +11,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from ppctl.model.attention.attention_kernels import KERNELS, kernel_named
+from ppctl.model.attention.attention_kernels import kernel_named
 
 TURNS, RUNS, DOCUMENTS = 20, 5, 4
 
@@ -30,7 +30,7 @@ def case(kernel, size, kv_heads, documents):
         for key, n in zip(keys, heads, strict=True)
     ]
     with jax.default_matmul_precision("highest"):
-        plain = jax.jit(lambda *a: there_and_back(KERNELS["xla"], documents, *a))
+        plain = jax.jit(lambda *a: there_and_back(kernel_named("xla"), documents, *a))
         wanted = plain(*(a.astype(jnp.float32) for a in arrays))
     run = jax.jit(lambda *a: there_and_back(kernel, documents, *a))
     found, times = run(*arrays), []

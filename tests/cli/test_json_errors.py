@@ -18,7 +18,7 @@ from support.environment import BY_USER
 
 from ppctl import cli, errors
 from ppctl.cli.commands import COMMANDS, COMPOSED
-from ppctl.cli.show_error import show_error
+from ppctl.cli.entry import show_error
 from ppctl.errors import PpctlError, error_document
 from ppctl.launch.local_processes import ERROR_FILE, error_of
 

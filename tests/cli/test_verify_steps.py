@@ -13,8 +13,8 @@ from support.selection import full_except
 
 from ppctl import config
 from ppctl.cli.commands import verify
+from ppctl.training.pipeline import optimizers, verification
 from ppctl.training.pipeline import optimizers as optim
-from ppctl.training.pipeline import train_step, verification
 from ppctl.training.pipeline.engines import mpmd_engine as mpmd
 from ppctl.training.pipeline.engines.one_program import OneProgram
 from ppctl.training.pipeline.engines.post_validation import PostValidated
@@ -110,16 +110,16 @@ def clipped_a_little_late(monkeypatch):
 
 
 def steps_that_are_not_counted(monkeypatch):
-    right = train_step.apply_gradients
+    right = optimizers.apply_gradients
 
     def changed(optimizer, state, *rest):
         return right(optimizer, state, *rest) | {"step": state["step"]}
 
-    monkeypatch.setattr(train_step, "apply_gradients", changed)
+    monkeypatch.setattr(optimizers, "apply_gradients", changed)
 
 
 def layers_of_a_rank_that_stay(monkeypatch):
-    right = train_step.apply_gradients
+    right = optimizers.apply_gradients
 
     def changed(optimizer, state, *rest):
         found = right(optimizer, state, *rest)
@@ -130,7 +130,7 @@ def layers_of_a_rank_that_stay(monkeypatch):
         layers = jax.tree.map(lambda a, b: b.at[:, 1].set(a[:, 1]), before, after)
         return found | {"params": found["params"] | {"layers": layers}}
 
-    monkeypatch.setattr(train_step, "apply_gradients", changed)
+    monkeypatch.setattr(optimizers, "apply_gradients", changed)
 
 
 def evaluation_of_other_parameters(monkeypatch):
@@ -150,7 +150,7 @@ def batches_that_are_not_evaluated(monkeypatch):
 
 
 def a_norm_of_layers_alone(monkeypatch):
-    monkeypatch.setattr(train_step, "global_norm", lambda tree: optim.global_norm(tree["layers"]))
+    monkeypatch.setattr(optimizers, "global_norm", lambda tree: optim.global_norm(tree["layers"]))
 
 
 def never_undone(monkeypatch):

@@ -25,9 +25,8 @@ from support.selection import full, full_except
 import ppctl
 from ppctl.errors import ConfigError
 from ppctl.executors.reference import reference
-from ppctl.executors.stage.embedding_head_grads import add_head_grads
 from ppctl.executors.stage.jaxpr_flops import matmul_flops
-from ppctl.executors.stage.layer_programs import LayerPrograms
+from ppctl.executors.stage.layer_programs import LayerPrograms, add_head_grads
 from ppctl.model import cross_entropy
 from ppctl.model.lora import Lora
 from ppctl.model.mlp import mlp

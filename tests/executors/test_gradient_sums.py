@@ -9,9 +9,8 @@ import pytest
 from support import cases
 from support.mpmd_cases import MpmdCase, make_engine
 
-from ppctl.executors.stage.embedding_head_grads import add_head_grads
 from ppctl.executors.stage.jaxpr_tools import add_outputs, demand, depending_only, flatten
-from ppctl.executors.stage.layer_programs import LayerPrograms
+from ppctl.executors.stage.layer_programs import LayerPrograms, add_head_grads
 from ppctl.executors.stage.stage import Stage
 from ppctl.model import cross_entropy as module
 from ppctl.schedule.remat import Remat

@@ -19,7 +19,7 @@ from support.cases import COMPILE_FAST, difference, make_batch, make_params, mak
 from support.mpmd_cases import LR_SCHEDULE, MpmdCase, make_optimizer
 
 from ppctl.executors.reference import reference
-from ppctl.training.pipeline.train_step import init_state, train_step
+from ppctl.training.pipeline.optimizers import init_state, train_step
 
 pytestmark = [
     pytest.mark.slow,

@@ -20,7 +20,7 @@ from support.selection import full
 
 from ppctl.executors.reference import reference
 from ppctl.schedule.families.registry import FAMILIES
-from ppctl.training.pipeline.train_step import init_state, train_step
+from ppctl.training.pipeline.optimizers import init_state, train_step
 
 DEFAULT = [
     MpmdCase("1f1b", (2, 4, 1), remat="none", model="mlp"),

@@ -18,8 +18,8 @@ import ppctl
 from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import make_mesh
 from ppctl.executors.hlo_text import collectives
+from ppctl.executors.model_shapes import shard_bytes
 from ppctl.executors.reference import reference
-from ppctl.executors.tree_bytes import shard_bytes
 from ppctl.model.stack import init
 
 TOLERANCE = 1e-10

@@ -13,7 +13,7 @@ from support.selection import full, full_except
 
 import ppctl
 from ppctl.training.pipeline import optimizers as optim
-from ppctl.training.pipeline.train_step import init_state
+from ppctl.training.pipeline.optimizers import init_state
 
 FIRST = ("llama3", "qwen2", "qwen3", "gemma2", "gemma3")  # which differ most
 NAMES = sorted(MODELS, key=lambda name: name not in FIRST)

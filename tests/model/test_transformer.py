@@ -10,7 +10,7 @@ import pytest
 from support.selection import full
 
 from ppctl.executors.reference import reference
-from ppctl.model.attention.attention_kernels import KERNELS
+from ppctl.model.attention.attention_kernels import kernel_named
 from ppctl.model.attention.plain_attention import softmax
 from ppctl.model.attention.rotary_positions import Rope, rotate, rotate_reversed, rotation
 from ppctl.model.stack import init
@@ -146,7 +146,7 @@ def test_pairs_turn_by_the_angle_of_their_frequency():
 def test_attention_is_the_softmax_of_scaled_scores_over_earlier_tokens():
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, B, T, HEADS, 4))
-    found = np.asarray(KERNELS["xla"](*map(jnp.asarray, (q, k, v))))
+    found = np.asarray(kernel_named("xla")(*map(jnp.asarray, (q, k, v))))
     for b, t, n in np.ndindex(B, T, HEADS):
         weights = np.exp(k[b, : t + 1, n] @ q[b, t, n] / 2.0)  # 2 = sqrt(4)
         assert found[b, t, n] == pytest.approx(weights @ v[b, : t + 1, n] / weights.sum())

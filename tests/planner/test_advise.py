@@ -6,7 +6,7 @@ from itertools import pairwise, product
 import pytest
 
 from ppctl import config
-from ppctl.planner.search import advise_partition as advise
+from ppctl.planner import make_plan as advise
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.simulator import simulate
 from ppctl.training.pipeline.job import assemble

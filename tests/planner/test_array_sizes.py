@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ppctl import config
-from ppctl.executors.tree_bytes import tree_bytes
+from ppctl.executors.model_shapes import tree_bytes
 from ppctl.planner.cost.array_sizes import Microbatch, held_bytes, reference_bytes, workspace_bytes
 from ppctl.planner.cost.counted_costs import ParamBytes, PlannedLayout
 from ppctl.planner.cost.rank_memory import predicted_memory

@@ -11,11 +11,10 @@ import pytest
 from support.cases import MODELS, make_batch, make_stack
 from support.selection import full, full_except
 
-from ppctl.executors.model_shapes import Model
+from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.reference import reference
 from ppctl.executors.stage.jaxpr_flops import matmul_flops
-from ppctl.executors.tree_bytes import tree_bytes
-from ppctl.model.attention.attention_kernels import KERNELS
+from ppctl.model.attention.attention_kernels import kernel_named
 from ppctl.model.stack import Stack, init
 from ppctl.model.transformer import transformer
 from ppctl.planner.cost.counted_operations import ops_of
@@ -227,7 +226,7 @@ def test_attention_by_cudnn_is_the_work_of_the_plain_form_without_its_scores_in_
     def there_and_back(kernel):
         return ops_of(lambda q, k, v, g: jax.vjp(kernel, q, k, v)[1](g), q, k, k, q)
 
-    cudnn, plain = there_and_back(KERNELS["cudnn"]), there_and_back(KERNELS["xla"])
+    cudnn, plain = there_and_back(kernel_named("cudnn")), there_and_back(kernel_named("xla"))
     assert (
         sum(op.flops for op in cudnn)
         == sum(op.flops for op in plain)
@@ -241,13 +240,13 @@ def test_attention_by_cudnn_is_the_work_of_the_plain_form_without_its_scores_in_
 
 def test_the_products_of_plain_attention_are_as_many_as_the_heads_of_keys_and_run_as_one():
     q, k = (jax.ShapeDtypeStruct((2, 256, number, 64), jnp.bfloat16) for number in (4, 2))
-    shapes = [op.shape for op in ops_of(KERNELS["xla"], q, k, k) if op.shape]
+    shapes = [op.shape for op in ops_of(kernel_named("xla"), q, k, k) if op.shape]
     found = [tuple(n.of(0) for n in (s.rows, s.columns, s.depth, s.number)) for s in shapes]
     assert found == [(512, 256, 64, 4), (512, 64, 256, 4)]  # two heads of queries for one of keys
 
 
 def test_attention_by_pallas_is_told_from_other_kernels():
     q = jax.ShapeDtypeStruct((2, 256, 4, 128), jnp.bfloat16)
-    ops = ops_of(lambda q, k, v, g: jax.vjp(KERNELS["pallas"], q, k, v)[1](g), q, q, q, q)
+    ops = ops_of(lambda q, k, v, g: jax.vjp(kernel_named("pallas"), q, k, v)[1](g), q, q, q, q)
     found = [op.kernel for op in ops if op.flops and op.kernel != "product"]
     assert found == ["attention_forward", "attention_backward", "attention_backward"]

@@ -8,8 +8,8 @@ import jax
 import pytest
 from support.cases import Case, make_batch, make_stack, staged_step
 
+from ppctl.executors.model_shapes import tree_bytes
 from ppctl.executors.stage.jaxpr_flops import inner_jaxprs
-from ppctl.executors.tree_bytes import tree_bytes
 from ppctl.model.stack import init
 from ppctl.planner.cost.counted_costs import (
     Machine,

@@ -15,7 +15,7 @@ from support.selection import full, full_except
 
 from ppctl import cli, config
 from ppctl.cli.commands.plan import plan as run_plan
-from ppctl.executors.tree_bytes import shard_bytes, tree_bytes
+from ppctl.executors.model_shapes import shard_bytes, tree_bytes
 from ppctl.planner import make_plan as plan
 from ppctl.planner.show.plan_terminal import costs_text
 from ppctl.reports.terminal_output import size_text

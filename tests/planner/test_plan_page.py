@@ -15,7 +15,7 @@ from ppctl import config
 from ppctl.cli.commands.plan import plan as run_plan
 from ppctl.errors import ConfigError
 from ppctl.planner import make_plan as plan
-from ppctl.planner.search.advise_partition import Proposal
+from ppctl.planner.make_plan import Proposal
 from ppctl.planner.show.plan_page import picture_of, plan_page
 from ppctl.planner.show.plan_terminal import memory_table, plan_lines, stage_tables
 from ppctl.reports.charts.palette import PARTS as COLOURS

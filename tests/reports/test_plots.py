@@ -13,7 +13,6 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from ppctl.reports.charts.memory_bars import memory_bars
 from ppctl.reports.charts.page_figures import (
     HEIGHT,
     MOST_LINES,
@@ -22,6 +21,7 @@ from ppctl.reports.charts.page_figures import (
     curves_svg,
     histogram_svg,
     lines_svg,
+    memory_bars,
 )
 from ppctl.reports.charts.palette import PARTS
 from ppctl.reports.page_kit import line_legend

@@ -30,8 +30,8 @@ from ppctl.training.pipeline.engines.make_engine import dispatch_order
 from ppctl.training.pipeline.engines.mpmd_engine import Mpmd
 from ppctl.training.pipeline.engines.post_validation import PostValidated
 from ppctl.training.pipeline.engines.train_states import States
+from ppctl.training.pipeline.optimizers import init_state
 from ppctl.training.pipeline.pipeline_request import divided_stack, shards_over_tp
-from ppctl.training.pipeline.train_step import init_state
 
 KNOBS = {
     "interleaved": "num_chunks",

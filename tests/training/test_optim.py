@@ -22,7 +22,7 @@ from ppctl.schedule.families.registry import build
 from ppctl.schedule.partition.partition import uniform
 from ppctl.schedule.tick_lowering import ticks
 from ppctl.training.pipeline import optimizers as optim
-from ppctl.training.pipeline.train_step import init_state, train_step
+from ppctl.training.pipeline.optimizers import init_state, train_step
 
 CLIP_NORM = 0.05
 SETTINGS = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}

@@ -27,7 +27,7 @@ from ppctl.config import (
     Synthetic,
     Transformer,
 )
-from ppctl.config.stored_config import model_and_data
+from ppctl.config.changed_settings import model_and_data
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.pipeline.job import assemble
 from ppctl.training.run.loop import metadata

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppctl.cli.command_options import Parser
-from ppctl.cli.commands.runs import DEFAULT_DIR
+from ppctl.cli.commands.runs import run_named
 from ppctl.config import DTYPES
 from ppctl.errors import ConfigError
 from ppctl.reports.terminal_output import show_json
@@ -68,14 +68,13 @@ def serve(options: Namespace) -> int:
 
 def run_or_checkpoint(words: Sequence[str], command: str) -> Path:
     """Return the directory of the run, or of the checkpoint, that the words of a command name."""
-    from ppctl.reports import runs_table
-    from ppctl.reports.run_files import find_runs, is_run
+    from ppctl.reports.run_files import is_run
 
     if len(words) != 1:
         what = "needs a run" if not words else f"takes one run, not {len(words)}"
         remedy = f"ppctl {command} RUN. `ppctl runs` lists them."
         raise ConfigError(f"`ppctl {command}` {what}: {remedy}")
-    path, top = Path(words[0]), Path(DEFAULT_DIR)
+    path = Path(words[0])
     has_model = any((path / name).is_file() for name in ("config.yaml", "config.json"))
     if path.is_dir() and (is_run(path) or has_model):
         return path
@@ -84,10 +83,7 @@ def run_or_checkpoint(words: Sequence[str], command: str) -> Path:
             return path
         what = f"{path} is no checkpoint: there is no such directory"
         raise ConfigError(f"{what}. `ppctl runs show RUN` lists them.")
-    if not (top.is_dir() and find_runs(top)):
-        what = f"{words[0]} is no run, and none is in {DEFAULT_DIR}/ here"
-        raise ConfigError(f"{what}. Give the path of one.")
-    return runs_table.find_run(words[0], [top])[1]
+    return run_named(words[0])[1]
 
 
 def _prompts(options: Namespace) -> list[str]:

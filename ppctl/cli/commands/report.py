@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppctl.cli.choices import schema_of
 from ppctl.cli.command_options import Parser
-from ppctl.cli.commands.runs import DEFAULT_DIR
+from ppctl.cli.commands.runs import run_named
 from ppctl.config import Auto, Csv, Mesh
 from ppctl.errors import ConfigError, PpctlError
 from ppctl.reports.run_files import SCHEDULE_FILE
@@ -44,7 +44,7 @@ def serve(options: Namespace) -> int:
         raise ConfigError("`ppctl report` needs a run: ppctl report RUN. `ppctl runs` lists them.")
     from ppctl.reports.run_page import write_report as report
 
-    runs = [_find(word) for word in options.words]
+    runs = [run_named(word) for word in options.words]
     places: dict[Path, str] = {}
     for word, (_, path) in zip(options.words, runs, strict=True):
         place = path.resolve()
@@ -67,18 +67,6 @@ def write_report_of(run_dir: Path) -> None:
     with suppress(PpctlError, OSError):
         file = report.place_of(None, [run_dir])
         replace_file(file, run_page(_read(str(run_dir), run_dir, is_alone=True), file))
-
-
-def _find(word: str) -> tuple[str, Path]:
-    """Return (name, directory) of the run that a word means."""
-    from ppctl.reports import runs_table
-    from ppctl.reports.run_files import find_runs, is_run
-
-    top = Path(DEFAULT_DIR)
-    if not is_run(Path(word)) and not (top.is_dir() and find_runs(top)):
-        where = f"none is in {DEFAULT_DIR}/ here"
-        raise ConfigError(f"{word} is no run, and {where}. Give the path of one.")
-    return runs_table.find_run(word, [top])
 
 
 def _read(name: str, path: Path, *, is_alone: bool) -> RecordedRun:

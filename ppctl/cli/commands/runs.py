@@ -108,5 +108,17 @@ def _show(words: list[str], options: argparse.Namespace) -> int:
     return runs_table.show_run(run, as_json=options.json)
 
 
+def run_named(word: str) -> tuple[str, Path]:
+    """Return (name, directory) of the run that a word means: a path, or a name in the list."""
+    from ppctl.reports import runs_table
+    from ppctl.reports.run_files import find_runs, is_run
+
+    top = Path(DEFAULT_DIR)
+    if not is_run(Path(word)) and not (top.is_dir() and find_runs(top)):
+        where = f"none is in {DEFAULT_DIR}/ here"
+        raise ConfigError(f"{word} is no run, and {where}. Give the path of one.")
+    return runs_table.find_run(word, [top])
+
+
 def _tops(words: list[str]) -> list[Path]:
     return [Path(word) for word in words or [DEFAULT_DIR]]

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.compiler_options import cpu_options, temp_bytes
 from ppctl.executors.described_devices import is_described
+from ppctl.executors.model_shapes import shard_bytes
 from ppctl.executors.mpmd.dispatch_plan import Call, Key, PlanEntry, ProgramId, Walk, last_uses
 from ppctl.executors.mpmd.rank_programs import ProgramLibrary
 from ppctl.executors.mpmd.transfers import (
@@ -43,7 +44,6 @@ from ppctl.executors.mpmd.transfers import (
     processes,
 )
 from ppctl.executors.parameter_layout import is_spec, without_axes
-from ppctl.executors.tree_bytes import shard_bytes
 
 Tree = Any
 MOST_STARTED = 32  # programs of a device in flight in XLA on CPU

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.mpmd.plan_tasks import FORWARD, TOTAL, Role
-from ppctl.executors.stage.embedding_head_grads import add_embedding_grad, add_head_grads
+from ppctl.executors.stage.layer_programs import add_embedding_grad, add_head_grads
 from ppctl.executors.stage.stage import LayerSlots
 from ppctl.model.stack import log_sums_of_parts
 

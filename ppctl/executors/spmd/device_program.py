@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.executors.parameter_layout import gather_shards, layer_specs
-from ppctl.executors.stage.embedding_head_grads import add_embedding_grad, add_head_grads
-from ppctl.executors.stage.layer_programs import zeros_like
+from ppctl.executors.stage.layer_programs import add_embedding_grad, add_head_grads, zeros_like
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.stack import Stack
 from ppctl.model.trainable_parameters import trained_part

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from ppctl.config import Config, Hardware
 from ppctl.config.groups.executor_settings import Pipelined
 from ppctl.errors import ConfigError
-from ppctl.executors.model_shapes import Model
+from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.reference import MOST_UNROLLED
-from ppctl.executors.tree_bytes import tree_bytes
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.planner.cost.counted_costs import (
     Machine,

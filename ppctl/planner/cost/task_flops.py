@@ -10,11 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.executors.model_shapes import Model
-from ppctl.executors.stage.embedding_head_grads import add_embedding_grad, add_head_grads
-from ppctl.executors.stage.layer_programs import add_trees
+from ppctl.executors.model_shapes import Model, tree_bytes
+from ppctl.executors.stage.layer_programs import add_embedding_grad, add_head_grads, add_trees
 from ppctl.executors.stage.stage import LayerSlots, Stage
-from ppctl.executors.tree_bytes import tree_bytes
 from ppctl.model.stack import Stack as ModelStack
 from ppctl.model.trainable_parameters import trained_flags
 from ppctl.planner.cost.counted_operations import bytes_to_make, ops_of, peak_bytes

@@ -27,8 +27,7 @@ from ppctl.planner.rehearsal.stand_ins import alone
 from ppctl.planner.rehearsal.timed_runs import Timing, median, random_like, timed_at_once
 from ppctl.training.pipeline.engines.make_engine import tick_options
 from ppctl.training.pipeline.job import TrainingJob
-from ppctl.training.pipeline.optimizers import global_norm
-from ppctl.training.pipeline.train_step import apply_gradients
+from ppctl.training.pipeline.optimizers import apply_gradients, global_norm
 
 Tree = Any
 NUMBERS = ("m", "part")  # int32 arguments of programs

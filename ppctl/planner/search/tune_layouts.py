@@ -23,8 +23,8 @@ from ppctl.config import Config, Explicit, Mpmd, Spmd, Uniform
 from ppctl.config.schedule_from_config import named
 from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import all_devices
+from ppctl.executors.model_shapes import tree_bytes
 from ppctl.executors.stage.jaxpr_flops import relative_costs
-from ppctl.executors.tree_bytes import tree_bytes
 from ppctl.model.stack import Stack, init
 from ppctl.model.trainable_parameters import trained_share
 from ppctl.planner.cost.counted_costs import Machine
@@ -53,9 +53,8 @@ from ppctl.training.pipeline.job import (
     stack_for,
 )
 from ppctl.training.pipeline.known_hardware import mfu_peak_flops, resolved
-from ppctl.training.pipeline.optimizers import clipped
+from ppctl.training.pipeline.optimizers import clipped, init_state
 from ppctl.training.pipeline.pipeline_request import divided_stack, with_vocabulary_of
-from ppctl.training.pipeline.train_step import init_state
 
 Planned = tuple[Candidate, Config]  # a layout predicted as by `ppctl plan`, and its request
 Predict = Callable[[Candidate], Planned]

@@ -27,7 +27,7 @@ from ppctl.planner.show.plan_terminal import (
 from ppctl.planner.show.rehearsal_output import rank_table, ranks_to_show, rehearsal_lines
 from ppctl.reports import page_kit as kit
 from ppctl.reports.charts.html_charts import charts_html, too_many_tasks
-from ppctl.reports.charts.memory_bars import memory_bars
+from ppctl.reports.charts.page_figures import memory_bars
 from ppctl.reports.charts.schedule_drawing import Drawing, drawing_of_timeline
 from ppctl.schedule.simulator import Timeline
 from ppctl.training.pipeline.job import TrainingJob

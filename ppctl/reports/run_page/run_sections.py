@@ -10,7 +10,7 @@ from typing import Any
 from ppctl.config.groups.mesh_settings import axes_text
 from ppctl.reports import bubble_names as bubbles
 from ppctl.reports import page_kit as kit
-from ppctl.reports.charts.memory_bars import memory_bars
+from ppctl.reports.charts.page_figures import memory_bars
 from ppctl.reports.charts.palette import PARTS
 from ppctl.reports.run_files import setting_changes
 from ppctl.reports.run_page.read_run import RecordedRun, versions_of

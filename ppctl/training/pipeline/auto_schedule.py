@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.executors.spmd.spmd_memory import spmd_bytes, waiting_bytes
-from ppctl.executors.tree_bytes import shard_bytes, tree_bytes
+from ppctl.executors.model_shapes import shard_bytes, tree_bytes
+from ppctl.executors.spmd.spmd_program import spmd_bytes, waiting_bytes
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.partition.partition import Partition
 from ppctl.schedule.search.placement_costs import LayerCosts, Piece

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from ppctl import config as settings
 from ppctl.config import Config
+from ppctl.config.changed_settings import settings_from
 from ppctl.config.field_checks import above_zero, at_least, choice
 from ppctl.config.groups.model_settings import FAMILIES
-from ppctl.config.stored_config import settings_from
 from ppctl.data import DataSet
 from ppctl.errors import ConfigError
 from ppctl.model import mlp as mlp_model

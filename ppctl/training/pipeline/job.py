@@ -25,10 +25,9 @@ from ppctl.data import BUILDERS, BUILDERS_BY_SIZE, DataSet
 from ppctl.errors import DataError
 from ppctl.executors.described_devices import check_gpu_shape, check_size, described_mesh
 from ppctl.executors.device_mesh import AXES, check_tp_of_hosts, make_mesh, repeated_mesh
-from ppctl.executors.model_shapes import Model
+from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.reference import reference
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts, matmul_flops, relative_costs
-from ppctl.executors.tree_bytes import tree_bytes
 from ppctl.model.attention_scores import Scoring
 from ppctl.model.stack import Stack, init
 from ppctl.schedule.costs import task_costs

@@ -8,7 +8,7 @@ import numpy as np
 from ppctl import config as settings
 from ppctl.data import DataSet
 from ppctl.errors import ConfigError
-from ppctl.executors.tree_bytes import shard_bytes
+from ppctl.executors.model_shapes import shard_bytes
 from ppctl.reports.terminal_output import size_text
 from ppctl.training.pipeline.job import TrainingJob, num_eval_batches
 from ppctl.training.pipeline.known_hardware import stated_bytes

@@ -18,10 +18,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from ppctl.executors.model_shapes import Model
+from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.parameter_layout import Layout
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts, relative_costs
-from ppctl.executors.tree_bytes import tree_bytes
 from ppctl.model.network import Network
 from ppctl.model.stack import Stack, init
 from ppctl.model.trainable_parameters import checked_flags, trained_part, trained_share
@@ -40,7 +39,7 @@ from ppctl.training.pipeline.engines.step_programs import StepPrograms
 from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.execution import Execution, check_lowering, execution_of, in_arguments
 from ppctl.training.pipeline.mixing import MOST_BYTES, few_examples, refuse_mixing
-from ppctl.training.pipeline.train_step import init_state
+from ppctl.training.pipeline.optimizers import init_state
 
 Tree = Any
 

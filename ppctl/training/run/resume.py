@@ -20,7 +20,7 @@ from ppctl.training.checkpoint.manifest import array_types, differences
 from ppctl.training.pipeline.built_in_models import lora_of
 from ppctl.training.pipeline.engines.train_states import shardings_of
 from ppctl.training.pipeline.job import TrainingJob
-from ppctl.training.pipeline.train_step import init_state
+from ppctl.training.pipeline.optimizers import init_state
 from ppctl.training.run.kept_tokenizer import changed_tokenizer
 from ppctl.training.run.process_group import compare
 

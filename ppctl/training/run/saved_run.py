@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from ppctl import config as settings
 from ppctl.config import Config
+from ppctl.config.changed_settings import model_and_data
 from ppctl.config.code_digests import changed_modules, sources
-from ppctl.config.stored_config import model_and_data
 from ppctl.data import DataSet
 from ppctl.data.dataset import described
 from ppctl.errors import CheckpointError, ConfigError

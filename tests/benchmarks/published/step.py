@@ -19,8 +19,8 @@ from benchmarks.published.rows import Model
 from benchmarks.published.systems import System
 from ppctl import config as settings
 from ppctl.executors.model_shapes import Model as CountedModel
+from ppctl.executors.model_shapes import tree_bytes
 from ppctl.executors.parameter_layout import shapes_on_device
-from ppctl.executors.tree_bytes import tree_bytes
 from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import init
 from ppctl.planner.cost import counted_costs as analytic

@@ -13,8 +13,7 @@ import optax
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.parameter_layout import Layout, layer_specs, shapes_on_device
 from ppctl.executors.reference import reference
-from ppctl.executors.spmd.spmd_memory import spmd_bytes
-from ppctl.executors.spmd.spmd_program import Options, spmd
+from ppctl.executors.spmd.spmd_program import Options, spmd, spmd_bytes
 from ppctl.model.stack import Stack
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule, Task

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import DictKey
 
 from ppctl.executors.device_mesh import RANK_AXES
-from ppctl.executors.model_shapes import Model
+from ppctl.executors.model_shapes import Model, shard_shapes
 from ppctl.executors.mpmd.dispatch_plan import (
     Key,
     PlanEntry,
@@ -39,7 +39,6 @@ from ppctl.executors.mpmd.rank_programs import (
 )
 from ppctl.executors.mpmd.rank_trees import Division
 from ppctl.executors.parameter_layout import sharded_over, tree_specs
-from ppctl.executors.tree_bytes import shard_shapes
 from ppctl.model.stack import divisor
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.ir import Schedule, Task
@@ -47,8 +46,7 @@ from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporari
 from ppctl.training.pipeline.engines.plan_inputs import STATE, Given
 from ppctl.training.pipeline.engines.step_programs import Choose, StepPrograms, dispatched_programs
 from ppctl.training.pipeline.engines.train_states import States
-from ppctl.training.pipeline.optimizers import sum_of_squares
-from ppctl.training.pipeline.train_step import apply_gradients
+from ppctl.training.pipeline.optimizers import apply_gradients, sum_of_squares
 
 Tree = Any
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.compiler_options import Flags, temp_bytes, total_bytes
 from ppctl.executors.device_mesh import DATA_AXES
-from ppctl.executors.tree_bytes import shard_bytes, shard_shapes
+from ppctl.executors.model_shapes import shard_bytes, shard_shapes
 from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporaries
 from ppctl.training.pipeline.engines.step_programs import Choose, StepPrograms, one_program
 from ppctl.training.pipeline.engines.train_states import (
@@ -23,7 +23,7 @@ from ppctl.training.pipeline.engines.train_states import (
     put_examples,
     shardings_of,
 )
-from ppctl.training.pipeline.train_step import train_step
+from ppctl.training.pipeline.optimizers import train_step
 
 Tree = Any
 STATE_PARTS = {"parameters": "params", "optimizer": "optimizer"}

@@ -13,10 +13,10 @@ import jax
 
 from ppctl.executors.compiler_options import temp_bytes
 from ppctl.executors.hlo_text import Collective, collectives
+from ppctl.executors.model_shapes import shard_bytes
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, last_uses
 from ppctl.executors.mpmd.mpmd_runtime import Runtime
 from ppctl.executors.mpmd.plan_listing import ListedEntry, listed_entries, runs_text
-from ppctl.executors.tree_bytes import shard_bytes
 from ppctl.schedule.ir import PART_KINDS
 from ppctl.schedule.schedule_text import WORDS
 
