@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
-from ppctl.config.field_checks import check_sequences, check_widths, numbers
+from ppctl.config.field_checks import numbers
 from ppctl.config.groups.command_settings import Inspect, Launch, Plan, Tune, Verify
 from ppctl.config.groups.cost_settings import Costs
 from ppctl.config.groups.data_settings import AnyData, CustomData, Regression, Stdlib
@@ -20,6 +20,7 @@ from ppctl.config.groups.run_settings import Run
 from ppctl.config.groups.schedule_settings import AnySchedule, Schedule
 from ppctl.config.size_limits import check_bounds, check_parameters, check_tasks
 from ppctl.errors import ConfigError
+from ppctl.schedule.partition.divisibility import check_sequences, check_widths
 
 
 @dataclass

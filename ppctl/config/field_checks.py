@@ -1,4 +1,4 @@
-"""Checks of one field, and of the sizes that tp and cp divide: ConfigErrors with key and value."""
+"""One-field checks, each a ConfigError with the key and its value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 from ppctl.errors import ConfigError
 
-AXES = ("dp", "pp", "fsdp", "tp", "cp")  # of a mesh
 LARGEST = 2**31 - 1  # of whole numbers: steps and seeds are int32 on devices
 MOST_TOKENS = 1e18  # of a training run: a million times what large ones take
 DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
@@ -75,30 +74,3 @@ def record_of(key: str, record: Any, values: Mapping[str, Any], but: tuple[str, 
         if name not in record._fields:
             raise ConfigError(f"{key}.{name} is not used. {takes}")
     return record(**values)
-
-
-def check_widths(tp: int, num_heads: int, num_kv_heads: int, hidden: int) -> None:
-    """Raise ConfigError for widths that tp does not divide. hidden: that of the MLP."""
-    for name, size in (("model.num_heads", num_heads), ("the width of the MLP", hidden)):
-        if size % tp:
-            divisors = (n for n in range(2, tp) if num_heads % n == 0 and hidden % n == 0)
-            fitting = ", ".join(map(str, divisors))
-            raise ConfigError(
-                f"{name}={size} is not a multiple of mesh.tp={tp}: each device has whole heads "
-                f"and as many columns. Use mesh.tp={fitting or 1}, or other sizes of the model."
-            )
-    if num_kv_heads % tp and tp % num_kv_heads:
-        raise ConfigError(
-            f"model.num_kv_heads={num_kv_heads} and mesh.tp={tp}: devices would share heads "
-            "unevenly. Use a mesh.tp that divides it, or is a multiple of it."
-        )
-
-
-def check_sequences(cp: int, num_tokens: int) -> None:
-    """Raise ConfigError for sequences too short for cp, which divides each into 2*cp pieces."""
-    if cp > 1 and num_tokens < 2 * cp:
-        raise ConfigError(
-            f"sequences of {num_tokens} tokens are fewer than the 2*mesh.cp = 2*{cp} = {2 * cp} "
-            f"pieces that mesh.cp={cp} divides each into. Use mesh.cp={max(1, num_tokens // 2)} "
-            "at most, or longer sequences."
-        )

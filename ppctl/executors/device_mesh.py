@@ -12,9 +12,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from ppctl.config.field_checks import AXES
 from ppctl.errors import ConfigError
 from ppctl.executors.axes_over_hosts import axes_in, over_hosts
+from ppctl.schedule.partition.divisibility import AXES
 
 DATA_AXES = ("dp", "fsdp")  # the batch is divided over both
 RANK_AXES = ("dp", "fsdp", "tp", "cp")  # axes of the devices of one rank

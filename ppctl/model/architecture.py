@@ -8,12 +8,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from ppctl.config.field_checks import check_widths
 from ppctl.errors import ConfigError
 from ppctl.model.attention.rotary_positions import Rope
 from ppctl.model.attention_scores import Scoring
 from ppctl.model.lora import Lora
 from ppctl.model.parallel import StageAxes
+from ppctl.schedule.partition.divisibility import check_widths
 
 ACTIVATIONS = {  # those of the MLP model's layers too
     "relu": jax.nn.relu,

@@ -8,7 +8,8 @@ from itertools import permutations
 from math import prod
 from typing import Any
 
-from ppctl.config.field_checks import AXES, at_least, choice
+from ppctl.config.field_checks import at_least, choice
+from ppctl.schedule.partition.divisibility import AXES
 
 ORDERS = ("auto", *map("-".join, permutations(("dp", "pp", "fsdp"))))
 

@@ -1,4 +1,4 @@
-"""Static figures of html pages by matplotlib: curves over steps, lines over sizes, a histogram; bars of html.
+"""Static figures of html pages by matplotlib (curves, lines, a histogram), and bars of html.
 
 An svg takes its letters and colours from the page (THEME, `.lines` in page.css), so that it is read
 on light and on dark paper. Matplotlib is imported when a figure is drawn.

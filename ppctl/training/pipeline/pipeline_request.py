@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ppctl.config.field_checks import check_sequences
 from ppctl.errors import ConfigError
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.parameter_layout import Shard, is_layer, is_spec, shards_of, tree_specs
@@ -25,6 +24,7 @@ from ppctl.model.stack import Stack, init
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.ir import Schedule
+from ppctl.schedule.partition.divisibility import check_sequences
 from ppctl.schedule.partition.partition import Partition, explicit, uniform
 from ppctl.schedule.tick_lowering import Ticks
 from ppctl.schedule.validation import validate
