@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -45,34 +44,6 @@ def printed(capsys, *words):
     capsys.readouterr()
     assert cli.main([*words]) == 0
     return capsys.readouterr().out
-
-
-def test_greedy_text_is_that_of_the_whole_model_again_for_each_token(here, capsys):
-    found = json.loads(
-        printed(
-            capsys,
-            *[
-                "generate",
-                "run",
-                "--prompt",
-                "the",
-                "--max-tokens",
-                "9",
-                "--temperature",
-                "0",
-                "--json",
-            ],
-        )
-    )
-    (completion,) = found["completions"]
-    ids = [*b"the", *completion["tokens"]]
-    logits = ppctl.load_run("run").predict(np.array([ids]))[
-        0
-    ]  # of a causal model: of each beginning alone
-    assert completion["tokens"] == jnp.argmax(logits[2:-1], -1).tolist()
-    assert len(completion["tokens"]) == 9
-    assert completion["text"] == bytes(completion["tokens"]).decode(errors="replace")
-    assert completion["finished"] == "length"
 
 
 def test_a_text_depends_on_seed_and_prompt_alone(here, capsys):

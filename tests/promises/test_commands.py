@@ -1,17 +1,20 @@
 """README: the other rows of its table of commands, and requests that cannot work."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support.environment import BY_USER
 from support.promise import MODEL
 
+import ppctl
 from ppctl import cli
 
 GOLDEN = Path(__file__).parents[1] / "golden/models/llama2"
@@ -93,6 +96,51 @@ def test_a_model_is_imported_evaluated_and_exported_bit_for_bit(tmp_path, monkey
     assert json.loads(Path("out/config.json").read_text()) == json.loads(
         Path("llama/config.json").read_text()
     )
+
+
+LANGUAGE = [
+    "model.num_layers=2",
+    "model.d_model=16",
+    "model.num_heads=2",
+    "model.seq_len=16",
+    "mesh=1x2",
+    "schedule=1f1b",
+    "schedule.num_microbatches=2",
+    "data=text",
+    "data.path=text.txt",
+    "data.batch_size=8",
+    "data.cache_dir=cache",
+    "data.eval_fraction=0.25",
+    "optim.lr=0.02",
+    "optim.warmup_steps=0",
+    "run.num_steps=10",
+    "run.platform=cpu",
+    "run.dtype=float64",
+    "run.trackers=[]",
+    "run.eval_every=10",
+    "run.eval_batches=1",
+    "run.dir=run",
+]
+
+
+def test_a_trained_model_writes_text_and_has_a_perplexity(tmp_path, monkeypatch, capsys):
+    """text that a trained or imported model writes; perplexity, bits per byte"""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("the cat sat on the mat, and the dog sat on the log.\n" * 60)
+    assert cli.main(["train", *LANGUAGE]) == 0
+    capsys.readouterr()
+    words = ["--prompt", "the", "--max-tokens", "9", "--temperature", "0", "--json"]
+    assert cli.main(["generate", "run", *words]) == 0
+    (completion,) = json.loads(capsys.readouterr().out)["completions"]
+    run = ppctl.load_run("run")
+    logits = run.predict(np.array([[*b"the", *completion["tokens"]]]))[0]
+    assert completion["tokens"] == np.argmax(logits[2:-1], -1).tolist()
+    assert len(completion["tokens"]) == 9
+    assert cli.main(["evaluate", "run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]), rel=1e-12)
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2), rel=1e-12)
+    assert found["loss"] < math.log(256)
 
 
 def test_inspect_shows_ticks_collectives_and_hlo(capsys):
