@@ -54,6 +54,7 @@ def sweep(environment, *words):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.full
 def test_a_sweep_runs_each_job_in_its_own_process_and_directory(
     jobs_environment, in_empty_directory
 ):

@@ -39,6 +39,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.full
 def test_what_it_writes_trains_a_model(here, capsys):
     assert (
         main(

@@ -44,6 +44,7 @@ def broken(change):
     return assembled
 
 
+@pytest.mark.full
 def test_right_gradients_pass_in_float64(capsys):
     assert verify.verify(TINY, as_json=True) == 0
     found = json.loads(capsys.readouterr().out)

@@ -80,7 +80,7 @@ PASSING = {
 }
 
 
-@pytest.mark.parametrize("request_", full_except(PASSING, "sgd"))
+@pytest.mark.parametrize("request_", full_except(PASSING))
 def test_right_steps_pass(request_, capsys):
     code, found = verified(request_, capsys)
     assert code == 0

@@ -176,7 +176,7 @@ def test_settings_load_no_schedule_family():
     rules = (
         "ppctl.schedule.remat",
         "ppctl.schedule.partition",
-        "ppctl.config.size_limits",
+        "ppctl.schedule.partition.divisibility",
     )
     assert done.stdout.split() == ["ppctl.schedule", *rules]
 

@@ -217,7 +217,13 @@ print(len(tokens.ends), flush=True)
 """
 
 
-@pytest.mark.parametrize("chars", [1, 10**6], ids=["blocks of one", "one block"])
+@pytest.mark.parametrize(
+    "chars",
+    [
+        pytest.param(1, id="blocks of one", marks=pytest.mark.full),
+        pytest.param(10**6, id="one block"),
+    ],
+)
 def test_who_waited_for_a_killed_writer_begins_anew(tmp_path, chars):
     rows = [{"text": text, "prompt": "ask" if i == 1 else ""} for i, text in enumerate(TEXTS)]
     file, cache = (

@@ -274,7 +274,8 @@ def test_what_trainable_cannot_be_is_refused(trainable, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("executor", ["mpmd", full("spmd")])
+@pytest.mark.full
+@pytest.mark.parametrize("executor", ["mpmd", "spmd"])
 def test_part_of_a_network_is_frozen(executor):
     """The first layer's matrix and the second's bias; the leaves of a layer are packed apart."""
 

@@ -50,6 +50,7 @@ CASES = {
     ),
 }
 SLOW = (
+    "split, remat=full, tp",
     "fb ticks, tied, capped",
     "chunks, cp",
     "mpmd, tied, capped, fsdp",

@@ -79,6 +79,7 @@ def test_every_record_holds_prediction_and_compiled_memory_and_the_last_line_com
     )
 
 
+@pytest.mark.full
 def test_of_unknown_hardware_no_time_is_predicted_and_it_trains(train, monkeypatch):
     monkeypatch.setattr(
         "ppctl.training.pipeline.known_hardware.of_device", lambda device_kind: None

@@ -71,7 +71,7 @@ def times(request, forward_s, backward_s, busy=MANY_CORES):
     return rehearse.Simulated(job, FREE, ran, list(ranks))
 
 
-@pytest.mark.parametrize("name", full_except([*REQUESTS], "1f1b", "the vocabulary on all ranks"))
+@pytest.mark.parametrize("name", full_except([*REQUESTS], "1f1b"))
 def test_the_tasks_of_a_rank_are_those_that_the_engine_dispatches(name):
     job = assemble(REQUESTS[name], on_one_device=True)
     entries, _ = job.pipe.engine.plan("step")
@@ -215,6 +215,7 @@ def test_one_device_of_each_rank_stands_for_those_that_tp_and_cp_divide_it_over(
     ]
 
 
+@pytest.mark.full
 def test_the_command_prints_writes_and_runs_ranks_that_are_alike_once(tmp_path, capsys):
     page = tmp_path / "page.html"
     words = [

@@ -33,6 +33,7 @@ def planned_step(*words):
     return found.time.total_s, max(found.total_bytes)
 
 
+@pytest.mark.full
 def test_a_layout_with_a_divided_vocabulary_is_predicted_as_by_plan(capsys):
     assert cli.main(["tune", *VOCABULARY.split(), "tune.best=1", "--json"]) == 0
     (first,) = json.loads(capsys.readouterr().out)["best"]

@@ -48,9 +48,7 @@ def train(run_dir, model, num_steps, layout):
     ]
 
 
-@pytest.mark.parametrize(
-    ("model", "starts"), [("stack divided by XLA", 2), *(full((model, 3)) for model in CHAINS)]
-)
+@pytest.mark.parametrize(("model", "starts"), [full((model, 3)) for model in CHAINS])
 def test_a_divided_run_goes_on_over_other_axes_as_the_reference_would(
     tmp_path, model, starts, capsys
 ):

@@ -34,7 +34,10 @@ SPEEDS = [(ROWS, "rows_per_s"), (TOKENS, "tokens_per_s")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tiny", "speed"), SPEEDS, ids=["rows", "tokens"])
+@pytest.mark.parametrize(
+    ("tiny", "speed"),
+    [pytest.param(*SPEEDS[0], id="rows", marks=FULL), pytest.param(*SPEEDS[1], id="tokens")],
+)
 def test_a_run_leaves_settings_and_a_record_of_every_step(train, tmp_path, tiny, speed):
     words = ["run.eval_every=3", "run.eval_batches=1", "run.trackers=[tensorboard]", "--json"]
     words += ["hardware=host", "hardware.peak_flops.float32=1e12"]
@@ -230,6 +233,7 @@ def test_a_state_that_is_not_finite_is_never_saved(train, copy):
     assert train("optim.lr=1e-4")[0] == 0
 
 
+@pytest.mark.full
 def test_a_batch_without_targets_is_noted_once(train, tmp_path):
     """As of long prompts: all but the last sequence of the text ask for nothing."""
     (tmp_path / "text.jsonl").write_text(json.dumps({"prompt": "ask " * 2000, "text": "!"}) + "\n")

@@ -83,6 +83,7 @@ def test_continue_says_so_and_saves_again_when_it_can(train, tmp_path, monkeypat
     )
 
 
+@pytest.mark.full
 def test_continue_ends_with_the_error_if_the_last_save_fails(train, tmp_path):
     def full_after_the_save_of_step_4():
         while not (tmp_path / "run" / "checkpoints" / "4").exists():
