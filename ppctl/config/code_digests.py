@@ -40,7 +40,7 @@ def sources(target: str) -> dict[str, Digests]:
         file = getattr(module, "__file__", None)
         if module is None or file is None or name in found:
             continue
-        if name == first or not _is_installed(file):
+        if name == first or not is_installed(file):
             found[name] = _digests(Path(file))
             names += _used(module)
     return dict(sorted(found.items()))
@@ -75,7 +75,8 @@ def _used(module: ModuleType) -> Iterator[str]:
             yield name
 
 
-def _is_installed(file: str) -> bool:
+def is_installed(file: str) -> bool:
+    """Return whether a source file is of a library, of Python or of ppctl, not the user's."""
     libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
     tops = {*map(Path, libraries), Path(__file__).parents[1]}
     return "site-packages" in file or not tops.isdisjoint(Path(file).parents)

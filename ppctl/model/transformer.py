@@ -76,11 +76,8 @@ def transformer(
     in tracing, with the error of the operation; sizes that tp does not divide raise ConfigError.
     """
     sizes_of = Architecture(**sizes)
-    return _stack(sizes_of, dtype, mix or _mix_here, rotate or rotation(), packed, axes)
-
-
-def _mix_here(axes: StageAxes, scoring: Scoring) -> Kernel:
-    return attention("auto", axes=axes, scoring=scoring)
+    mix = mix or partial(attention, "auto", None)
+    return _stack(sizes_of, dtype, mix, rotate or rotation(), packed, axes)
 
 
 def _stack(

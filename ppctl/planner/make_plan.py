@@ -36,7 +36,8 @@ from ppctl.schedule.partition.partition import Partition
 from ppctl.schedule.simulator import simulate
 from ppctl.training.pipeline.jax_start import MOST_MEMORY_FRACTION
 from ppctl.training.pipeline.job import TrainingJob, assemble, model_flops, unit_of_work
-from ppctl.training.pipeline.known_hardware import described_only, host_devices, mfu
+from ppctl.training.pipeline.known_hardware import described_only, host_devices
+from ppctl.training.pipeline.mfu import mfu
 from ppctl.training.pipeline.pipeline import Pipeline
 
 AVAILABLE = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT])\)")  # of XLA for TPUs

@@ -8,13 +8,8 @@ from ppctl.cli.compose import compose
 from ppctl.config import AutoHardware, Config, Hardware
 from ppctl.config.config_dirs import ROOT
 from ppctl.errors import ConfigError
-from ppctl.training.pipeline.known_hardware import (
-    known,
-    mfu_peak_flops,
-    of_device,
-    peak_flops,
-    resolved,
-)
+from ppctl.training.pipeline.known_hardware import known, of_device, peak_flops, resolved
+from ppctl.training.pipeline.mfu import mfu_peak_flops
 
 # What a device of each kind states: peak FLOP/s (float32, bfloat16), memory in GiB or GB, bytes/s
 # of memory.

@@ -32,13 +32,8 @@ from ppctl.schedule.partition.partition import stage_costs
 from ppctl.schedule.simulator import Timeline
 from ppctl.schedule.timeline import timeline_at
 from ppctl.training.pipeline.job import TrainingJob
-from ppctl.training.pipeline.known_hardware import (
-    NOMINAL,
-    host_devices,
-    mfu_peak_flops,
-    peak_flops,
-    resolved,
-)
+from ppctl.training.pipeline.known_hardware import NOMINAL, host_devices, peak_flops, resolved
+from ppctl.training.pipeline.mfu import mfu_peak_flops
 from ppctl.training.pipeline.pipeline import Pipeline
 
 Tree = Any

@@ -68,7 +68,9 @@ class RankOnDevice:
         self.library = ProgramLibrary(self.model, {})
         self.options = dict(pipe.execution.xla_flags)
         self.has_presets = pipe.execution.dispatches_tasks and self.device.platform == "cpu"
-        self.freed = last_uses(entries, keep=set(_lasting(prepare, entries)))
+        read = (key for entry in entries for key in entry.reads)
+        given = {key for key in read if key[0] in ("inputs", "targets", *NUMBERS)}
+        self.freed = last_uses(entries, keep={*prepare.writes, *given})
         shapes = self._shapes(role, prepare, batch)
 
         # 2. programs and values
@@ -229,12 +231,6 @@ def staged_layers(model: Model, here: RankRole) -> Tree:
     """Return the shapes of a rank's layers in staged form, [V, 1, K, ...]."""
     leading = len(here.stages), 1, here.num_layer_slots
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct((*leading, *a.shape), a.dtype), model.layer)
-
-
-def _lasting(prepare: PlanEntry, entries: Sequence[PlanEntry]) -> list[Key]:
-    """Return the keys of values that outlast the tasks: what they start from."""
-    read = (key for entry in entries for key in entry.reads)
-    return [*prepare.writes, *(key for key in read if key[0] in ("inputs", "targets", *NUMBERS))]
 
 
 def _id(entry: PlanEntry) -> ProgramId:

@@ -52,7 +52,7 @@ from ppctl.schedule.ir import PART_KINDS, Kind
 from ppctl.schedule.simulator import Timeline
 from ppctl.training.pipeline.engines.make_engine import dispatch_order
 from ppctl.training.pipeline.job import TrainingJob, assemble, model_flops, unit_of_work
-from ppctl.training.pipeline.known_hardware import mfu
+from ppctl.training.pipeline.mfu import mfu
 
 RUNS = 5  # of a step of each rank, after one that warms up; the median counts
 

@@ -52,7 +52,8 @@ from ppctl.training.pipeline.job import (
     open_data,
     stack_for,
 )
-from ppctl.training.pipeline.known_hardware import mfu_peak_flops, resolved
+from ppctl.training.pipeline.known_hardware import resolved
+from ppctl.training.pipeline.mfu import mfu_peak_flops
 from ppctl.training.pipeline.optimizers import clipped, init_state
 from ppctl.training.pipeline.pipeline_request import divided_stack, with_vocabulary_of
 

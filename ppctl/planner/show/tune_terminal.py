@@ -25,7 +25,7 @@ from ppctl.reports.terminal_output import (
     size_text,
 )
 from ppctl.schedule.partition.partition import LETTERS, layout_text
-from ppctl.training.pipeline.known_hardware import mfu
+from ppctl.training.pipeline.mfu import mfu
 
 
 @dataclass(frozen=True)

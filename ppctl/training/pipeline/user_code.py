@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ppctl.config.code_digests import is_installed
 from ppctl.config.config_dirs import ROOT
 from ppctl.data import Batch, DataSet
 from ppctl.data.array_dataset import from_arrays
@@ -202,17 +203,13 @@ def call_user_code(key: str, what: str, call: Callable[[], Any]) -> Any:
 def _error_text(error: Exception) -> str:
     """Return an error with the line that raised it, if that is not JAX's or ppctl's."""
     trace = traceback.extract_tb(error.__traceback__)
-    lines = [(line.filename, line.lineno) for line in trace if not _is_of_a_library(line.filename)]
+    places = ((line.filename, line.lineno) for line in trace)
+    lines = [place for place in places if not (is_installed(place[0]) or "importlib" in place[0])]
     if isinstance(error, SyntaxError) and error.filename is not None:
         lines = [(error.filename, error.lineno)]
     where = f" ({Path(lines[-1][0]).name}:{lines[-1][1]})" if lines else ""
     message = str(error).splitlines()[0] if str(error) else "no message"
     return f"{type(error).__name__}: {message}{where}"
-
-
-def _is_of_a_library(file: str) -> bool:
-    is_of_ppctl = Path(__file__).parents[1] in Path(file).parents
-    return is_of_ppctl or "site-packages" in file or "importlib" in file
 
 
 def _kind(value: object) -> str:

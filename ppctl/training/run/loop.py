@@ -28,7 +28,7 @@ from ppctl.schedule.simulator import Timeline
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.pipeline.engines.engine_protocol import Footprint
 from ppctl.training.pipeline.job import ModelFlops, TrainingJob, evaluate, model_flops, unit_of_work
-from ppctl.training.pipeline.known_hardware import mfu, mfu_peak_flops
+from ppctl.training.pipeline.mfu import mfu, mfu_peak_flops
 from ppctl.training.run import profiler
 from ppctl.training.run.heartbeat import Heartbeat
 from ppctl.training.run.metrics import Metrics

@@ -12,7 +12,7 @@ from benchmarks.published.request import DTYPE, Request, requests_of
 from benchmarks.published.rows import Row
 from benchmarks.published.step import chosen, memory_gib, work_of_request
 from ppctl.errors import ConfigError, ScheduleError
-from ppctl.training.pipeline.known_hardware import mfu
+from ppctl.training.pipeline.mfu import mfu
 
 
 @dataclass(frozen=True)
