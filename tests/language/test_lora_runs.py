@@ -14,6 +14,7 @@ from support.selection import full
 
 import ppctl
 from ppctl import cli
+from ppctl.config import MLP, AdamW, Config, CustomModel, Regression, check
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.language.import_model import import_model
 
@@ -153,37 +154,39 @@ def test_a_run_of_adapters_goes_on_in_another(base, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("optim", "more", "message"),
     [
         (
-            ["optim.lora_rank=8"],
+            {"train": "all", "lora_rank": 8},
+            {},
             "optim.lora_rank=8 is of adapters, and optim.train=all trains none. Leave it out",
         ),
-        (["optim.train=lora", "optim.lora_rank=0"], "optim.lora_rank=0"),
-        (["optim.train=lora", "optim.lora_alpha=0"], "optim.lora_alpha=0"),
+        ({"lora_rank": 0}, {}, "optim.lora_rank=0"),
+        ({"lora_alpha": 0.0}, {}, "optim.lora_alpha=0"),
+        ({"lora_targets": []}, {}, "optim.lora_targets=[] trains nothing"),
+        ({"lora_targets": ["q_proj"]}, {}, "optim.lora_targets=q_proj"),
+        ({"train": "half"}, {}, "optim.train=half"),
         (
-            ["optim.train=lora", "optim.lora_targets=[]"],
-            "optim.lora_targets=[] trains nothing",
-        ),
-        (["optim.train=lora", "optim.lora_targets=[q_proj]"], "optim.lora_targets=q_proj"),
-        (["optim.train=half"], "optim.train=half"),
-        (
-            ["optim.train=lora", "optim.lora_targets=[gate]"],
+            {"lora_targets": ["gate"]},
+            {},
             "optim.lora_targets has gate, and with model.activation=gelu",
         ),
         (
-            ["optim.train=lora", "model=mlp", "data=regression"],
+            {},
+            {"model": MLP(), "data": Regression()},
             "and model=mlp has none. Use optim.train=all",
         ),
         (
-            ["optim.train=lora", "model=custom", "model.target=a.b", "data=regression"],
+            {},
+            {"model": CustomModel(target="a.b"), "data": Regression()},
             "A custom model has Stack(trainable=...) or Network(trainable=...) instead.",
         ),
     ],
 )
-def test_impossible_settings_are_refused(words, message, capsys):
-    assert cli.main(["train", *words]) == ConfigError.exit_code
-    assert message in capsys.readouterr().err
+def test_impossible_settings_are_refused(optim, more, message):
+    with pytest.raises(ConfigError) as error:
+        check(Config(optim=AdamW(**{"train": "lora"} | optim), **more))
+    assert message in str(error.value)
 
 
 @pytest.mark.full
