@@ -155,6 +155,7 @@ def test_the_host_dispatches_the_tasks_in_order_and_deletes_what_is_used_up(caps
     assert not {name for name in gone if name.startswith(("params", "optimizer"))}
 
 
+@pytest.mark.full
 def test_each_program_has_a_text_in_every_form_and_tasks_say_nothing_to_each_other(capsys):
     texts = text_of(capsys, MPMD, "hlo")
     assert {

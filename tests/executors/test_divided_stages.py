@@ -135,10 +135,13 @@ PATTERN = {
 # two chunks of a rank with a switch between two functions; programs of their own; the split
 # backward
 UNLIKE = [
-    ({"pp": 2, "tp": 2}, {"schedule": "interleaved", "num_chunks": 2, "model": PATTERN | WIDE}),
     *map(
         full,
         [
+            (
+                {"pp": 2, "tp": 2},
+                {"schedule": "interleaved", "num_chunks": 2, "model": PATTERN | WIDE},
+            ),
             ({"pp": 2}, {"executor": "mpmd", "schedule": "1f1b", "remat": "layer"}),
             ({"pp": 2}, {"schedule": "interleaved", "num_chunks": 2}),
             ({"pp": 2}, {"schedule": "zb_v"}),

@@ -87,6 +87,7 @@ def test_what_is_imported_is_exported_bit_for_bit(name, tmp_path):
     assert model_settings(made) == model_settings(given)
 
 
+@pytest.mark.full
 def test_training_goes_on_from_imported_parameters(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["import", str(FOLDER / "llama2"), "--out", "llama"]) == 0

@@ -21,6 +21,7 @@ TRAIN = (
 )
 
 
+@pytest.mark.full
 def test_a_run_keeps_its_tokenizer(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT)

@@ -248,6 +248,7 @@ def test_the_picture_and_the_tables_hold_what_was_compared(few):
     )
 
 
+@pytest.mark.full
 def test_a_file_is_predicted_by_the_program(tmp_path, few):
     """Run from the repository's root, as docs/published.md says."""
     file, program = tmp_path / "rows.json", "tests/benchmarks/published"

@@ -193,6 +193,7 @@ def test_a_line_says_whether_a_pipeline_is_faster():
 # --- measuring ----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_those_measured_are_ranked_by_that(tuned, monkeypatch):
     _, out, _ = tuned("mesh=2x2", "--json", best=4)
     planned = [layout["overrides"] for layout in json.loads(out)["best"]]

@@ -29,7 +29,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("words", full_except(RECIPES, "uneven"))
+@pytest.mark.parametrize("words", full_except(RECIPES))
 def test_the_recipe_is_the_request_found(words, tmp_path):
     shown = [*words.split(), f"tune.best={10 if 'num_layers=9' in words else 2}"]
     asked = composed(shown) if "mlp" in words or "recipes" in words else request(*shown)

@@ -74,7 +74,7 @@ def test_a_checkpoint_of_one_executor_is_one_of_the_other(chain, reference_losse
         np.testing.assert_allclose(found[number], expected[number], rtol=EXACT, err_msg=executor)
 
 
-LONG = 150  # steps of the run that is killed
+LONG = 100  # steps of the run that is killed
 LAYOUT, WORDS = (
     "mesh=1x2 schedule=1f1b executor.remat=layer",
     ["run.checkpoint.every=10", "run.log_every=1"],

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.all_families import GROUPED, REAL, UNIT
-from support.selection import full
+from support.selection import full, full_except
 
 from ppctl.errors import ScheduleError
 from ppctl.schedule.costs import Costs
@@ -85,7 +85,9 @@ def test_more_microbatches_cost_what_the_simulation_says(family, costs, monkeypa
 
 
 @pytest.mark.parametrize(("p", "m", "costs"), [(76, 152, REAL), full((70, 210, UNIT))])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", full_except([*FAMILIES], "1f1b", "interleaved", "zb_h1", "zb_v", "gis")
+)
 def test_more_ranks_cost_what_the_simulation_says(family, p, m, costs, monkeypatch):
     monkeypatch.setattr(extrapolate, "MOST_TASKS", 1000)
     found = extrapolate.extrapolate(partial(build, family), p, m, costs)

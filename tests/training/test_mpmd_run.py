@@ -64,6 +64,7 @@ CONFIG = config.Config(
 )
 
 
+@pytest.mark.full
 def test_verify_compares_mpmd_with_the_reference(capsys):
     assert verify.verify(CONFIG, as_json=True) == 0
     found = json.loads(capsys.readouterr().out)
