@@ -208,7 +208,7 @@ step 8/9  loss 1.0
 @pytest.mark.full
 def test_a_process_that_finds_no_other_says_where_it_looked(tmp_path):
     program = (
-        "from ppctl import cli\nfrom ppctl.launch import distributed\ndistributed.JOIN_S = "
+        "from ppctl import cli\nfrom ppctl.launch import join_processes as distributed\ndistributed.JOIN_S = "
         "2\ncli.console_script()"
     )
     words, programs = {0: ["run.num_processes=2"]}, {0: program}
