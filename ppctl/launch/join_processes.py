@@ -13,6 +13,8 @@ import threading
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError
 
@@ -136,11 +138,21 @@ def gather(text: str) -> list[str]:
     if not is_joined():
         return [text]
     encoded = np.frombuffer(text.encode(), np.uint8)
-    lengths = multihost_utils.process_allgather(np.array([len(encoded)], np.int32))[:, 0]
+    lengths = _all_rows(np.array([len(encoded)], np.int32))[:, 0]
     padded = np.zeros(max(1, lengths.max()), np.uint8)
     padded[: len(encoded)] = encoded
-    rows = multihost_utils.process_allgather(padded)
+    rows = _all_rows(padded)
     return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def _all_rows(row: np.ndarray) -> np.ndarray:
+    """Return the row of every process, by one device of each: they may have unequal numbers."""
+    first = {device.process_index: device for device in reversed(jax.devices())}
+    mesh = Mesh(np.array([first[process] for process in sorted(first)]), ("process",))
+    divided, whole = (NamedSharding(mesh, P(*axes)) for axes in (("process",), ()))
+    placed = jax.device_put(row[None], first[jax.process_index()])
+    rows = jax.make_array_from_single_device_arrays((len(first), len(row)), divided, [placed])
+    return np.asarray(jax.jit(lambda a: a, out_shardings=whole)(rows).addressable_data(0))
 
 
 def leave() -> None:

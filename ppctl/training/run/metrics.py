@@ -84,7 +84,7 @@ class Metrics:
         if not self._files:
             return
         self._files[1].write(_line({"step": step, **record}))
-        self._track(record, step, _eval_tag)
+        self._track(record, step, lambda key: f"eval/{key.removeprefix('eval_')}")
         self.note(f"eval {self._counted(step)}  {_shown(record)}")
 
     def _track(self, record: Record, step: int, tag: Callable[[str], str]) -> None:
@@ -141,10 +141,6 @@ def _train_tag(key: str) -> str:
     ('train/loss', 'speed/tokens_per_s', 'speed/mfu_fraction')
     """
     return f"speed/{key}" if key.endswith("_s") or key.startswith("mfu") else f"train/{key}"
-
-
-def _eval_tag(key: str) -> str:
-    return f"eval/{key.removeprefix('eval_')}"
 
 
 def _number(value: float) -> str:
