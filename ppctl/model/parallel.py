@@ -29,13 +29,15 @@ class StageAxes:
     """The devices along tp and cp that divide a stage.
 
     vocab_ranks: the ranks of the pipeline that divide embedding and head by their vocabulary, on
-    top of tp: see `VocabularyParts`.
+    top of tp: see `VocabularyParts`. context: how attention gets the keys and values of other
+    devices along cp, gather | ring.
     """
 
     tp: int = 1
     cp: int = 1
     sequence_parallel: bool = True
     vocab_ranks: int = 1
+    context: str = "gather"
 
     @property
     def num_devices(self) -> int:

@@ -311,6 +311,10 @@ def scaled(**scaling):
             "executor.remat=some is not one of none, layer, full",
         ),
         (
+            config_with(executor=c.Mpmd(context="rong")),
+            "executor.context=rong is not one of gather, ring",
+        ),
+        (
             config_with(executor=c.Spmd(gather="never")),
             "executor.gather=never is not one of step, layer",
         ),

@@ -30,9 +30,14 @@ CASES = {
             "model": WIDE | {"num_layers": 2},
         },
     ),
-    "tp2 cp2 mpmd odd tied": (
+    "tp2 cp2 ring odd tied": (
         {"tp": 2, "cp": 2, "pp": 2},
-        ODD | {"executor": "mpmd", "model": {"tied": True, "num_layers": 2, **CAPPED}},
+        ODD
+        | {
+            "executor": "mpmd",
+            "context": "ring",
+            "model": {"tied": True, "num_layers": 2, **CAPPED},
+        },
     ),
     "tp4 kv2 fsdp2 layer": (
         {"tp": 4, "fsdp": 2},
@@ -59,7 +64,7 @@ BY_LAYER = {  # weights of a layer are gathered over fsdp, its activations over 
     ),
     "cp2 fsdp2 mpmd": (
         {"cp": 2, "fsdp": 2, "pp": 2},
-        {"executor": "mpmd", "remat": "layer"},
+        {"executor": "mpmd", "context": "ring", "remat": "layer"},
     ),
     "cp2 fsdp2 spmd": ({"cp": 2, "fsdp": 4}, {"remat": "none", "unroll": 0}),
 }
@@ -92,7 +97,7 @@ def every_mesh():
             "remat": remat,
             "sequence_parallel": i % 7 > 0,
             "model": model,
-        }
+        } | ({"context": "ring"} if executor == "mpmd" and i % 3 else {})
         how["num_microbatches"] = (
             max(2, mesh["pp"]) if schedule == "interleaved" else 2
         )  # of which it has whole groups
@@ -209,6 +214,7 @@ REFUSED = [
         {"num_tokens": 7},
         r"7 tokens are fewer than the 2\*cp = 2\*4 = 8 pieces .* Use cp=3 at most",
     ),
+    ({"cp": 2}, {"context": "ring"}, "context=ring does not apply to executor=spmd. Leave it out"),
     ({"cp": 2}, {"model": {"window": 4}}, "model.window=4 and cp=2: .* Use cp=1, and tp"),
     (
         {"cp": 2},

@@ -74,8 +74,9 @@ def test_a_block_sends_its_rows_twice_each_way_and_does_its_share_of_the_product
     )
     plain = work_of(model_of(StageAxes(tp=2, sequence_parallel=False)))
     assert sent(plain.layer.forward) == [("tp", "sum", rows)] * 2
-    gathered = work_of(model_of(StageAxes(cp=2)))
+    ring, gathered = (work_of(model_of(StageAxes(cp=2, context=way))) for way in ("ring", "gather"))
     kv = TOKENS / 2 * WIDTH * 4
+    assert sent(ring.layer.forward) == [("cp", "hop", kv)] * 2
     assert sent(gathered.layer.forward) == [("cp", "gather", 2 * kv)] * 2
 
 

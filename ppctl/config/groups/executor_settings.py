@@ -58,6 +58,11 @@ class Mpmd(Pipelined):
     """A compiled function for each stage and kind of task, dispatched in the schedule's order."""
 
     name: str = "mpmd"
+    context: str = "gather"  # with mesh.cp: keys and values are gathered | go round a ring
     post_validation: bool = False  # update before the global norm is known, again if wrong
 
     DISPATCHES_TASKS: ClassVar[bool] = True
+
+    def check(self) -> None:
+        super().check()
+        choice("executor.context", self.context, ("gather", "ring"))

@@ -4,7 +4,7 @@ Every device has two pieces of C tokens, an early and a late one (zig-zag order,
 `ppctl.model.parallel`). Its queries attend to its own pieces causally, and to other devices' wholly
 or not at all: two pairs of pieces a device, so that all devices do equal work. The parts of a
 softmax are merged by the logarithms of their sums (Liu, Zaharia and Abbeel 2023; zig-zag order: Zhu
-2024). Keys and values of all devices are gathered first, their gradients summed and scattered.
+2024). Keys, values and their gradients are sent as `StageAxes.context` says: see `_with_others`.
 
 Shape suffixes: B batch, T = 2C tokens of a device, N query heads, G kv heads, H width of a head.
 """
@@ -45,7 +45,6 @@ def _forward(
     kernel: PairKernel, axes: StageAxes, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     # 1. this device's pieces: each with itself, and the late one with the early one
-    c = jax.lax.axis_index("cp")
     wide = jnp.promote_types(q.dtype, jnp.float32)
     q_early, q_late = jnp.split(q, 2, axis=1)
     k_early, v_early = k[:, : k.shape[1] // 2], v[:, : v.shape[1] // 2]
@@ -55,19 +54,15 @@ def _forward(
     late = _merged(late, kernel.forward(q_late, k_early, v_early, False))
 
     # 2. two pairs of pieces with each other device
-    of_all = jax.lax.all_gather((k, v), "cp")  # [cp, B, T, G, H]
-
-    def one(carry: tuple, step: jax.Array) -> tuple[tuple, None]:
+    def meet(carry: tuple, is_earlier: jax.Array, kv: tuple) -> tuple[tuple, tuple]:
         early, late = carry
-        source = (c - step) % axes.cp
-        is_earlier = source < c
-        q_both, k_both, v_both = _two_pairs(is_earlier, q_early, q_late, *_at(source, of_all))
+        q_both, k_both, v_both = _two_pairs(is_earlier, q_early, q_late, *kv)
         outs, sums = (jnp.split(a, 2) for a in kernel.forward(q_both, k_both, v_both, False))
         late = _merged(late, (outs[0], sums[0]))
         to = _merged(_either(is_earlier, early, late), (outs[1], sums[1]))
-        return (_either(is_earlier, to, early), _either(is_earlier, late, to)), None
+        return (_either(is_earlier, to, early), _either(is_earlier, late, to)), ()
 
-    (early, late), _ = jax.lax.scan(one, (early, late), jnp.arange(1, axes.cp))
+    (early, late), _ = _with_others(axes, meet, (early, late), (k, v), ())
     outs, sums = zip(early, late, strict=True)
     return jnp.concatenate(outs, 1).astype(q.dtype), jnp.concatenate(sums, 2)
 
@@ -83,7 +78,6 @@ def _backward(
     g: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     # 1. this device's pieces: each with itself, and the late one with the early one
-    c = jax.lax.axis_index("cp")
     wide = jnp.promote_types(q.dtype, jnp.float32)
     of_queries = [jnp.split(a, 2, axis=2 if a is log_sums else 1) for a in (q, out, log_sums, g)]
     early, late = zip(*of_queries, strict=True)
@@ -102,29 +96,51 @@ def _backward(
     dq_late = dq_late + dq_more
 
     # 2. two pairs of pieces with each other device
-    of_all = jax.lax.all_gather((k, v), "cp")  # [cp, B, T, G, H]
-    put = partial(jax.lax.dynamic_update_index_in_dim, axis=0)
-
-    def one(carry: tuple, step: jax.Array) -> tuple[tuple, None]:
-        dq_early, dq_late, sums = carry
-        source = (c - step) % axes.cp
-        is_earlier = source < c
+    def meet(carry: tuple, is_earlier: jax.Array, kv: tuple) -> tuple[tuple, tuple]:
+        dq_early, dq_late = carry
         pairs = zip(early, late, strict=True)
         at = tuple(jnp.concatenate([b, jnp.where(is_earlier, a, b)]) for a, b in pairs)
-        _, k_both, v_both = _two_pairs(is_earlier, early[0], late[0], *_at(source, of_all))
+        _, k_both, v_both = _two_pairs(is_earlier, early[0], late[0], *kv)
         dq, *of_keys = (jnp.split(a, 2) for a in pulled(at, k_both, v_both, False))
         dq_late = dq_late + dq[0] + jnp.where(is_earlier, 0, dq[1])
         dq_early = dq_early + jnp.where(is_earlier, dq[1], 0)
-        added = (_of_pieces(is_earlier, a) for a in of_keys)
-        sums = tuple(put(total, a, source) for total, a in zip(sums, added, strict=True))
-        return (dq_early, dq_late, sums), None
+        return (dq_early, dq_late), tuple(_of_pieces(is_earlier, a) for a in of_keys)
 
-    sums = tuple(put(jnp.zeros((axes.cp, *a.shape), a.dtype), a, c) for a in (dk, dv))
-    start = dq_early, dq_late, sums
-    (dq_early, dq_late, sums), _ = jax.lax.scan(one, start, jnp.arange(1, axes.cp))
-    dk, dv = (jax.lax.psum_scatter(a, "cp", scatter_dimension=0) for a in sums)
-    dq = jnp.concatenate([dq_early, dq_late], 1)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+    dq, (dk, dv) = _with_others(axes, meet, (dq_early, dq_late), (k, v), (dk, dv))
+    return jnp.concatenate(dq, 1).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def _with_others(
+    axes: StageAxes, meet: Callable[..., Any], carry: tuple, kv: tuple, sums: tuple
+) -> tuple[tuple, tuple]:
+    """Return (carry, sums) of a device after `meet` with each other device along cp.
+
+    kv: the device's keys and values; sums: of the gradients of these, or () in a forward.
+    meet(carry, is_earlier, kv of another device) -> (carry, what it adds to that device's sums).
+
+    context=gather: keys and values of all devices are gathered first, their gradients summed and
+    scattered last. ring: they and the sums hop from device to device, a hop for each meeting.
+    """
+    c, is_ring = jax.lax.axis_index("cp"), axes.context == "ring"
+    ring = [(i, (i + 1) % axes.cp) for i in range(axes.cp)]
+    hop = partial(jax.lax.ppermute, axis_name="cp", perm=ring)
+    put = partial(jax.lax.dynamic_update_index_in_dim, axis=0)
+
+    def one(carried: tuple, step: jax.Array) -> tuple[tuple, None]:
+        carry, kv, sums = carried
+        source = (c - step) % axes.cp
+        if is_ring:
+            kv, sums = jax.tree.map(hop, (kv, sums))
+        carry, added = meet(carry, source < c, kv if is_ring else _at(source, kv))
+        add = jnp.add if is_ring else partial(put, index=source)
+        return (carry, kv, jax.tree.map(add, sums, added)), None
+
+    if not is_ring:
+        kv = jax.lax.all_gather(kv, "cp")  # [cp, B, T, G, H]
+        sums = tuple(put(jnp.zeros((axes.cp, *a.shape), a.dtype), a, c) for a in sums)
+    (carry, _, sums), _ = jax.lax.scan(one, (carry, kv, sums), jnp.arange(1, axes.cp))
+    home = hop if is_ring else partial(jax.lax.psum_scatter, axis_name="cp")
+    return carry, jax.tree.map(home, sums)
 
 
 def _stacked(a: jax.Array) -> jax.Array:

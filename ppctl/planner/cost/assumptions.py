@@ -43,7 +43,8 @@ def _of_the_layout(job: TrainingJob) -> Iterator[str]:
         rows = "with" if axes.sequence_parallel else "without"
         yield f"layers divided over tp={mesh.tp}, {rows} sequence parallelism"
     if mesh.cp > 1:
-        yield f"sequences divided over cp={mesh.cp}, keys and values gathered"
+        how = "gathered" if axes.context == "gather" else "round a ring"
+        yield f"sequences divided over cp={mesh.cp}, keys and values {how}"
     yield f"equal microbatches ({job.pipe.model.microbatch['inputs'].shape[0]} examples a device)"
     are_alike = job.pipe.stack.are_alike
     yield "equal layers and devices" if are_alike else "layers by their FLOPs, equal devices"

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.config import Config
-from ppctl.config.groups.executor_settings import Pipelined
+from ppctl.config.groups.executor_settings import Mpmd, Pipelined
 from ppctl.errors import ConfigError
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.parameter_layout import shapes_on_device
@@ -96,7 +96,8 @@ def _example(batch: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDt
 def _axes(config: Config, tp: int, cp: int, vocab_ranks: int = 1) -> StageAxes:
     executor = config.executor
     assert isinstance(executor, Pipelined), "others have one layout"
-    return StageAxes(tp, cp, executor.sequence_parallel, vocab_ranks)
+    context = executor.context if isinstance(executor, Mpmd) else "gather"
+    return StageAxes(tp, cp, executor.sequence_parallel, vocab_ranks, context)
 
 
 def _candidates(

@@ -106,8 +106,8 @@ def execution_of(
     with in_arguments():
         config.check()
     given = asdict(config)
-    divided_by = mesh.shape.get("tp", 1), mesh.shape.get("cp", 1)
-    axes = StageAxes(*divided_by, sequence_parallel=given.get("sequence_parallel", True))
+    division = {name: given[name] for name in ("sequence_parallel", "context") if name in given}
+    axes = StageAxes(mesh.shape.get("tp", 1), mesh.shape.get("cp", 1), **division)
     how = {name: given[name] for name in ("unroll", "gather", "post_validation") if name in given}
     flags = flags_for(config.xla_flags, mesh.devices.flat[0])
     execution = Execution(executor, Remat.of(config.remat), xla_flags=flags, axes=axes, **how)
