@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import yaml
+from jax.sharding import NamedSharding
 
 from ppctl.config import Config, Run, Transformer
 from ppctl.config.changed_settings import settings_from
@@ -46,7 +48,7 @@ class Imported:
 def import_model(source: Path, out: Path) -> Imported:
     """Write the model of a directory of `transformers`, or of a GGUF file, as a run directory.
 
-    The host holds the parameters, in float32.
+    The host holds one tensor at a time: each is read from a memory map and put on the devices.
 
     Raises:
         ConfigError: The model is missing or ppctl lacks it, or `out` exists.
@@ -100,17 +102,36 @@ def _config(source: Path) -> Mapping[str, Any]:
 
 
 def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
-    """Return the parameters, in the host's memory; tensors are read one by one."""
+    """Return the parameters, each leaf divided over all devices along a dim that they divide."""
+    # 1. zeros on the devices
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((jax.local_device_count(),), ("all",), axis_types=auto)
+    leaves, specs = dict[tuple, jax.Array](), dict[tuple, list[str | None]]()
     flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
-    leaves = {
-        tuple(key.key for key in keys): np.empty(leaf.shape, leaf.dtype) for keys, leaf in flat
-    }
+    for keys, leaf in flat:
+        path = tuple(key.key for key in keys)
+        first = int(path[0] == "layers")  # the dim of the layers is whole: see `_filled`
+        dims = [dim for dim in range(first, leaf.ndim) if leaf.shape[dim] % mesh.size == 0]
+        specs[path] = [None] * dims[0] + ["all"] if dims else []
+        place = NamedSharding(mesh, jax.P(*specs[path]))
+        leaves[path] = jnp.zeros(leaf.shape, leaf.dtype, device=place)
+
+    # 2. tensor by tensor into its place
     for each in wanted:
-        leaf, tensor = leaves[each.path], tensors.read(each.name)
-        place = leaf if each.layer is None else leaf[each.layer]
-        place[...] = tensor.T if each.is_transposed else tensor
-    host = jax.local_devices(backend="cpu")[0]
-    return jax.tree.unflatten(treedef, [jax.device_put(leaf, host) for leaf in leaves.values()])
+        leaf = leaves[each.path]
+        place = NamedSharding(mesh, jax.P(*specs[each.path][each.layer is not None :]))
+        fill = jax.jit(_filled, donate_argnums=0, out_shardings=leaf.sharding)
+        turned = np.transpose if each.is_transposed else np.asarray
+        tensor = jax.device_put(turned(tensors.read(each.name)), place)
+        leaves[each.path] = fill(leaf, tensor, each.layer).block_until_ready()
+        del tensor  # one at a time is on the host
+    return jax.tree.unflatten(treedef, leaves.values())
+
+
+def _filled(leaf: jax.Array, tensor: jax.Array, layer: jax.Array | None) -> jax.Array:
+    """Return a leaf with the tensor of a layer, or of the whole leaf, in its place."""
+    part = (tensor if layer is None else tensor[None]).astype(leaf.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(leaf, part, 0 if layer is None else layer, 0)
 
 
 def _metadata(config: Config, source: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from ppctl.language.export_model import export_model
 from ppctl.language.gguf_file import EMBED_HEAD, LAYER
 from ppctl.language.import_model import import_model
 from ppctl.language.transformers_config import model_settings
+from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.run.kept_tokenizer import configured_ends
 
 NAMES = sorted(MODELS, key=lambda name: name not in ("gemma3", "qwen2", "llama3"))
@@ -238,7 +239,7 @@ def test_a_model_that_transformers_has_not_is_refused(tmp_path):
 
 
 @pytest.mark.full
-def test_the_host_holds_one_tensor_at_a_time(copy, tmp_path):
+def test_the_host_holds_one_tensor_at_a_time(copy, tmp_path, monkeypatch):
     directory, config, _, write = copy
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8192, "head_dim": 128}
     write({**config, **sizes})
@@ -261,11 +262,19 @@ def test_the_host_holds_one_tensor_at_a_time(copy, tmp_path):
     largest, total = 8192 * 512 * 4, sum(tensor.nbytes for tensor in tensors.values())
     assert total > 3 * largest
     del tensors
+    parts, save = [], Checkpoints.save
+
+    def saved(self, step, state, meta):
+        parts.extend(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(state))
+        return save(self, step, state, meta)
+
+    monkeypatch.setattr(Checkpoints, "save", saved)
     tracemalloc.start()
     import_model(directory, tmp_path / "run")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2 * largest
+    assert sum(parts) == total / jax.device_count()
 
 
 @pytest.mark.full
