@@ -246,11 +246,13 @@ def _config_of(name: str, member: Member, model: Transformer) -> dict[str, Any]:
     if "head_dim" in member.defaults or model.head_width * model.num_heads != model.d_model:
         config["head_dim"] = model.head_width
     config |= {CAPS[setting]: getattr(model, setting) for setting in member.caps}
-    if "query_pre_attn_scalar" in member.caps and model.query_pre_attn_scalar is None:
-        config["query_pre_attn_scalar"] = model.head_width
+    if "query_pre_attn_scalar" in member.caps:  # transformers takes a whole number only
+        config["query_pre_attn_scalar"] = int(model.query_pre_attn_scalar or model.head_width)
     have = [window is not None for window in model.windows]
     if member.windows is not None:
         config["sliding_window"] = model.window
+    if member.windows == "pattern" and model.window is None:  # transformers needs one, unused
+        config |= SLIDING
     if member.windows == "upper":
         first = have.index(True) if any(have) else len(have)
         config |= {"use_sliding_window": any(have), "max_window_layers": first}

@@ -8,6 +8,7 @@ import shutil
 import tracemalloc
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import safe_open
@@ -17,12 +18,18 @@ from support.selection import full_except
 
 import ppctl
 from ppctl import cli
+from ppctl.config import Transformer
 from ppctl.errors import CheckpointError, ConfigError
-from ppctl.language.export_model import export_model
+from ppctl.executors.reference import outputs_of
+from ppctl.language.export_model import _write_tensors, export_model
 from ppctl.language.gguf_file import EMBED_HEAD, LAYER
 from ppctl.language.import_model import import_model
-from ppctl.language.transformers_config import model_settings
+from ppctl.language.tensor_names import named_parameters
+from ppctl.language.transformers_config import model_config, model_settings
+from ppctl.model.stack import init
+from ppctl.model.transformer import transformer
 from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.pipeline.built_in_models import transformer_sizes
 from ppctl.training.run.kept_tokenizer import configured_ends
 
 NAMES = sorted(MODELS, key=lambda name: name not in ("gemma3", "qwen2", "llama3"))
@@ -294,6 +301,42 @@ def test_transformers_loads_what_is_exported_and_has_the_same_logits(name, tmp_p
     assert np.abs(logits - expected["logits_float64"]).max() < 1e-9
     ours = ppctl.load_run(tmp_path / "run").predict(expected["ids"][:, :-1])
     assert np.abs(ours - expected["logits_float32"]).max() < 1e-4
+
+
+BY_HAND = {  # models whose family a user set, and not its windows and caps
+    "gemma2": {"family": "gemma2", "activation": "swiglu", "query_pre_attn_scalar": 3.0},
+    "gemma3": {"family": "gemma3", "activation": "geglu", "tied": True, "logit_softcap": 2.0},
+    "qwen2": {"family": "qwen2", "activation": "geglu", "window": 4, "window_pattern": "FW"},
+}
+
+
+@pytest.mark.parametrize("changes", BY_HAND.values(), ids=BY_HAND)
+def test_a_family_set_by_hand_is_exported_as_transformers_takes_it(changes, tmp_path):
+    small = {"num_layers": 2, "d_model": 32, "num_heads": 4, "num_kv_heads": 2, "mlp_width": 48}
+    model = Transformer(**small, **changes)
+    config = model_config(model, 96) | {"dtype": "bfloat16", "max_position_embeddings": 64}
+    if "query_pre_attn_scalar" in config:
+        assert config["sliding_window"] is not None
+        assert type(config["query_pre_attn_scalar"]) is int
+    transformers, torch = (pytest.importorskip(module) for module in ("transformers", "torch"))
+    stack = transformer(**transformer_sizes(model, 96), dtype=jnp.float64)
+    params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), init(stack, 0))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert list(_write_tensors(tmp_path, params, named_parameters(params), jnp.bfloat16))
+    ids = np.random.default_rng(0).integers(96, size=(2, 24))
+    with in_double():
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        theirs = load(tmp_path, dtype=torch.float64, attn_implementation="eager")
+        expected = theirs(torch.asarray(ids), use_cache=False).logits.detach().numpy()
+    wide = jax.tree.map(lambda a: a.astype(jnp.float64), params)
+    logits = outputs_of(stack, dtype=jnp.float64)(wide, jnp.asarray(ids, jnp.int32))
+    np.testing.assert_allclose(logits, expected, atol=1e-9)
+
+
+def test_a_scalar_of_scores_that_transformers_refuses_is_refused():
+    model = Transformer(family="gemma2", activation="geglu", query_pre_attn_scalar=3.5)
+    with pytest.raises(ConfigError, match=r"no model.query_pre_attn_scalar=3.5. It cannot be exp"):
+        model_config(model, 96)
 
 
 @pytest.mark.full
