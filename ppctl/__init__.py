@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ppctl.errors import PpctlError
     from ppctl.model import parallel
+    from ppctl.model.layer_inputs import attach_loss
     from ppctl.model.lora import Lora
     from ppctl.model.network import Network, stage_boundary
     from ppctl.model.stack import Stack, VocabularyParts
@@ -39,6 +40,7 @@ __all__ = [
     "Task",
     "Timeline",
     "VocabularyParts",
+    "attach_loss",
     "attention",
     "build_schedule",
     "draw",
@@ -54,6 +56,7 @@ __all__ = [
 
 _HOMES = {  # public names by module
     "errors": "PpctlError",
+    "model.layer_inputs": "attach_loss",
     "model.lora": "Lora",
     "model.network": "Network stage_boundary",
     "model.stack": "Stack VocabularyParts",

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.parameter_layout import gather_shards, is_spec
 from ppctl.executors.stage.stage import Stage
+from ppctl.model.layer_inputs import LayerInputs, without_attached
 from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.model.stack import Stack
 from ppctl.model.trainable_parameters import trained_flags, trained_part
@@ -83,11 +84,33 @@ class Model:
         return found[0]
 
     @cached_property
+    def inputs(self) -> LayerInputs:
+        """The inputs of layers in a step, besides parameters and x.
+
+        ConfigError where embedding or head attach a loss.
+        """
+        embed_head, batch = self.computed(self.embed_head), self.microbatch
+        with without_attached("embedding"):
+            self.traced(lambda: jax.eval_shape(self.stack.embed, embed_head, batch["inputs"]))
+        with without_attached("head"):
+            args = embed_head, self.x, batch["targets"]
+            self.traced(lambda: jax.eval_shape(self.stack.head, *args))
+        layer = self.stack.layer, self.computed(self.layer), self.x
+        return self.traced(lambda: LayerInputs.of(*layer))
+
+    @cached_property
     def stage(self) -> Stage:
-        specs, layer = self.layer_specs, self.computed(self.layer)
-        gather = None if specs is None else partial(gather_shards, specs=specs)
-        how = self.stack.trains("layers"), self.in_order
-        return Stage(self.stack.layer, self.remat, layer, self.x, gather, *how)
+        inputs, place, gather = self.inputs, jax.ShapeDtypeStruct((), self.master), None
+        if self.layer_specs is not None:
+            gather = partial(gather_shards, specs=inputs.extended(self.layer_specs, P()))
+        layer = inputs.extended(self.computed(self.layer), place)
+        how = gather, inputs.trainable(self.stack)["layers"], self.in_order
+        return Stage(inputs.functions(self.stack.layer), self.remat, layer, self.x, *how)
+
+    @property
+    def master(self) -> Any:
+        """The dtype of parameters and of sums of gradients."""
+        return jax.tree.leaves(self.embed_head or self.layer)[0].dtype
 
     @cached_property
     def uses(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
@@ -125,8 +148,12 @@ class Model:
         return trained_part(embed_head, self.stack.trains("embed_head"))
 
     def trained_layers(self, w: Any) -> Any:
-        """Return layers, listed, or a tree like that of one, with None for frozen parameters."""
-        which = self.stack.trains("layers")
+        """Return a tree like that of a layer with None for frozen parameters."""
+        return trained_part(w, self.stack.trains("layers"))
+
+    def trained_weights(self, w: Any) -> Any:
+        """Return layers with their inputs, listed, or one or stacked ones, likewise."""
+        which = self.inputs.trainable(self.stack)["layers"]
         if isinstance(w, list):
             return [trained_part(layer, which) for layer in w]
         return trained_part(w, which)

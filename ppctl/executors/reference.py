@@ -7,11 +7,13 @@ with them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ppctl.model.layer_inputs import LOSS, LayerInputs
 from ppctl.model.stack import Stack, divisor
 from ppctl.model.trainable_parameters import trained_part, with_trained
 from ppctl.schedule.remat import Remat
@@ -28,50 +30,61 @@ def reference(
     dtype: Any,
     unroll: int = MOST_UNROLLED,
     with_grads: bool = True,
-) -> Callable[[Tree, Tree], tuple[jax.Array, Tree]]:
-    """Return the function (params, batch) -> (loss, gradients) of the un-pipelined model.
+) -> Callable[[Tree, Tree], tuple[Any, Tree]]:
+    """Return the function (params, batch) -> (losses, gradients) of the un-pipelined model.
 
     params: parameters in natural order; batch: {"inputs", "targets"}, arrays [batch, ...].
 
-    The loss is the mean over the batch. `dtype` is that of compute; gradients have the parameters',
-    and are None for frozen ones. remat: none | layer (the backward recomputes each layer) | full
-    (the whole model). Up to `unroll` layers are unrolled, and layers that differ.
+    losses: {"loss": the mean over the batch, name: an attached loss, over the same number}. `dtype`
+    is that of compute; gradients have the parameters', and are None for frozen ones. remat: none |
+    layer (the backward recomputes each layer) | full (the whole model). Up to `unroll` layers are
+    unrolled, and layers that differ.
     Without with_grads the function returns (loss, number of losses in the mean).
     ConfigError for another remat.
     """
-    # 1. the loss of a microbatch
+    # 1. the loss of a microbatch, of parameters with the inputs of layers
     setting = Remat.of(remat)
 
-    def layer(l: int) -> Callable[[Tree, jax.Array], jax.Array]:
-        run = stack.layer_of(l)
-        return jax.checkpoint(run) if setting.keeps_layer_inputs else run
+    def loss_of(inputs: LayerInputs) -> Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]:
+        model = replace(stack, layer=inputs.functions(stack.layer))
 
-    def loss_sum(params: Tree, microbatch: Tree) -> tuple[jax.Array, jax.Array]:
-        params = jax.tree.map(lambda a: a.astype(dtype), params)
-        x = _before_head(stack, params, microbatch["inputs"], layer, unroll)
-        return stack.head(params["embed_head"], x, microbatch["targets"])
+        def layer(l: int) -> Callable[[Tree, jax.Array], jax.Array]:
+            run = model.layer_of(l)
+            return jax.checkpoint(run) if setting.keeps_layer_inputs else run
 
-    if setting.keeps_input_only:
-        loss_sum = jax.checkpoint(loss_sum)
+        def loss_sum(params: Tree, microbatch: Tree) -> tuple[jax.Array, jax.Array]:
+            params = inputs.computed(params, dtype)
+            x = _before_head(model, params, microbatch["inputs"], layer, unroll)
+            return stack.head(params["embed_head"], x, microbatch["targets"])
+
+        return jax.checkpoint(loss_sum) if setting.keeps_input_only else loss_sum
+
     # 2. summed over microbatches with gradients, or alone
     if with_grads:
-        return _accumulated(stack, loss_sum, num_microbatches)
+        return _accumulated(stack, loss_of, num_microbatches)
 
     def loss_only(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
-        loss, number = loss_sum(params, batch)
+        loss, number = loss_of(LayerInputs())(params, batch)
         return loss / divisor(number), number
 
     return loss_only
 
 
 def _accumulated(
-    stack: Stack, loss_sum: Callable, num_microbatches: int
-) -> Callable[[Tree, Tree], tuple[jax.Array, Tree]]:
-    """Return the mean loss and its gradients, summed over microbatches by autodiff of loss_sum."""
+    stack: Stack, loss_of: Callable[[LayerInputs], Callable], num_microbatches: int
+) -> Callable[[Tree, Tree], tuple[dict[str, jax.Array], Tree]]:
+    """Return the mean losses and the gradients, summed over microbatches by autodiff."""
 
-    def loss_and_grads(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+    def loss_and_grads(params: Tree, batch: Tree) -> tuple[dict[str, jax.Array], Tree]:
+        # 1. the parameters with the inputs of layers
         microbatches = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), batch)
-        trained = trained_part(params, stack.trainable)
+        first = jax.tree.map(lambda a: a[0], microbatches)
+        inputs = _layer_inputs(stack, params, first)
+        places = jnp.zeros(stack.num_layers, jax.tree.leaves(params)[0].dtype)
+        params = params | {"layers": inputs.extended(params["layers"], places)}
+        trained = trained_part(params, inputs.trainable(stack))
+        # 2. the sums over microbatches
+        loss_sum = loss_of(inputs)
         of_trained = lambda trained, microbatch: loss_sum(with_trained(trained, params), microbatch)  # noqa: E731
         grad = jax.value_and_grad(of_trained, has_aux=True)
 
@@ -79,14 +92,24 @@ def _accumulated(
             (loss, number), grads = grad(trained, microbatch)
             return jax.tree.map(jnp.add, sums, (loss, number, grads)), None
 
-        first = jax.tree.map(lambda a: a[0], microbatches)
         loss, number = jax.eval_shape(loss_sum, params, first)
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (loss, number, trained))
         (loss, number, grads), _ = jax.lax.scan(add, zeros, microbatches)
+        # 3. the means
         number = divisor(number)
-        return loss / number, jax.tree.map(lambda g: g / number.astype(g.dtype), grads)
+        grads = jax.tree.map(lambda g: g / number.astype(g.dtype), grads)
+        layers, attached = inputs.separate(grads["layers"])
+        losses = {LOSS: loss / number} | {name: a.sum() for name, a in attached.items()}
+        return losses, grads | {"layers": layers}
 
     return loss_and_grads
+
+
+def _layer_inputs(stack: Stack, params: Tree, microbatch: Tree) -> LayerInputs:
+    """Return the inputs of a model's layers; params: in natural order."""
+    x = jax.eval_shape(stack.embed, params["embed_head"], microbatch["inputs"])
+    layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
+    return LayerInputs.of(stack.layer, layer, x)
 
 
 def outputs_of(

@@ -63,7 +63,7 @@ def test_the_parts_together_are_the_function(name, auto):
         stack, num_microbatches=ROWS, remat="layer", unroll=0, dtype=jnp.float64
     )  # each of one row
     found, found_grads = jax.jit(step, compiler_options=COMPILE_FAST)(params, batch)
-    assert float(found) == pytest.approx(loss, rel=1e-12)
+    assert float(found["loss"]) == pytest.approx(loss, rel=1e-12)
     assert difference(stack.export(jax.tree.map(np.asarray, found_grads)), grads) < 1e-12
 
 

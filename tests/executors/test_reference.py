@@ -21,7 +21,13 @@ def step_of(stack, **changes):
         "unroll": 16,
         "dtype": jnp.float64,
     } | changes
-    return jax.jit(reference(stack, **settings), compiler_options=COMPILE_FAST)
+    step = jax.jit(reference(stack, **settings), compiler_options=COMPILE_FAST)
+
+    def loss_and_grads(params, batch):
+        losses, grads = step(params, batch)
+        return losses["loss"], grads
+
+    return loss_and_grads
 
 
 @cache

@@ -82,7 +82,7 @@ def test_the_only_rank_of_a_pipeline_has_the_gradients_of_the_reference(remat, l
     case = Case("gpipe", (1, 1, 1), num_layers=4, model=model, remat=remat, loops=loops)
     loss, number, grads, _ = run_alone(case, 0)
     _, _, expected_loss, expected = run_reference(case.model, case.num_layers, case.batch_size)
-    np.testing.assert_allclose(loss / number, expected_loss, rtol=1e-12)
+    np.testing.assert_allclose(loss["loss"] / number, expected_loss, rtol=1e-12)
     found = case.layout().to_natural(jax.tree.map(lambda g: np.asarray(g / number), grads))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found, expected
@@ -96,7 +96,7 @@ def test_ranks_alone_send_nothing_and_the_last_one_has_the_losses(schedule):
     for rank in (0, 1, 3):
         loss, number, grads, text = run_alone(case, rank)
         numbers.append(float(number))
-        assert np.isfinite(float(loss))
+        assert np.isfinite(float(loss["loss"]))
         assert all(np.any(leaf) for leaf in jax.tree.leaves(grads["layers"]))
         assert "collective-permute" not in text
     assert numbers == [0.0, 0.0, case.batch_size * MLP["target_dim"]]

@@ -130,11 +130,11 @@ def run_spmd(case, stack, params, batch):
     step = jax.jit(
         staged_step(case, stack), in_shardings=(shardings, None), compiler_options=COMPILE_FAST
     )
-    loss, grads = step(staged, batch)
+    losses, grads = step(staged, batch)
     for grad, leaf, sharding in zip(*map(jax.tree.leaves, (grads, staged, shardings)), strict=True):
         assert (grad.shape, grad.dtype) == (leaf.shape, leaf.dtype)
         assert grad.sharding.is_equivalent_to(sharding, grad.ndim)
-    return loss, layout.to_natural(jax.tree.map(np.asarray, grads))
+    return losses["loss"], layout.to_natural(jax.tree.map(np.asarray, grads))
 
 
 @cache
@@ -145,8 +145,8 @@ def run_reference(model, num_layers, batch_size):
     stack = make_stack(model, num_layers)
     params, batch = make_params(stack), make_batch(model, batch_size)
     step = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype=jnp.float64)
-    loss, grads = jax.jit(step, compiler_options=COMPILE_FAST)(params, batch)
-    return params, batch, float(loss), jax.tree.map(np.asarray, grads)
+    losses, grads = jax.jit(step, compiler_options=COMPILE_FAST)(params, batch)
+    return params, batch, float(losses["loss"]), jax.tree.map(np.asarray, grads)
 
 
 def difference(found, expected):

@@ -56,7 +56,8 @@ def computed(
     batch = {"inputs": inputs, "targets": targets}
     step = reference(stack, num_microbatches=1, remat="none", unroll=8, dtype=dtype)
     logits = jax.jit(outputs_of(stack, unroll=8, dtype=dtype))(params, inputs)
-    return logits, *jax.jit(step)(params, batch)
+    losses, grads = jax.jit(step)(params, batch)
+    return logits, losses["loss"], grads
 
 
 def by_name(tree: Any) -> dict[str, np.ndarray]:

@@ -43,7 +43,8 @@ class Comparison(NamedTuple):
         numbers, leaves = [self.gradients.loss], [*self.gradients.leaves]
         training = self.training
         if training is not None:
-            numbers += [n for step in training.steps for n in (step.loss, step.grad_norm, step.lr)]
+            for step in training.steps:
+                numbers += [step.loss, step.grad_norm, step.lr, *step.attached.values()]
             numbers += [] if training.eval_loss is None else [training.eval_loss]
             leaves += training.state
         return all(each.error <= self.tolerance for each in (*numbers, *leaves))  # NaN fails
@@ -139,6 +140,9 @@ def _training_lines(
     job: TrainingJob, config: Config, training: TrainingComparison, tolerance: float
 ) -> Iterator[str]:
     """Yield lines on the state after the steps, its evaluation and clipping."""
+    for name in training.steps[0].attached:
+        worst_number = max((step.attached[name] for step in training.steps), key=lambda n: n.error)
+        yield f"attached  {name} {_number_text(worst_number, tolerance)}, the worst of all steps"
     worst, last = worst_of(training.state), len(training.steps)
     layer = "" if worst.layer is None else f" in layer {worst.layer}"
     yield (

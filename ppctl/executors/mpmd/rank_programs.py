@@ -75,11 +75,12 @@ def reductions(ranks: tuple[RankRole, ...], roles: Sequence[Role]) -> list[Progr
 
 
 def rank_entries(
-    layout: Layout, ranks: tuple[RankRole, ...], *, with_grads: bool
+    layout: Layout, ranks: tuple[RankRole, ...], *, with_grads: bool, attached: bool = False
 ) -> tuple[list[PlanEntry], list[PlanEntry]]:
     """Return the entries before the tasks, from ("params", rank), and after, to ("grads", rank).
 
-    Gradients of shared leaves go from the ranks that give them to the one that adds; the whole sum
+    attached: whether layers attach losses, whose sums are then ("attached", rank). Gradients of
+    shared leaves go from the ranks that give them to the one that adds; the whole sum
     goes back as ("shared", rank).
     """
     before, after, back = {}, [], []
@@ -108,6 +109,7 @@ def rank_entries(
             back = [
                 transfer_entry(r, ("shared_sum",), giver, ("shared", giver)) for giver in givers
             ]
+        writes += [("attached", r)] * bool(attached)
         after.append(rank_entry("finish", here, r, reads, writes))
         if here.shared == "gives":
             after.append(transfer_entry(r, ("given", r), adds, ("given_there", r)))
@@ -132,11 +134,11 @@ def prepare_rank(
     {"embed_head": None where not used, "layers": [V, 1, K, ...]}, sharded by `specs`.
     """
     # 1. the rank's parameters in the compute dtype
-    leaves = jax.tree.leaves(params)
-    master = leaves[0].dtype
-    zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros((1, *a.shape), master), tree)  # noqa: E731
+    inputs, slots = model.inputs, jax.tree.leaves(params["layers"])[0].shape[:3]
+    zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros((1, *a.shape), model.master), tree)  # noqa: E731
     shards = jax.tree.map(lambda a: a.astype(model.dtype), params)
     embed_head = gather_shards(shards["embed_head"], specs["embed_head"])
+    layers = inputs.extended(shards["layers"], jnp.zeros(slots, model.master))
 
     def stages(layers: Tree) -> list[Any]:
         take = lambda *index: jax.tree.map(lambda a: a[index], layers)  # noqa: E731
@@ -146,12 +148,12 @@ def prepare_rank(
             for v, n in enumerate(count)
         ]
 
-    whole = lambda: stages(gather_shards(shards["layers"], specs["layers"]))  # noqa: E731
+    whole = lambda: stages(gather_shards(layers, inputs.extended(specs["layers"], P())))  # noqa: E731
     # 2. the values by name, and the sums of their gradients
     by_embedding, by_head = model.uses
     found: dict[str, list] = {
-        "w": whole() if model.layer_specs is None else stages(shards["layers"]),
-        "acc": [zeros(model.trained_layers(each)) for each in jax.eval_shape(whole)],
+        "w": whole() if model.layer_specs is None else stages(layers),
+        "acc": [zeros(model.trained_weights(each)) for each in jax.eval_shape(whole)],
     }
     parts: dict[str, tuple[str, Tree]] = {}
     if here.has_part:
@@ -188,13 +190,16 @@ def finish_rank(
     """Return a rank's gradients, summed and sharded as its parameters, not yet divided.
 
     axes: those that devices sum over. The sums of stages come reduced; embedding and head are
-    summed here, a tied leaf's two sums as one. The rank that adds also has the others' sums of
-    shared leaves; the others leave these None in their gradients.
+    summed here, a tied leaf's two sums as one. The rank that adds also has the others' sums
+    of shared leaves; the others leave these None in their gradients. Attached losses, by layer,
+    come last.
     """
     # 1. the layers, stacked by chunk
     named = list(zip(program.reads, values, strict=True))
     chunks, given = ([v for n, v in named if n == name] for name in ("sum", "given_there"))
     layers = jax.tree.map(lambda *leaves: jnp.stack(leaves)[:, None], *chunks)
+    layers, losses = model.inputs.separate(layers)
+    attached = (losses,) if losses else ()
     # 2. embedding and head, summed
     v = dict(named)
     embed_head = model.keep(model.embed_head, (False,) * len(model.shared))
@@ -204,13 +209,15 @@ def finish_rank(
     trained = model.trained_embed_head(specs["embed_head"])
     embed_head = scatter_sums(embed_head, trained, axes)
     if here.shared is None:
-        return ({"embed_head": embed_head, "layers": layers},)
+        return {"embed_head": embed_head, "layers": layers}, *attached
     # 3. the leaves that ranks share
     own = shared_leaves(model, embed_head)
     if here.shared == "gives":
-        return {"embed_head": without_shared(model, embed_head), "layers": layers}, own
+        grads = {"embed_head": without_shared(model, embed_head), "layers": layers}
+        return grads, own, *attached
     total = [sum(leaves[1:], leaves[0]) for leaves in zip(own, *given, strict=True)]
-    return {"embed_head": with_shared(model, embed_head, total), "layers": layers}, total
+    grads = {"embed_head": with_shared(model, embed_head, total), "layers": layers}
+    return grads, total, *attached
 
 
 def shared_leaves(model: Model, embed_head: Tree) -> list[Any]:
@@ -242,7 +249,9 @@ def _stacked(model: Model, num_layer_slots: int, acc: Any) -> Tree:
     """Return the sums of a stage's layers, [num_layer_slots, ...], padded with zeros."""
     if isinstance(acc, list):
         zero = lambda a: jnp.zeros((0, *a.shape), a.dtype)  # noqa: E731
-        none = jax.tree.map(zero, model.trained_layers(model.held["layers"]))
+        place = jax.ShapeDtypeStruct((), model.master)
+        held = model.inputs.extended(model.held["layers"], place)
+        none = jax.tree.map(zero, model.trained_weights(held))
         acc = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), none, *acc)
     else:
         acc = drop_device_dim(acc)
@@ -332,14 +341,16 @@ class ProgramLibrary:
             return P(self.device_axes)
         if one is None:
             return P()
+        one = model.inputs.extended(one, P())
         stacked = jax.tree.map(lambda spec: P(None, *spec), one, is_leaf=is_spec)
         specs = stacked if number > model.unroll else [one] * number
-        return specs if name == "w" else self._with_devices(model.trained_layers(specs))
+        return specs if name == "w" else self._with_devices(model.trained_weights(specs))
 
     @property
     def _sum_specs(self) -> Tree:
         """The specs of a stage's reduced sums of gradients, stacked."""
-        staged = self.model.trained_layers(next(iter(self.param_specs.values()))["layers"])
+        layers = next(iter(self.param_specs.values()))["layers"]
+        staged = self.model.trained_weights(self.model.inputs.extended(layers, P()))
         return jax.tree.map(lambda spec: P(*spec[2:]), staged, is_leaf=is_spec)
 
     def function(self, program: ProgramId) -> Callable[..., tuple]:

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.parameter_layout import gather_shards, layer_specs
 from ppctl.executors.stage.layer_programs import add_embedding_grad, add_head_grads, zeros_like
 from ppctl.executors.stage.stage import LayerSlots, Stage
+from ppctl.model.layer_inputs import LOSS, LayerInputs
 from ppctl.model.stack import Stack
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.ir import Kind
@@ -78,21 +80,37 @@ class Device:
         self.params, self.specs, self.microbatches = params, specs, microbatches
         self.layer_slots, self.num_chunks = layer_slots, ticks.schedule.num_chunks
         self.has_parts = ticks.schedule.divides_vocabulary  # `embed_head` is this rank's part
-        # 2. gathered parameters
+        # 2. embedding and head gathered; the inputs of layers besides parameters
         self.embed_head = gather_shards(self._compute(params["embed_head"]), specs["embed_head"])
-        shards, by_layer = self._compute(params["layers"]), options.gather == "layer"
-        gathered = lambda: self._chunks(gather_shards(shards, specs["layers"]))  # noqa: E731
+        self.x = jax.eval_shape(stack.embed, self.embed_head, self.microbatch("inputs", 0))
+        shards, self.inputs = self._compute(params["layers"]), LayerInputs()
+        if ticks.has_backward:
+            whole = jax.eval_shape(lambda: gather_shards(shards, specs["layers"]))
+            of_layer = lambda a: jax.ShapeDtypeStruct(a.shape[3:], a.dtype)  # noqa: E731
+            self.inputs = LayerInputs.of(stack.layer, jax.tree.map(of_layer, whole), self.x)
+        self.trainable = self.inputs.trainable(stack)
+        # 3. the layers, gathered here or by the stage
+        places = jnp.zeros(jax.tree.leaves(shards)[0].shape[:3], self.master)
+        shards = self.inputs.extended(shards, places)
+        layers = self.inputs.extended(specs["layers"], P(None, "pp"))
+        self.specs, by_layer = specs | {"layers": layers}, options.gather == "layer"
+        gathered = lambda: self._chunks(gather_shards(shards, layers))  # noqa: E731
         self.whole = jax.eval_shape(gathered)  # shapes
         self.chunks = self._chunks(shards) if by_layer else gathered()
-        # 3. the stage
-        self.x = jax.eval_shape(stack.embed, self.embed_head, self.microbatch("inputs", 0))
-        w0, of_layer = self.whole[0], lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
-        w0 = w0[0] if isinstance(w0, list) else jax.tree.map(of_layer, w0)
-        gather = partial(gather_shards, specs=layer_specs(specs["layers"])) if by_layer else None
-        layer = stack.layer, options.remat, w0, self.x, gather, stack.trains("layers")
-        self.stage = Stage(*layer, in_order=options.loops)
+        # 4. the stage
+        w0, of_chunk = self.whole[0], lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
+        w0 = w0[0] if isinstance(w0, list) else jax.tree.map(of_chunk, w0)
+        gather = partial(gather_shards, specs=layer_specs(layers)) if by_layer else None
+        functions = self.inputs.functions(stack.layer)
+        how = options.remat, w0, self.x, gather, self.trainable["layers"]
+        self.stage = Stage(functions, *how, in_order=options.loops)
 
     # parameters and data
+
+    @property
+    def master(self) -> Any:
+        """The dtype of parameters and of sums of gradients."""
+        return jax.tree.leaves(self.params)[0].dtype
 
     def _compute(self, tree: Tree) -> Tree:
         return jax.tree.map(lambda a: a.astype(self.options.dtype), tree)
@@ -171,18 +189,18 @@ class Device:
         losses = zeros_like(jax.eval_shape(self.stack.head, self.embed_head, self.x, targets))
         if not self.ticks.has_backward:
             return (*losses, None, None)
-        master = jax.tree.leaves(self.params)[0].dtype
-        sums = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, master), tree)  # noqa: E731
-        of_layer = partial(trained_part, trainable=self.stack.trains("layers"))
+        sums = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, self.master), tree)  # noqa: E731
+        of_layer = partial(trained_part, trainable=self.trainable["layers"])
         layers = [[*map(of_layer, w)] if isinstance(w, list) else of_layer(w) for w in self.whole]
         embed_head = trained_part(self.embed_head, self.stack.trains("embed_head"))
         return (*losses, sums(embed_head), sums(layers))
 
     def results(
         self, sums: Tree, reduced: Callable[[Tree, Tree], Tree], are_scattered: bool
-    ) -> tuple[jax.Array, jax.Array, Tree]:
-        """Return (sum of losses, their number, sums of gradients laid out as the parameters).
+    ) -> tuple[dict[str, jax.Array], jax.Array, Tree]:
+        """Return (sums of losses, number, sums of gradients laid out as the parameters).
 
+        The sums are {"loss": this device's, name: an attached loss, of all replicas of the rank}.
         reduced: returns the sums over all replicas of gradients and their specs. are_scattered: to
         shards, layer by layer, and stacked only then. Stacked earlier, gradients would be in memory
         twice, and XLA transposes arrays to scatter another dim than the first.
@@ -190,11 +208,11 @@ class Device:
         # 1. sums over all replicas
         loss, number, embed_head, layers = sums
         if not self.ticks.has_backward:
-            return loss, number, None
+            return {LOSS: loss}, number, None
         if are_scattered:
             layers = [self._apart(chunk) for chunk in layers]
         is_list = isinstance(layers[0], list)
-        trained = trained_part(self.specs, self.stack.trainable)
+        trained = trained_part(self.specs, self.trainable)
         one = layer_specs(trained["layers"], are_stacked=not is_list)
         specs = {
             "embed_head": trained["embed_head"],
@@ -208,7 +226,9 @@ class Device:
         if is_list:
             layers = [jax.tree.map(lambda *leaves: stack(leaves), *chunk) for chunk in layers]
         layers = jax.tree.map(lambda *leaves: stack(leaves)[:, None], *layers)
-        return loss, number, {"embed_head": grads["embed_head"], "layers": layers}
+        layers, attached = self.inputs.separate(layers)
+        sums = {LOSS: loss} | {name: a.sum() for name, a in attached.items()}
+        return sums, number, {"embed_head": grads["embed_head"], "layers": layers}
 
     def _apart(self, layers: Tree) -> list[Tree]:
         """Return the layers of a chunk, a list or stacked, as a list."""

@@ -27,6 +27,7 @@ from ppctl.executors.parameter_layout import Layout, scatter_sums
 from ppctl.executors.spmd.device_program import Device, Options
 from ppctl.executors.spmd.tick_programs import run_fb_ticks, run_op_ticks
 from ppctl.executors.stage.stage import LayerSlots
+from ppctl.model.layer_inputs import LOSS
 from ppctl.model.stack import Stack, divisor
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.tick_lowering import Ticks
@@ -36,23 +37,24 @@ Tree = Any
 
 def spmd(
     stack: Stack, layout: Layout, ticks: Ticks, options: Options
-) -> Callable[[Tree, Tree], tuple[jax.Array, Tree]]:
-    """Return the function (params, batch) -> (loss, gradients) that runs ticks on layout's mesh.
+) -> Callable[[Tree, Tree], tuple[Any, Tree]]:
+    """Return the function (params, batch) -> (losses, gradients) that runs ticks on layout's mesh.
 
     params: parameters in staged form (`Layout.to_staged`). batch: {"inputs", "targets"}, global
-    arrays [batch, ...]. The loss is the mean over the batch; gradients have the parameters' layout,
-    sharding and dtype, and are None for frozen ones. With ticks of forwards only
-    (`schedule.ticks.forward_only`) the function returns (loss, number of losses in the mean).
+    arrays [batch, ...]. losses: {"loss": the mean over the batch, name: an attached loss, over the
+    same number}; gradients have the parameters' layout, sharding and dtype, and are None for frozen
+    ones. With ticks of forwards only (`schedule.ticks.forward_only`) the function returns (loss,
+    number of losses in the mean).
 
     ConfigError, before tracing, if ticks and options differ in remat, or ticks and layout in
     placement.
     """
     _check_ticks(layout, ticks, options)
 
-    def loss_and_grads(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+    def loss_and_grads(params: Tree, batch: Tree) -> tuple[Any, Tree]:
         specs = layout.staged_specs(params)
 
-        def local(params: Tree, batch: Tree, *rank: jax.Array) -> tuple[jax.Array, Tree]:
+        def local(params: Tree, batch: Tree, *rank: jax.Array) -> tuple[Any, Tree]:
             def reduced(grads: Tree, specs: Tree) -> Tree:
                 return {
                     "embed_head": scatter_sums(grads["embed_head"], specs["embed_head"], AXES),
@@ -61,14 +63,14 @@ def spmd(
 
             # 1. the ticks of this device
             program = stack, layout, ticks, options
-            loss, number, grads = _results(Device, program, params, specs, batch, rank, reduced)
-            # 2. the mean over the batch
-            loss, number = jax.lax.psum((loss, number), AXES)
-            mean = loss / divisor(number)
+            losses, number, grads = _results(Device, program, params, specs, batch, rank, reduced)
+            # 2. the means over the batch
+            loss, number = jax.lax.psum((losses.pop(LOSS), number), AXES)
+            losses = {LOSS: loss} | jax.lax.psum(losses, "pp")
             if grads is None:
-                return mean, number
-            number = divisor(number)
-            return mean, jax.tree.map(lambda g: g / number.astype(g.dtype), grads)
+                return losses[LOSS] / divisor(number), number
+            mean = lambda a: a / divisor(number).astype(a.dtype)  # noqa: E731
+            return jax.tree.map(mean, losses), jax.tree.map(mean, grads)
 
         return jax.shard_map(
             local,
@@ -83,15 +85,15 @@ def spmd(
 
 def spmd_of_rank(
     stack: Stack, layout: Layout, ticks: Ticks, options: Options
-) -> Callable[..., tuple[jax.Array, jax.Array, Tree]]:
+) -> Callable[..., tuple[Tree, jax.Array, Tree]]:
     """Return a rank's part of these ticks, run alone: (params, batch, *rank arrays) -> results.
 
     params: the rank's, in staged form [V, 1, K, ...], whole for any fsdp. batch: the device's
-    examples. rank arrays: of `rank_arrays`. Results: sum of losses, their number, sums of
+    examples. rank arrays: of `rank_arrays`. Results: sums of losses, their number, sums of
     gradients. Nothing is sent: a rank receives its sent values, with noise.
     """
 
-    def alone(params: Tree, batch: Tree, *rank: jax.Array) -> tuple[jax.Array, jax.Array, Tree]:
+    def alone(params: Tree, batch: Tree, *rank: jax.Array) -> tuple[Tree, jax.Array, Tree]:
         specs = jax.tree.map(lambda _: P(), params)
         return _results(_Alone, (stack, layout, ticks, options), params, specs, batch, rank)
 
@@ -130,8 +132,8 @@ def _results(
     batch: Tree,
     rank: tuple[jax.Array, ...],
     reduced: Callable[[Tree, Tree], Tree] = lambda grads, _: grads,
-) -> tuple[jax.Array, jax.Array, Tree]:
-    """Return (sum of losses, their number, sums of gradients) of a device after all ticks.
+) -> tuple[dict[str, jax.Array], jax.Array, Tree]:
+    """Return (sums of losses, their number, sums of gradients) of a device after all ticks.
 
     rank: its `rank_arrays`. reduced: see `Device.results`.
     """

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from ppctl.errors import ConfigError
 from ppctl.executors.stage.layer_programs import pack_flat, unpack_flat
 from ppctl.executors.stage.traced_operations import Trace
+from ppctl.model.layer_inputs import attached_in, outside_of_layers, place_of_loss, placing
 from ppctl.model.network import Network
 from ppctl.model.stack import NO_DECAY, Contents, Stack
 from ppctl.model.trainable_parameters import checked_flags
@@ -66,10 +67,18 @@ class TracedNetwork:
                     f"init makes {name} of {leaf.dtype}, and parameters are trained: use dtype."
                 )
         self.is_trained = checked_flags(params, network.trainable)
+        leaves = [Shape(shape, self.compute) for shape in self.shapes]
+        params = jax.tree.unflatten(self.treedef, leaves)
+        examples = Shape(inputs.shape, self.compute if _is_floating(inputs) else inputs.dtype)
+        self.losses = attached_in(network.apply, params, examples)  # names; leaves after parameters
         self.traces: dict[int, Trace] = {}
         self.bounds = self._bounds(self.at(NUM_EXAMPLES[0]))
         self.places = self._places(self.at(NUM_EXAMPLES[0]))
         self.widths = [self._checked(place) for place in self.bounds]
+        ends = (0, self.bounds[0]), (self.bounds[-1], self.at(NUM_EXAMPLES[0]).num_ops)
+        for where, ops in zip(("embedding", "head"), ends, strict=True):
+            for name in self._attached(*ops).values():
+                raise outside_of_layers(name, where)
 
     # where it is cut
 
@@ -77,6 +86,7 @@ class TracedNetwork:
         """Return the network traced for this number of examples."""
         if num_examples not in self.traces:
             leaves = [Shape(shape, self.compute) for shape in self.shapes]
+            leaves += [Shape((), self.dtype) for _ in self.losses]
             dtype = self.compute if _is_floating(self.inputs) else self.inputs.dtype
             trace = Trace(self._apply, leaves, Shape((num_examples, *self.inputs.shape[1:]), dtype))
             usual = next(iter(self.traces.values()), trace)
@@ -89,7 +99,15 @@ class TracedNetwork:
         return self.traces[num_examples]
 
     def _apply(self, leaves: list, inputs: jax.Array) -> Tree:
-        return self.network.apply(jax.tree.unflatten(self.treedef, leaves), inputs)
+        params, places = leaves[: len(self.shapes)], leaves[len(self.shapes) :]
+        with placing(dict(zip(self.losses, places, strict=True))):
+            return self.network.apply(jax.tree.unflatten(self.treedef, params), inputs)
+
+    def _attached(self, start: int, stop: int) -> dict[int, str]:
+        """Return the losses attached by operations from `start` to before `stop`, by their leaf."""
+        users, trace = range(start, stop), self.at(NUM_EXAMPLES[0])
+        named = enumerate(self.losses, len(self.shapes))
+        return {i: name for i, name in named if any(op in users for op in trace.users(i))}
 
     def _bounds(self, trace: Trace) -> tuple[int, ...]:
         """Return the first operation of each layer and of the head."""
@@ -309,6 +327,8 @@ class TracedNetwork:
     def layer(self, l: int, w: Tree, x: jax.Array) -> jax.Array:
         start, stop = self.bounds[l : l + 2]
         leaves = self._computed(self._leaves_of(l, w))
+        for i, name in self._attached(start, stop).items():
+            leaves[i] = place_of_loss(name).astype(self.dtype)
         values = self.at(len(x)).run(start, stop, self._unpacked(x, start), leaves)
         return self._packed(values, len(x))
 

@@ -187,7 +187,7 @@ class CountedModel:
         stage, w, x = self.stages[Remat.NONE], self.weights, self.model.x
         slots = None if self.model.stack.are_alike else LayerSlots(numbers=range(l, l + 1))
         stash, pending = stage.stash_shapes(w, slots), stage.pending_shapes(w, slots)
-        acc = self.model.trained_layers([self.model.layer])
+        acc = [self.model.trained_layers(self.model.layer)]
 
         def forward(w: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:
             return stage.forward(w, slots, x)

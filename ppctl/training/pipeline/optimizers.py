@@ -135,7 +135,7 @@ def sum_of_squares(tree: Any) -> jax.Array:
 
 
 Tree = Any
-LossAndGrads = Callable[[Tree, Tree], tuple[jax.Array, Tree]]
+LossAndGrads = Callable[[Tree, Tree], tuple[dict[str, jax.Array], Tree]]  # params, batch -> losses
 
 
 def init_state(
@@ -154,15 +154,15 @@ def train_step(
     optimizer: optax.GradientTransformation,
     lr_schedule: optax.Schedule | None = None,
 ) -> Callable[..., tuple[Tree, dict[str, jax.Array]]]:
-    """Return (state, batch) -> (next state, {"loss", "grad_norm", "lr"}).
+    """Return (state, batch) -> (next state, {"loss", attached losses, "grad_norm", "lr"}).
 
     grad_norm is of all stages, before clipping; "lr" is missing without an lr_schedule.
     """
 
     def step(state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
-        loss, grads = loss_and_grads(state["params"], batch)
+        losses, grads = loss_and_grads(state["params"], batch)
         norm = global_norm(grads)
-        metrics: dict[str, Any] = {"loss": loss, "grad_norm": norm}
+        metrics: dict[str, Any] = losses | {"grad_norm": norm}
         if lr_schedule is not None:
             metrics["lr"] = lr_schedule(state["step"])
         return apply_gradients(optimizer, state, grads, norm), metrics

@@ -102,6 +102,11 @@ class Pipeline:
         trained = trained_part(self.states.natural["params"], self.stack.trainable)
         return sum(a.size for a in jax.tree.leaves(trained))
 
+    @property
+    def attached_losses(self) -> tuple[str, ...]:
+        """The names of the losses that layers attach, among the metrics of a step."""
+        return self.model.inputs.losses
+
     # training
 
     def init(self, seed: int | None = None) -> Tree:
@@ -110,7 +115,10 @@ class Pipeline:
         return self.engine.new_state(seed)
 
     def step(self, state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, dict[str, jax.Array]]:
-        """Return (next state, {"loss", "grad_norm"}), with "lr" where an lr_schedule was given.
+        """Return (next state, metrics) of one train step.
+
+        metrics: "loss", "grad_norm" (before clipping), "lr" where an lr_schedule was given, and the
+        losses that layers attach, by name.
 
         Compiled at the first call, unless `compile` did it. The state's memory is reused.
         """

@@ -21,9 +21,11 @@ import optax
 from ppctl.config import Config
 from ppctl.executors.compiler_options import cpu_options
 from ppctl.executors.reference import reference
+from ppctl.model.layer_inputs import LOSS
 from ppctl.model.stack import Stack, init
 from ppctl.model.trainable_parameters import trained_part, with_trained
 from ppctl.training.pipeline.job import TrainingJob, evaluate, make_optimizer
+from ppctl.training.pipeline.optimizers import LossAndGrads
 
 Tree = Any
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}  # max|difference|/max|reference|
@@ -38,6 +40,7 @@ class StepNumbers(NamedTuple):
     loss: float
     grad_norm: float  # before clipping
     lr: float
+    attached: dict[str, float]  # losses that layers attach
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class PlainModel:
 
     job: TrainingJob
     params: Tree
-    loss_and_grads: Callable[[Tree, Tree], tuple[jax.Array, Tree]]  # of (params, batch)
+    loss_and_grads: LossAndGrads  # of (params, batch)
     losses: Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]  # (sum, number) of the same
 
     def run(self, num_steps: int, clip_norm: float | None, tolerance: float) -> PlainSteps:
@@ -101,10 +104,10 @@ class PlainModel:
         states, numbers = [before] * len(SHIFTS), []
         compiled_update = _compiled(update)
         for k, batch in enumerate(islice(data.batches(), num_steps)):
-            loss, grads = jax.device_get(self.loss_and_grads(states[0]["params"], batch))
-            numbers.append(
-                StepNumbers(float(loss), _norm(grads), float(jnp.asarray(lr_schedule(k))))
-            )
+            losses, grads = jax.device_get(self.loss_and_grads(states[0]["params"], batch))
+            attached = {name: float(a) for name, a in losses.items()}
+            loss, rate = attached.pop(LOSS), float(jnp.asarray(lr_schedule(k)))
+            numbers.append(StepNumbers(loss, _norm(grads), rate, attached))
             pairs = zip(states, SHIFTS, strict=True)
             updated = [compiled_update(state, grads, max_norm, shift) for state, shift in pairs]
             states = jax.device_get(updated)
@@ -197,6 +200,7 @@ class StepComparison:
     loss: Number
     grad_norm: Number  # before clipping
     lr: Number
+    attached: dict[str, Number]  # losses that layers attach
     is_clipped: bool
 
 
@@ -230,11 +234,11 @@ def compare_gradients(job: TrainingJob, plain: PlainModel, state: Tree) -> Gradi
     """Return loss and gradients of the first batch, compared; state: the initial one, kept."""
     batch = next(job.data.batches())
     loss, grads = job.pipe.loss_and_grads(state, batch)
-    expected_loss, expected = jax.device_get(plain.loss_and_grads(plain.params, batch))
+    losses, expected = jax.device_get(plain.loss_and_grads(plain.params, batch))
     least = float(rounding_of(expected)) / tolerance_of(job)
     expected, grads = (of_author(job.pipe.stack, tree) for tree in (expected, grads))
     leaves = in_layers(job.pipe.stack, compare_trees(expected, grads, least=least))
-    return GradientComparison(compared(loss, expected_loss), leaves)
+    return GradientComparison(compared(loss, losses[LOSS]), leaves)
 
 
 def compare_training(
@@ -252,8 +256,11 @@ def compare_training(
     both = zip(batches, plain.numbers, plain.clipped, strict=True)
     for step, (batch, wanted, is_clipped) in enumerate(both, 1):
         state, numbers = engine.step(state, engine.put(batch))
-        pairs = {name: compared(numbers[name], each) for name, each in wanted._asdict().items()}
-        steps.append(StepComparison(step, **pairs, is_clipped=is_clipped))
+        loss, grad_norm, lr, attached = wanted
+        pairs = {LOSS: loss, "grad_norm": grad_norm, "lr": lr} | attached
+        found = {name: compared(numbers[name], each) for name, each in pairs.items()}
+        of_step = (found.pop(name) for name in (LOSS, "grad_norm", "lr"))
+        steps.append(StepComparison(step, *of_step, attached=found, is_clipped=is_clipped))
     # 2. their state, and its evaluation
     eval_loss = None
     if plain.eval_loss is not None:

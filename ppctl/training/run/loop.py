@@ -187,10 +187,11 @@ class Loop:
         step_time_s = self.clock.step_time_s(dispatched_s, done)
         loss, grad_norm, lr = (float(numbers[name]) for name in ("loss", "grad_norm", "lr"))
         self.step_times_s.append(step_time_s)
-        self.last = {"step": finished, "loss": loss, "grad_norm": grad_norm, "lr": lr}
+        attached = {name: float(numbers[name]) for name in self.job.pipe.attached_losses}
+        self.last = {"step": finished, "loss": loss, **attached, "grad_norm": grad_norm, "lr": lr}
         self.last |= {"step_time_s": step_time_s, **self._speeds(step_time_s)}
         with writing(Path(self.job.config.run.dir)):
-            self.metrics.log(self.last)
+            self.metrics.log(self.last, tuple(attached))
         if loss == grad_norm == 0 and not self._is_empty_noted:
             self._is_empty_noted = True
             self.metrics.note(

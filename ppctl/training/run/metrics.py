@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ppctl.model.layer_inputs import LOSS
 from ppctl.reports.terminal_output import OutputConsole, replace_file, show_lines
 from ppctl.training.run.run_environment import writing
 from ppctl.training.run.trackers import BackgroundTracker
@@ -64,10 +65,11 @@ class Metrics:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def log(self, record: Record) -> None:
+    def log(self, record: Record, attached: Sequence[str] = ()) -> None:
         """Write and show one training step. `record["step"]` counts finished steps, from 1.
 
-        A line shows the mean time of the steps since the line before.
+        A line shows the mean time of the steps since the line before. attached: the names of losses
+        that layers attach, shown after the loss.
         """
         if not self._files:
             return
@@ -76,7 +78,7 @@ class Metrics:
         self._track(record, step, _train_tag)
         self._unshown.append(record)
         if step in (self._first_step, self._num_steps) or step % self._log_every == 0:
-            self.note(f"step {self._counted(step)}  {_shown(_mean(self._unshown))}")
+            self.note(f"step {self._counted(step)}  {_shown(_mean(self._unshown), attached)}")
             self._unshown.clear()
 
     def log_eval(self, step: int, record: Record) -> None:
@@ -169,15 +171,18 @@ _SHOWN = {
 _SPEEDS = ("tokens_per_s", "rows_per_s", "mfu_fraction", "mfu_causal_fraction")
 
 
-def _shown(record: Record) -> str:
-    """Return the text of a record on the terminal.
+def _shown(record: Record, attached: Sequence[str] = ()) -> str:
+    """Return the text of a record on the terminal; attached: as in `Metrics.log`.
 
     >>> _shown({"step": 10, "loss": 3.1416, "lr": 1e-3, "tokens_per_s": 12345.0})
     'loss 3.1416  lr 1.0e-03  12,345 tok/s'
+    >>> _shown({"loss": 3.1416, "balance": 0.01, "lr": 1e-3}, ["balance"])
+    'loss 3.1416  balance 0.0100  lr 1.0e-03'
     """
-    return "  ".join(
-        text(record[key]) for key, text in _SHOWN.items() if record.get(key) is not None
-    )
+    losses = {name: f"{name} {_number(record[name] or 0.0)}" for name in attached}
+    known = {key: text(record[key]) for key, text in _SHOWN.items() if record.get(key) is not None}
+    first = {LOSS: known.pop(LOSS)} if LOSS in known else {}
+    return "  ".join((first | losses | known).values())
 
 
 def _mean(records: Sequence[Record]) -> Record:

@@ -67,7 +67,10 @@ class Engine(Protocol):
         """Compile the train step, and with `evaluate` the programs of `loss`."""
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
-        """Return (next state, {"loss", "grad_norm", and "lr" if known}); after `compile`."""
+        """Return (next state, {"loss", attached losses, "grad_norm", and "lr" if known}).
+
+        After `compile`.
+        """
 
     def loss(self, state: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
         """Return (mean loss of a batch, number of losses); after `compile(evaluate=True)`."""

@@ -25,9 +25,9 @@ from ppctl.training.pipeline.engines.one_program import OneProgram
 from ppctl.training.pipeline.engines.post_validation import PostValidated
 from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.execution import Execution
+from ppctl.training.pipeline.optimizers import LossAndGrads
 
 Tree = Any
-LossAndGrads = Callable[[Tree, Tree], tuple[jax.Array, Tree]]  # params, batch -> loss, gradients
 Loss = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]  # params, batch -> loss, number
 
 
@@ -92,7 +92,9 @@ def model_of(
     sizes = num_microbatches, execution.remat, execution.unroll, dtype, execution.axes
     divided = layout.own_embed_head(embed_head), specs, auto_specs
     model = stack, embed_head, layer, microbatch, *sizes, *divided
-    return Model(*model, in_order=_is_gpu(layout))
+    found = Model(*model, in_order=_is_gpu(layout))
+    _ = found.inputs  # refuses losses attached in embedding and head
+    return found
 
 
 def _by_reference(
@@ -103,9 +105,9 @@ def _by_reference(
     The reference takes layers only in natural order.
     """
 
-    def gradients(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
-        loss, grads = of(with_grads=True)(layout.to_natural(params), batch)
-        return loss, layout.to_staged(grads)
+    def gradients(params: Tree, batch: Tree) -> tuple[dict[str, jax.Array], Tree]:
+        losses, grads = of(with_grads=True)(layout.to_natural(params), batch)
+        return losses, layout.to_staged(grads)
 
     how = {"num_microbatches": model.num_microbatches, "remat": execution.remat}
     of = partial(reference, stack, **how, dtype=model.dtype)

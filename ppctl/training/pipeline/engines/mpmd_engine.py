@@ -39,6 +39,7 @@ from ppctl.executors.mpmd.rank_programs import (
 )
 from ppctl.executors.mpmd.rank_trees import Division
 from ppctl.executors.parameter_layout import sharded_over, tree_specs
+from ppctl.model.layer_inputs import LOSS
 from ppctl.model.stack import divisor
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.ir import Schedule, Task
@@ -70,7 +71,8 @@ class Mpmd:
         self.layout = layout = states.layout
         self.states, self.batch_shapes, self.model = states, batch_shapes, model
         self.training, self.evaluation = schedules
-        self.metric_names = ("loss", "grad_norm", *(("lr",) if lr_schedule is not None else ()))
+        rate = ("lr",) if lr_schedule is not None else ()
+        self.metric_names = (LOSS, "grad_norm", *rate, *model.inputs.losses)
         # 2. stages and ranks
         have_embed_head, are_alike = model.own_embed_head is None, model.stack.are_alike
         how = {"are_alike": are_alike, "have_embed_head": have_embed_head}
@@ -213,7 +215,8 @@ class Mpmd:
         if what == "redo":
             return self._updates("update", "numbers"), self.state_keys
         schedule, order = self.evaluation if what == "loss" else self.training
-        before, after = rank_entries(self.layout, self.roles, with_grads=what != "loss")
+        how = {"with_grads": what != "loss", "attached": bool(self.model.inputs.losses)}
+        before, after = rank_entries(self.layout, self.roles, **how)
         keeps_input = self.model.stage.keeps_input
         tasks = task_entries(schedule, order, self.stage_roles, keeps_input=keeps_input)
         if what != "loss":
@@ -261,8 +264,9 @@ class Mpmd:
         """Return entries from gradients to a step's numbers; the last rank adds all squares."""
         ops = [self._op("squares", r, [("grads", r)], [("squares", r)]) for r in self.ranks]
         moves, squares = self._to_last("squares", self.ranks)
-        reads = [("loss",), ("number",), ("step", self.last), *squares]
-        return [*ops, *moves, self._op("combine", self.last, reads, [("numbers",)])]
+        sent, attached = self._to_last("attached", self.ranks if self.model.inputs.losses else ())
+        reads = [("loss",), ("number",), ("step", self.last), *squares, *attached]
+        return [*ops, *moves, *sent, self._op("combine", self.last, reads, [("numbers",)])]
 
     def _updates(self, kind: str, numbers: str) -> list[PlanEntry]:
         ops = []
@@ -295,6 +299,7 @@ class _Once:
     ):
         # 1. the specs of each rank's state
         self.engine, self.optimizer, self.lr_schedule = engine, optimizer, lr_schedule
+        self.losses = engine.model.inputs.losses
         self.axes = tuple(axis for axis in RANK_AXES if axis not in engine.layout.auto)
         staged, described = engine.states.staged, engine.division.described
         self.of_state = {
@@ -321,7 +326,8 @@ class _Once:
             return self.of_state[program.shape][name]
         if name == "mean_grads":
             return self.of_state[program.shape]["params"]
-        is_number = name in ("loss", "number", "squares", "squares_there", "numbers")
+        name = name.removesuffix("_there")
+        is_number = name in ("loss", "number", "squares", "attached", "numbers")
         return P() if is_number else None
 
     def _mean(self, _: ProgramId, *losses: Tree) -> tuple:
@@ -350,11 +356,15 @@ class _Once:
         return (sum(sums, start=jnp.zeros((), jnp.float32)),)
 
     def _combine(
-        self, _: ProgramId, loss: jax.Array, number: jax.Array, step: jax.Array, *squares: jax.Array
+        self, _: ProgramId, loss: jax.Array, number: jax.Array, step: jax.Array, *of_ranks: Tree
     ) -> tuple:
+        squares, attached = of_ranks[: len(self.engine.ranks)], of_ranks[len(self.engine.ranks) :]
+        total = {name: sum(by[name].sum() for by in attached) for name in self.losses}
         norm = jnp.sqrt(sum(squares)) / divisor(number)
-        rate = {} if self.lr_schedule is None else {"lr": self.lr_schedule(step)}
-        return ({"loss": loss, "grad_norm": norm, "number": number} | rate,)
+        numbers: dict[str, Any] = {LOSS: loss, "grad_norm": norm, "number": number}
+        if self.lr_schedule is not None:
+            numbers["lr"] = self.lr_schedule(step)
+        return (numbers | {name: a / divisor(number) for name, a in total.items()},)
 
     def _update(
         self, _: ProgramId, params: Tree, optimizer: Tree, step: jax.Array, grads: Tree, *rest: Tree

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from ppctl.executors.compiler_options import Flags, temp_bytes, total_bytes
 from ppctl.executors.device_mesh import DATA_AXES
 from ppctl.executors.model_shapes import shard_bytes, shard_shapes
+from ppctl.model.layer_inputs import LOSS
 from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporaries
 from ppctl.training.pipeline.engines.step_programs import Choose, StepPrograms, one_program
 from ppctl.training.pipeline.engines.train_states import (
@@ -35,7 +36,7 @@ class OneProgram:
 
     states: States
     batch_shapes: Tree  # shapes and dtypes of a global batch
-    loss_and_grads_of: Callable[[Tree, Tree], tuple[jax.Array, Tree]]
+    loss_and_grads_of: Callable[[Tree, Tree], tuple[dict[str, jax.Array], Tree]]
     loss_of: Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
     optimizer: optax.GradientTransformation
     lr_schedule: optax.Schedule | None = None
@@ -136,5 +137,5 @@ class OneProgram:
         return self.compiled["loss"](state["params"], batch)
 
     def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
-        loss, grads = jax.jit(self.loss_and_grads_of)(state["params"], batch)
-        return loss, jax.jit(self.states.layout.to_natural)(grads)
+        losses, grads = jax.jit(self.loss_and_grads_of)(state["params"], batch)
+        return losses[LOSS], jax.jit(self.states.layout.to_natural)(grads)

@@ -1,0 +1,225 @@
+"""A loss that a layer attaches trains as one written into the loss, and is reported apart from it.
+
+The oracle is a plain JAX model whose loss is written out, in float64.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ppctl
+from ppctl.model.stack import init as ppctl_init
+
+L, D, BATCH = 4, 6, 16
+TOLERANCE = 1e-12
+
+
+def spread(x):
+    """The sum over examples of a loss of the activation."""
+    return 0.1 * jnp.square(jax.nn.logsumexp(x, axis=-1)).sum()
+
+
+def size(w):
+    return lambda x: 0.3 * jnp.abs(x @ w).sum()
+
+
+def attaching_stack(attach=ppctl.attach_loss):
+    """A stack whose layers attach two losses, one of them in an inner scan that JAX traces once."""
+
+    def init_embed_head(key):
+        first, second = jax.random.split(key)
+        return {"in": jax.random.normal(first, (3, D)), "out": jax.random.normal(second, (D, 2))}
+
+    def layer(w, x):
+        x = attach(x, spread(x), name="spread")
+        turn = lambda x, part: (attach(x, size(part)(x), name="size"), None)
+        x, _ = jax.lax.scan(turn, x, w["gate"].reshape(2, D, -1).transpose(0, 1, 2))
+        return x + jnp.tanh(x @ w["up"])
+
+    def init_layer(key, _):
+        up, gate = jax.random.split(key)
+        return {"up": jax.random.normal(up, (D, D)) / 3, "gate": jax.random.normal(gate, (2, D, 2))}
+
+    def head(embed_head, x, targets):
+        errors = x @ embed_head["out"] - targets
+        return jnp.square(errors).sum(), jnp.asarray(errors.size, errors.dtype)
+
+    embed = lambda embed_head, inputs: inputs @ embed_head["in"]
+    return ppctl.Stack(L, init_embed_head, init_layer, embed, layer, head, mixes_examples=False)
+
+
+def make_batch():
+    rng = np.random.default_rng(0)
+    return {"inputs": rng.standard_normal((BATCH, 3)), "targets": rng.standard_normal((BATCH, 2))}
+
+
+@cache
+def written_out():
+    """(main loss, attached losses by name, gradients of their sum), each over the number of losses,
+    and the parameters.
+    """
+    found, batch = {}, make_batch()
+
+    def collect(x, loss, name):
+        found[name] = found.get(name, 0) + loss
+        return x
+
+    def total(params):
+        found.clear()
+        embed_head, x = params["embed_head"], batch["inputs"] @ params["embed_head"]["in"]
+        for l in range(L):
+            w = jax.tree.map(lambda a, l=l: a[l], params["layers"])
+            x = collect(x, spread(x), "spread")
+            for part in w["gate"]:
+                x = collect(x, size(part)(x), "size")
+            x = x + jnp.tanh(x @ w["up"])
+        errors = x @ embed_head["out"] - batch["targets"]
+        main, number = jnp.square(errors).sum(), errors.size
+        losses = {name: a / number for name, a in found.items()} | {"loss": main / number}
+        return sum(losses.values()), losses
+
+    params = ppctl_init(attaching_stack(), 0)
+    params = jax.tree.map(lambda a: a.astype(jnp.float64), params)
+    grads, losses = jax.grad(total, has_aux=True)(params)
+    return losses, grads, params
+
+
+def error(found, expected):
+    return max(
+        float(np.max(np.abs(np.asarray(a) - b)) / np.max(np.abs(b)))
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    )
+
+
+def check(mesh, **how):
+    losses, grads, params = written_out()
+    how = {"num_microbatches": 4, "optimizer": optax.sgd(0.1), "dtype": jnp.float64} | how
+    pipe = ppctl.pipeline(attaching_stack(), mesh=ppctl.mesh(**mesh), batch=make_batch(), **how)
+    state = {"params": params, "optimizer": pipe.optimizer.init({}), "step": jnp.int32(0)}
+    state = pipe.from_natural(state)
+    loss, found = pipe.loss_and_grads(state, make_batch())
+    assert error((loss, found), (losses["loss"], grads)) <= TOLERANCE
+    _, metrics = pipe.step(state, make_batch())
+    assert {*metrics} == {"loss", "grad_norm", "spread", "size"}
+    assert error({name: metrics[name] for name in losses}, losses) <= TOLERANCE
+    assert error(metrics["grad_norm"], np.asarray(optax.tree.norm(grads))) <= TOLERANCE
+
+
+CASES = [
+    ({"pp": 2}, {"schedule": "1f1b", "remat": "none"}),
+    ({"dp": 2, "pp": 2}, {"schedule": "zb_h1", "remat": "layer", "partition": [3, 1]}),
+    ({"pp": 2, "fsdp": 2}, {"schedule": "zb_h1", "executor": "mpmd", "remat": "full"}),
+    ({}, {"schedule": "gpipe", "executor": "reference", "remat": "layer"}),
+]
+ALL = [
+    ({"dp": dp, "pp": 2, "fsdp": fsdp}, {"schedule": s, "executor": e, "remat": r, "gather": g})
+    for dp, fsdp, g in ((2, 1, "step"), (1, 2, "layer"))
+    for s, e in (("1f1b", "spmd"), ("interleaved", "spmd"), ("zb_v", "spmd"), ("zb_h1", "mpmd"))
+    for r in ("none", "layer", "full")
+]
+
+
+@pytest.mark.parametrize(("mesh", "how"), CASES)
+def test_equals_the_loss_written_out(mesh, how):
+    check(mesh, **how)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("mesh", "how"), ALL)
+def test_equals_the_loss_written_out_everywhere(mesh, how):
+    check(mesh, **how)
+
+
+def as_network():
+    """The same model as a function that is cut at marks."""
+    stack = attaching_stack()
+
+    def init(key):
+        params = ppctl_init(stack, 0)
+        return {"embed_head": params["embed_head"], "layers": unstacked(params["layers"])}
+
+    def apply(params, inputs):
+        x = stack.embed(params["embed_head"], inputs)
+        for l, w in enumerate(params["layers"]):
+            x = stack.layer(w, ppctl.stage_boundary(x) if l else x)
+        return x @ params["embed_head"]["out"]
+
+    return ppctl.Network(
+        init, apply, lambda y, targets: stack.head({"out": jnp.eye(2)}, y, targets)
+    )
+
+
+def unstacked(layers):
+    return [jax.tree.map(lambda a, l=l: a[l], layers) for l in range(L)]
+
+
+@pytest.mark.parametrize("how", [{"executor": "mpmd", "schedule": "zb_h1"}, {"schedule": "1f1b"}])
+def test_a_network_attaches_losses(how):
+    losses, grads, _ = written_out()
+    how = {"num_microbatches": 4, "optimizer": optax.sgd(0.1), "dtype": jnp.float64} | how
+    pipe = ppctl.pipeline(
+        as_network(), mesh=ppctl.mesh(pp=2), batch=make_batch(), num_layers=L, **how
+    )
+    state = pipe.init()
+    _, found = pipe.loss_and_grads(state, make_batch())
+    found = pipe.stack.export(found)
+    expected = {"embed_head": grads["embed_head"], "layers": unstacked(grads["layers"])}
+    assert error(found, expected) <= TOLERANCE
+    _, metrics = pipe.step(state, make_batch())
+    assert error({name: metrics[name] for name in losses}, losses) <= TOLERANCE
+
+
+def one_step(stack, **how):
+    how = {"num_microbatches": 4, "optimizer": optax.sgd(0.1), "schedule": "gpipe"} | how
+    return ppctl.pipeline(stack, mesh=ppctl.mesh(pp=2), batch=make_batch(), **how)
+
+
+def test_a_loss_outside_of_layers_is_refused():
+    stack = attaching_stack()
+    late = lambda e, x, t: stack.head(e, ppctl.attach_loss(x, x.sum(), name="late"), t)
+    early = lambda e, i: ppctl.attach_loss(stack.embed(e, i), i.sum(), name="early")
+    with pytest.raises(ppctl.PpctlError, match=r"attach_loss\(late\) stands in the head, and"):
+        one_step(replace(stack, head=late))
+    with pytest.raises(
+        ppctl.PpctlError, match=r"attach_loss\(early\) stands in the embedding, and"
+    ):
+        one_step(replace(stack, embed=early))
+
+
+def test_a_loss_of_integers_before_the_first_layer_is_refused():
+    def apply(params, ids):
+        x = ids.astype(params["table"].dtype)
+        x = ppctl.attach_loss(x, x.sum(), name="early")
+        return params["table"][ids] + x[:, None]
+
+    loss = lambda y, targets: (y.sum(), jnp.float64(y.size))
+    network = ppctl.Network(lambda key: {"table": jnp.ones((5, 2))}, apply, loss)
+    batch = {"inputs": np.zeros(8, np.int32), "targets": np.zeros((8, 2))}
+    how = {"num_microbatches": 2, "optimizer": optax.sgd(0.1), "num_layers": 1}
+    with pytest.raises(
+        ppctl.PpctlError, match=r"attach_loss\(early\) stands in the embedding, and"
+    ):
+        ppctl.pipeline(network, mesh=ppctl.mesh(), batch=batch, schedule="gpipe", **how)
+
+
+@pytest.mark.parametrize(
+    ("attach", "message"),
+    [
+        (lambda x: ppctl.attach_loss(x, x.sum(-1), name="rows"), r"float64\[4\], and it takes one"),
+        (lambda x: ppctl.attach_loss(x, x.sum(), name="lr"), r"attach_loss\(lr\): a step reports"),
+        (
+            lambda x: ppctl.attach_loss(x, x.sum(), name="a_s"),
+            r"attach_loss\(a_s\): a step reports",
+        ),
+    ],
+)
+def test_a_wrong_loss_is_one_line(attach, message):
+    stack = attaching_stack(lambda x, loss, name: x)
+    with pytest.raises(ppctl.PpctlError, match=message) as error:
+        one_step(replace(stack, layer=lambda w, x: attach(x)))
+    assert "\n" not in str(error.value)
