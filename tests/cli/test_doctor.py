@@ -13,7 +13,7 @@ import pytest
 
 from ppctl import config
 from ppctl.cli.commands import doctor
-from ppctl.cli.subcommands import doctor_findings as findings
+from ppctl.errors import ConfigError
 from ppctl.executors import link_speeds as links
 from ppctl.executors.device_mesh import make_mesh
 from ppctl.executors.link_speeds import AllReduce, MeasuredLink
@@ -180,10 +180,17 @@ def test_a_disk_too_small_for_the_checkpoints_is_the_reason(ask, monkeypatch):
     ],
 )
 def test_a_package_that_will_not_do_is_the_reason(monkeypatch, asked, text):
-    monkeypatch.setattr(findings, "requires", lambda _: [asked, "pytest>=99; extra == 'dev'"])
-    finding = findings.of_versions()
+    monkeypatch.setattr(doctor, "requires", lambda _: [asked, "pytest>=99; extra == 'dev'"])
+    finding = doctor.of_versions()
     assert not finding.is_ok
     assert re.match(text, finding.text)
+
+
+def test_devices_that_are_only_described_are_for_plan(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"hardware=h100 describes devices that are not attached"):
+        doctor.doctor(replace(TINY, hardware=known()["h100"]), as_json=False)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_numbers_that_arrive_changed_are_the_reason(ask, monkeypatch):

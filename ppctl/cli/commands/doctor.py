@@ -18,31 +18,33 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh
+from packaging.requirements import Requirement
 
-from ppctl.cli.subcommands.doctor_findings import (
-    Finding,
-    described,
-    doctor_described,
-    of_versions,
-    report,
-)
-from ppctl.config import Config
-from ppctl.errors import PpctlError
+from ppctl.config import AutoHardware, Config
+from ppctl.errors import ConfigError, PpctlError
 from ppctl.executors import link_speeds
+from ppctl.executors.device_mesh import all_devices
 from ppctl.executors.link_speeds import AllReduce, MeasuredLink
 from ppctl.launch import join_processes as distributed
-from ppctl.reports.terminal_output import size_text
+from ppctl.reports.terminal_output import (
+    OutputConsole,
+    show_json,
+    show_lines,
+    show_table,
+    size_text,
+)
 from ppctl.training.pipeline.jax_start import is_gpu, memory_share, start_jax
 from ppctl.training.pipeline.job import DEFAULT_DTYPE, assemble, state_bytes
 from ppctl.training.pipeline.job_checks import check_job
-from ppctl.training.pipeline.known_hardware import of_device, stated_bytes
+from ppctl.training.pipeline.known_hardware import described_only, of_device, stated_bytes
 from ppctl.training.run.process_group import process_group
 
 T = TypeVar("T")
@@ -58,11 +60,8 @@ def doctor(config: Config, *, as_json: bool) -> int:
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     start_jax(config, config.run.dtype or DEFAULT_DTYPE)
     with process_group(config):  # which refuses differing settings or run.dir of processes
-        away = described(config.hardware)
-        if away is None:
-            code = _doctor(config, as_json=as_json)
-        else:
-            code = doctor_described(config, away, as_json=as_json)
+        _refuse_described(config)
+        code = _doctor(config, as_json=as_json)
     if distributed.is_lead():
         with suppress(OSError):  # not empty
             for path in made:
@@ -70,24 +69,79 @@ def doctor(config: Config, *, as_json: bool) -> int:
     return code
 
 
+def _refuse_described(config: Config) -> None:
+    hardware = config.hardware
+    if isinstance(hardware, AutoHardware):
+        return
+    if (away := described_only(hardware, all_devices()[0].device_kind)) is not None:
+        raise ConfigError(
+            f"hardware={away.name} describes devices that are not attached, and `ppctl doctor` "
+            "examines those that are. Use `ppctl plan`, or leave hardware out."
+        )
+
+
 def _doctor(config: Config, *, as_json: bool) -> int:
+    # 1. the findings of all processes, and the links
     request, mesh, needed = _request(config)
     local = [of_versions(), *request, _directory(config, needed)]
     findings = [*_merged(_gathered(Finding, local)), *_together()]
     links, sums = ([], []) if mesh is None else _measured(mesh)
     findings += _of_links(links, sums)
     costs = None if mesh is None else hop_costs(links, mesh)
-    measured = {"links": [asdict(each) for each in links], "all_reduces": [asdict(s) for s in sums]}
-    more = {**measured, "costs": costs}
-    lines: list[str] = []
+    bad = [finding for finding in findings if not finding.is_ok]
+    # 2. no output, or JSON
+    if as_json and distributed.is_lead():
+        measured = {"links": list(map(asdict, links)), "all_reduces": list(map(asdict, sums))}
+        found = {"ok": not bad, "findings": list(map(asdict, findings))}
+        show_json({**found, **measured, "costs": costs})
+    if as_json or not distributed.is_lead():
+        return int(bool(bad))
+    # 3. text
+    console = OutputConsole()
+    for finding in findings:
+        show_lines(console, f"{'ok' if finding.is_ok else 'NO'}  {finding.what:10}{finding.text}")
+    if len(links) > 1:
+        show_table(console, *_link_table(links))
     if costs is not None:
         bytes_per_s = f"transfer_bytes_per_s={costs['transfer_bytes_per_s']:.4g}"
-        lines.append(f"costs     transfer_s={costs['transfer_s']:.3g} {bytes_per_s}")
-    table = _link_table(links) if len(links) > 1 else None
-    return report(findings, more, as_json=as_json, on="here", table=table, lines=lines)
+        show_lines(console, f"costs     transfer_s={costs['transfer_s']:.3g} {bytes_per_s}")
+    fault = f"this request would not train here: {bad[0].text}" if bad else ""
+    show_lines(console, fault or "this request would train here")
+    return int(bool(bad))
 
 
 # --- findings of each process
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of a check. Training fails where one is not ok."""
+
+    what: str
+    is_ok: bool
+    text: str
+
+
+def of_versions() -> Finding:
+    """Return the finding of the installed versions of required packages."""
+    found, wrong = [], []
+    for text in requires("ppctl") or ():
+        requirement = Requirement(text)
+        if requirement.marker is not None:  # of an extra
+            continue
+        try:
+            here = version(requirement.name)
+        except PackageNotFoundError:
+            wrong.append(f"{requirement.name} is not installed (needs {requirement.specifier})")
+            continue
+        found.append(f"{requirement.name} {here}")
+        if not requirement.specifier.contains(here, prereleases=True):
+            wrong.append(f"{requirement.name} {here} is not {requirement.specifier}")
+    python = ".".join(map(str, sys.version_info[:3]))
+    if wrong:
+        remedy = "Install ppctl again: pip install ppctl."
+        return Finding("versions", False, f"{'; '.join(wrong)}. {remedy}")
+    return Finding("versions", True, ", ".join([f"Python {python}", *found]))
 
 
 def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
