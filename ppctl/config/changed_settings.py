@@ -109,12 +109,12 @@ def _are_settings(value: object) -> TypeGuard[dict[str, Any]]:
 def shown(value: object) -> str:
     """Return a value as one types it.
 
-    >>> shown(None), shown(True), shown(0.5)
-    ('null', 'true', '0.5')
+    >>> shown(None), shown(True), shown(0.5), shown([3, 2])
+    ('null', 'true', '0.5', '[3,2]')
     """
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f"[{','.join(map(shown, value))}]" if isinstance(value, list) else str(value)
 
 
 # --- from stored settings -----------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ppctl.config.changed_settings import shown
 from ppctl.config.groups.mesh_settings import AXES, mesh_text
 
 RUN_SETTINGS = ("name", "dir", "resume", "distributed", "coordinator", "process_id")
@@ -46,21 +47,10 @@ def setting_value(config: Mapping[str, Any], name: str) -> Any:
     return mesh_text(tuple(value[axis] for axis in AXES if axis in value))
 
 
-def value_text(value: Any) -> str:
-    """Return a value of a setting as one types it.
-
-    >>> value_text(None), value_text(True), value_text(0.001), value_text([3, 2])
-    ('null', 'true', '0.001', '[3,2]')
-    """
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return f"[{','.join(map(value_text, value))}]" if isinstance(value, list) else str(value)
-
-
 def setting_text(config: Mapping[str, Any], name: str) -> str | None:
     """Return a setting or a choice of a composed config as one types it; None without it."""
     try:
-        return value_text(setting_value(config, name))
+        return shown(setting_value(config, name))
     except KeyError:
         return None
 

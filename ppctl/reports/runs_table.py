@@ -32,6 +32,7 @@ from ppctl.reports.terminal_output import (
     age_text,
     iso_text,
     show_json,
+    show_lines,
     show_table,
     size_text,
 )
@@ -164,7 +165,7 @@ def _hint(run: RunSummary) -> str:
 
 
 def _say(console: Console, text: str) -> None:
-    console.print(_printable(text), markup=False, highlight=False, soft_wrap=True)
+    show_lines(console, _printable(text))
 
 
 def _printable(text: str) -> str:

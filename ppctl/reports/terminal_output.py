@@ -16,6 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.segment import Segments
 from rich.table import Table
+from rich.text import Text
 
 from ppctl.errors import ConfigError
 
@@ -56,7 +57,7 @@ def show_table(
     console.print(Segments(segments), soft_wrap=True, end="")
 
 
-def show_lines(console: Console, *lines: str) -> None:
+def show_lines(console: Console, *lines: str | Text) -> None:
     """Print lines of plain text, never wrapped."""
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

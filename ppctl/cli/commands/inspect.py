@@ -18,7 +18,13 @@ from ppctl.config import Config
 from ppctl.errors import ConfigError
 from ppctl.executors.mpmd.dispatch_plan import PlanEntry
 from ppctl.executors.mpmd.plan_listing import listing, runs_text
-from ppctl.reports.terminal_output import OutputConsole, show_json, show_table, size_text
+from ppctl.reports.terminal_output import (
+    OutputConsole,
+    show_json,
+    show_lines,
+    show_table,
+    size_text,
+)
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.tick_lowering import Ticks, TickTask, tick_tasks, tick_text
@@ -106,7 +112,7 @@ def show_summary(console: Console, job: TrainingJob, found: StepPrograms) -> Non
         f"{config.executor.name}: {which}, {schedule.num_microbatches} microbatches, "
         f"mesh={config.mesh.text} ({', '.join(config.mesh.axes_text.split())}) on {_devices(job)}"
     )
-    console.print(head, markup=False, highlight=False, soft_wrap=True)
+    show_lines(console, head)
     title = "collectives of a step (bytes: of their results, on one device)"
     show_table(console, title, COLUMNS, (row for each in found.programs for row in _rows(each)))
     if found.transfers:

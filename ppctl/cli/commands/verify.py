@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ppctl.config import Config
-from ppctl.reports.terminal_output import OutputConsole, show_json, show_table
+from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, show_table
 from ppctl.training.pipeline import verification as compare
 from ppctl.training.pipeline.job import TrainingJob, assemble, partition_text
 from ppctl.training.pipeline.job_checks import check_job
@@ -90,7 +90,7 @@ def _show(comparison: Comparison, config: Config, notes: Sequence[str]) -> None:
     """Print two tables, other comparisons, and the verdict; config: the original request."""
     job, gradients, training, tolerance = comparison
     console = OutputConsole()
-    line = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    line = partial(show_lines, console)
     # 1. gradients
     rows = (_gradient_row(leaf, tolerance) for leaf in gradients.leaves)
     title = f"gradients of {_what(config)} compared with the un-pipelined model's"

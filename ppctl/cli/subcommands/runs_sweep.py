@@ -14,7 +14,7 @@ from ppctl.cli.resume_command import resumption
 from ppctl.launch.sweep.sweep_records import is_sweep, job_name, read_sweep
 from ppctl.reports.foreign_files import printable
 from ppctl.reports.run_files import is_run
-from ppctl.reports.terminal_output import OutputConsole, show_json, show_table
+from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, show_table
 
 NUMBERS = {  # of a job: title and format of its column
     "final_loss": ("loss", ".4f"),
@@ -40,7 +40,7 @@ def show_sweep(directory: Path, *, as_json: bool) -> int:
         return 0
     # 1. its lines
     console, many = OutputConsole(), "s" * (len(jobs) != 1)
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    say = partial(show_lines, console)
     counts = ", ".join(f"{number} {status}" for status, number in sweep["counts"].items())
     counted = f"{len(jobs)} job{many}: {counts or 'none has left anything'}"
     lines = [("sweep", str(directory)), ("jobs", counted)]

@@ -17,7 +17,7 @@ from ppctl.config.schedule_from_config import label, schedule_of
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.reports.charts.image_charts import FORMS, Panel, panels
 from ppctl.reports.charts.schedule_drawing import number_text
-from ppctl.reports.terminal_output import show_table
+from ppctl.reports.terminal_output import show_lines, show_table
 from ppctl.schedule.simulator import simulate
 
 FORMATS = ("text", "json", *FORMS)
@@ -155,7 +155,7 @@ def _panels(found: CurveGrid) -> Iterator[Panel]:
 
 def _tables(console: Console, found: CurveGrid) -> None:
     """Print a table for each figure: a row for each size on the x axis, a column for each line."""
-    console.print(found.title, markup=False, highlight=False, soft_wrap=True)
+    show_lines(console, found.title)
     for panel in _panels(found):
         write = (lambda y: f"{y:.1%}") if panel.is_share else number_text
         columns = [dict(line) for line in panel.lines.values()]
@@ -166,4 +166,4 @@ def _tables(console: Console, found: CurveGrid) -> None:
         unit = "" if panel.unit in panel.title else f" ({panel.unit})"
         show_table(console, panel.title + unit, (found.over, *panel.lines), rows)
     for (p, m), why in found.refused.items():
-        console.print(f"p={p} m={m}: {why}", markup=False, highlight=False, soft_wrap=True)
+        show_lines(console, f"p={p} m={m}: {why}")

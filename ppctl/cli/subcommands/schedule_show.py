@@ -29,7 +29,7 @@ from ppctl.reports.charts.schedule_drawing import (
     row,
 )
 from ppctl.reports.charts.text_chart import show_gantt, show_schedules_table
-from ppctl.reports.terminal_output import OutputConsole, write_file
+from ppctl.reports.terminal_output import OutputConsole, show_lines, write_file
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES, advice, build
 from ppctl.schedule.ir import Schedule
@@ -127,8 +127,7 @@ def _show_rows(
     def draw_on(console: Console) -> None:
         show_schedules_table(console, title, rows, formulas=True)
         texts = [f"{family:{width}}  {text}" for family, text in stated.items()]
-        for text in [*texts, "", *refused.values()]:
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+        show_lines(console, *texts, "", *refused.values())
 
     return print_on(draw_on, out)
 

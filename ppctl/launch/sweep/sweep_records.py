@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ppctl.config.changed_settings import shown
 from ppctl.launch.local_processes import newest_checkpoint
 from ppctl.launch.sweep.sweep_jobs import FILES, MARK, STATES, Job, Outcome, Sweep, command_line
 from ppctl.reports.foreign_files import from_json, read_file
 from ppctl.reports.measured_timeline_file import measured_bubble
-from ppctl.reports.recorded_settings import differing_settings, value_text
+from ppctl.reports.recorded_settings import differing_settings
 from ppctl.reports.run_files import (
     find_runs,
     read_lines,
@@ -266,7 +267,7 @@ def _job_without_run(record: Mapping[str, Any]) -> dict[str, Any]:
     varied = [key for key in record if key not in ("job", *ENDS, *NUMBERS)]
     facts = {"run_dir": record["run_dir"], "status": str(record.get("status"))}
     facts |= {"reason": record.get("error"), "step": 0, "num_steps": None}
-    facts["values"] = {key: value_text(record[key]) for key in varied}
+    facts["values"] = {key: shown(record[key]) for key in varied}
     return facts | dict.fromkeys(NUMBERS)
 
 

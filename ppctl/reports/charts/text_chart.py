@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ppctl.reports.charts.palette import INK, shade
 from ppctl.reports.charts.schedule_drawing import KIND_NAMES, Drawing, Row, number_text, reasons
-from ppctl.reports.terminal_output import show_table
+from ppctl.reports.terminal_output import show_lines, show_table
 from ppctl.schedule.ir import Task
 
 MAX_RANKS = 32  # rows shown; of more ranks, the first and the last half
@@ -37,25 +37,19 @@ def show_gantt(console: Console, drawing: Drawing) -> None:
     pad = "-" if console.color_system is None else " "
 
     # 2. heads, rows and legend
-    for line in (drawing.title, drawing.verdict, *reasons(drawing), ""):
-        _say(console, line)
-    _say(console, " " * (left + 2 + width) + "  bubble    peak")
+    heads = " " * (left + 2 + width) + "  bubble    peak"
+    show_lines(console, drawing.title, drawing.verdict, *reasons(drawing), "", heads)
     for rank in _shown(schedule.num_ranks):
         if rank is None:
             more = schedule.num_ranks - MAX_RANKS
-            _say(console, f"... {more} ranks more; --format html shows all ...")
+            show_lines(console, f"... {more} ranks more; --format html shows all ...")
             continue
         row = Text(f"rank {rank}".rjust(left) + "  ")
         for text, style in _row(drawing, schedule.ranks[rank], scale, width, pad):
             row.append(text, style)
         bubble, peak = timeline.bubble_fractions[rank], timeline.peak_activations[rank]
-        _say(console, row.append(f"  {bubble:>6.1%}  {number_text(peak):>6}"))
-    _say(console, "")
-    _say(console, _legend(drawing, scale))
-
-
-def _say(console: Console, text: str | Text) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+        show_lines(console, row.append(f"  {bubble:>6.1%}  {number_text(peak):>6}"))
+    show_lines(console, "", _legend(drawing, scale))
 
 
 def show_schedules_table(
@@ -74,8 +68,7 @@ def show_schedules_table(
         cells.append([row.label, *seconds, f"{row.bubble_fraction:.1%}", *peaks])
     show_table(console, title, columns, cells)
     notes = [f"{row.label}: {note}" for row in rows for note in row.notes]
-    for line in (*WORDS, *notes):
-        _say(console, line)
+    show_lines(console, *WORDS, *notes)
 
 
 def _columns_per_s(drawing: Drawing, room: int) -> float:

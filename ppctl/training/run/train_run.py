@@ -27,7 +27,7 @@ from ppctl.launch import join_processes as distributed
 from ppctl.reports import run_status
 from ppctl.reports.run_files import MEMORY_FILE, SCHEDULE_FILE, check_run_dir
 from ppctl.reports.run_status import FINISHED, INTERRUPTED, HeldError, RunStatus
-from ppctl.reports.terminal_output import OutputConsole, replace_file
+from ppctl.reports.terminal_output import OutputConsole, replace_file, show_lines
 from ppctl.schedule.schedule_text import to_csv
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.pipeline.engines.engine_protocol import Footprint
@@ -81,7 +81,7 @@ def _train(
 ) -> int:
     is_lead, run_dir = distributed.is_lead(), Path(config.run.dir)
     console = OutputConsole(stderr=as_json, quiet=not is_lead)
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    say = partial(show_lines, console)
     # 1. put the job together
     job = assemble(config)
     for each in filter(None, (note, *check_job(job))):
