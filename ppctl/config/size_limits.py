@@ -57,8 +57,7 @@ def check_tasks(schedule: Schedule, mesh: Mesh) -> None:
         raise ConfigError(
             f"2*mesh.pp*stages of a rank*schedule.num_microbatches = 2*{mesh.pp}*{chunks}*"
             f"{schedule.num_microbatches} = {number} tasks of a step, more than the {MOST_TASKS} "
-            "that are laid out. Use fewer and larger microbatches; `ppctl schedule show` "
-            "extrapolates larger schedules."
+            "that are laid out. Use fewer and larger microbatches."
         )
 
 

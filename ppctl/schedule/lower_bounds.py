@@ -1,9 +1,9 @@
 """Lower bounds on time and memory that no schedule can beat: docs/derivations.md, "Lower bounds".
 
-Closed forms for stages of equal cost, their general form for any placement and costs of each stage,
-and the least time under a cap on memory: every microbatch's stash lives at least through the
-forwards after it and the input gradients back to it. On each rank the sum of these sizes times
-lives is at most the cap times the time in which the rank runs tasks.
+For any placement and costs of each stage; and the least time under a cap on memory: every
+microbatch's stash lives at least through the forwards after it and the input gradients back to it.
+On each rank the sum of these sizes times lives is at most the cap times the time in which the rank
+runs tasks.
 """
 
 from __future__ import annotations
@@ -13,36 +13,6 @@ import math
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.search.placement_costs import Ledger
-
-
-def whole_makespan_bound_s(
-    num_ranks: int, num_microbatches: int, num_chunks: int, costs: Costs
-) -> float:
-    """Return the least makespan with whole backwards: m(F+B) + (p-1)((F+B)/V + 2c).
-
-    The last rank waits for a forward through the others, and they for its last backward.
-
-    >>> whole_makespan_bound_s(8, 32, 2, Costs())
-    106.5
-    """
-    forward_s = costs.seconds("F", 0, 1)
-    hops = (num_ranks - 1) * ((forward_s + costs.backward_s) / num_chunks + 2 * costs.transfer_s)
-    return num_microbatches * (forward_s + costs.backward_s) + hops
-
-
-def split_makespan_bound_s(
-    num_ranks: int, num_microbatches: int, num_chunks: int, costs: Costs
-) -> float:
-    """Return the least makespan with split backwards: m(F+I+W) + (p-1)(F/V + c).
-
-    A rank may end with weight gradients.
-
-    >>> split_makespan_bound_s(8, 32, 2, Costs())
-    99.5
-    """
-    forward_s = costs.seconds("F", 0, 1)
-    hops = (num_ranks - 1) * (forward_s / num_chunks + costs.transfer_s)
-    return num_microbatches * (forward_s + costs.backward_s) + hops
 
 
 def period_bound_s(schedule: Schedule, costs: Costs) -> float:

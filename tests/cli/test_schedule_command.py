@@ -288,28 +288,3 @@ def test_a_schedule_of_ones_own_is_a_choice_like_any_other(capsys):
     assert "mine.csv" in ask(
         capsys, "compare csv:path=mine.csv zb_v mesh=1x2 schedule.num_microbatches=5"
     )
-
-
-LARGE = "mesh=1x1024 schedule.num_microbatches=4096"
-
-
-@pytest.mark.full
-def test_a_thousand_ranks_are_extrapolated_and_say_so(capsys):
-    text = ask(capsys, f"show schedule=zb_v {LARGE}")
-    assert re.search(r"zb_v +12800 +12800 +12800 +12288 +12288 +4.0% +1024 +1024", text)
-    assert "extrapolated from (ranks, microbatches) (16, 64)" in text
-    rows = ask_json(capsys, f"compare gpipe zb_h1 {LARGE}")["schedules"]
-    assert (
-        [row["makespan_s"] for row in rows]
-        == [row["makespan_formula_s"] for row in rows]
-        == [15357, 13311]
-    )
-    for line in (
-        f"show schedule=zb_v {LARGE} --format html",
-        f"compare gpipe zb_v {LARGE} --out x.html",
-    ):
-        assert cli.main(["schedule", *line.split()]) == 2
-        assert (
-            "4096 microbatches: too many tasks for a chart. Use --format text"
-            in capsys.readouterr().err
-        )

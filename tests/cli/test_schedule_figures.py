@@ -96,15 +96,15 @@ def test_a_file_is_compared_with_families_at_its_own_size(capsys):
         ("show zero-bubble", "Did you mean schedule=zb_h1 or schedule=zb_v?"),
         (
             "show schedule=gpipe mesh=1x1024 schedule.num_microbatches=4096 --format csv",
-            "too many tasks for a chart",
+            "too many to simulate (500,000 at most). Use fewer ranks or microbatches",
         ),
         (
             "compare gpipe mesh=1x1024 schedule.num_microbatches=4096 --out all.pdf",
-            "too many tasks for a chart",
+            "too many to simulate (500,000 at most). Use fewer ranks or microbatches",
         ),
         (
             "list mesh=1x1024 schedule.num_microbatches=4096 --out all.svg",
-            "too many tasks for a chart",
+            "too many to simulate (500,000 at most). Use fewer ranks or microbatches",
         ),
     ],
 )

@@ -171,7 +171,7 @@ def test_what_somebody_may_plan_is_not_refused(model):
     assert refusal(replace(asked, data=data)) is None
 
 
-def test_a_schedule_of_any_length_is_extrapolated_but_not_of_any_mesh():
+def test_a_request_for_a_drawing_may_be_of_any_length_but_not_of_any_mesh():
     asked = c.ScheduleConfig(c.Mesh(pp=1000), c.Schedule("1f1b", 10**8), c.Costs())
     asked.check()
     with pytest.raises(ConfigError, match=r"mesh\.pp=1000000 is out of reach"):

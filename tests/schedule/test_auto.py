@@ -12,7 +12,6 @@ from ppctl.errors import ScheduleError
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.stage_placement import loop
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.lower_bounds import split_makespan_bound_s
 from ppctl.schedule.search.auto_search import choose, published
 from ppctl.schedule.search.numbered_orders import Jobs
 from ppctl.schedule.simulator import peak_activations, simulate
@@ -71,7 +70,7 @@ def test_eight_ranks_32_microbatches_at_unit_costs_are_answered_by_interleaved_z
     choice = choose(8, 32, UNIT, 8)
     assert (choice.best.length_s, choice.is_proven, choice.best.is_published) == (97.75, True, True)
     assert choice.best.label == "interleaved_zb (num_chunks=4)"
-    assert choice.lower_bound_s == split_makespan_bound_s(8, 32, 4, UNIT)
+    assert choice.lower_bound_s == 3 * 32 + 7 / 4  # m(F+I+W) + (p-1)F/V
     assert choose(8, 32, UNIT) == choice  # the default cap is what 1F1B holds
 
 

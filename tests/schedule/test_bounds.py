@@ -9,12 +9,23 @@ from ppctl.schedule.lower_bounds import (
     makespan_bound_s,
     peak_activations_bound,
     period_bound_s,
-    split_makespan_bound_s,
-    whole_makespan_bound_s,
 )
 from ppctl.schedule.simulator import simulate
 
 CASES = cases(ranks=(1, 2, 3, 4, 8))
+
+
+def whole_makespan_bound_s(p, m, num_chunks, costs):
+    """With whole backwards and equal stages: m(F+B) + (p-1)((F+B)/V + 2c)."""
+    work_s = costs.seconds("F", 0, 1) + costs.backward_s
+    return m * work_s + (p - 1) * (work_s / num_chunks + 2 * costs.transfer_s)
+
+
+def split_makespan_bound_s(p, m, num_chunks, costs):
+    """With split backwards: m(F+I+W) + (p-1)(F/V + c). A rank may end with weight gradients."""
+    forward_s = costs.seconds("F", 0, 1)
+    hops_s = (p - 1) * (forward_s / num_chunks + costs.transfer_s)
+    return m * (forward_s + costs.backward_s) + hops_s
 
 
 @pytest.mark.parametrize("family", FAMILIES)

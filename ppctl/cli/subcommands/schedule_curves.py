@@ -12,7 +12,7 @@ from typing import Literal
 from rich.console import Console
 
 from ppctl import config as settings
-from ppctl.cli.subcommands.schedule_show import costs_on, costs_text, deliver, is_large, print_on
+from ppctl.cli.subcommands.schedule_show import check_size, costs_on, costs_text, deliver, print_on
 from ppctl.config.schedule_from_config import label, schedule_of
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.reports.charts.image_charts import FORMS, Panel, panels
@@ -82,9 +82,7 @@ def curve_grid(
     for p, m in product(ranks, microbatches):
         schedule = replace(config.schedule, num_microbatches=m)
         request = config._replace(mesh=replace(config.mesh, pp=p), schedule=schedule)
-        if is_large(request):
-            what = f"{p} ranks, {m} microbatches: too many tasks for a curve"
-            raise ScheduleError(f"{what}. Use fewer.")
+        check_size(request)
         try:
             cells[p, m] = _point(request)
         except ScheduleError as error:

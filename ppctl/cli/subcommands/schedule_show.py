@@ -10,13 +10,12 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from ppctl import config as settings
-from ppctl.config.schedule_from_config import label, read, schedule_of
+from ppctl.config.schedule_from_config import read, schedule_of
 from ppctl.errors import ScheduleError
 from ppctl.reports.charts.draw_schedule import DRAWN_AS
 from ppctl.reports.charts.html_charts import schedules_page
@@ -31,32 +30,22 @@ from ppctl.reports.charts.schedule_drawing import (
 from ppctl.reports.charts.text_chart import show_gantt, show_schedules_table
 from ppctl.reports.terminal_output import OutputConsole, show_lines, write_file
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.families.registry import FAMILIES, advice, build
+from ppctl.schedule.families.registry import FAMILIES, advice
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.lower_bounds import split_makespan_bound_s, whole_makespan_bound_s
 from ppctl.schedule.search.auto_choice import GIB, Choice
-from ppctl.schedule.search.extrapolated_cost import MOST_TASKS, extrapolate
+from ppctl.schedule.search.extrapolated_cost import MOST_TASKS
 from ppctl.schedule.search.placement_costs import CostsOf, Placed
 from ppctl.schedule.simulator import simulate
 
 SHOW_FORMATS = tuple(DRAWN_AS)
 COMPARE_FORMATS = ("text", "html", *FORMS, "json", "csv")
 LIST_FORMATS = ("text", *FORMS, "json", "csv")
-WITHOUT_TASKS = ("text", "json")  # formats of one schedule's numbers
 FILE_WIDTH = 200  # columns of a text file
 
 
 def show(config: settings.ScheduleConfig, form: str, out: Path | None) -> int:
-    """Draw the requested schedule, in one of SHOW_FORMATS, to a file or to stdout.
-
-    A schedule too large to be simulated is extrapolated: numbers as text or JSON, no chart.
-    """
-    if not is_large(config):
-        return show_drawing(draw(config), form, out)
-    if form not in WITHOUT_TASKS:
-        raise _too_large(config)
-    title = f"{config.schedule.name}, {costs_text(config.costs)}"
-    return _show_rows(title, [extrapolated(config)], {}, form, out)
+    """Draw the requested schedule, in one of SHOW_FORMATS, to a file or to stdout."""
+    return show_drawing(draw(config), form, out)
 
 
 def show_drawing(drawing: Drawing, form: str, out: Path | None) -> int:
@@ -69,11 +58,6 @@ def show_drawing(drawing: Drawing, form: str, out: Path | None) -> int:
 def show_comparison(configs: Sequence[settings.ScheduleConfig], form: str, out: Path | None) -> int:
     """Show several schedules in one table, in one of COMPARE_FORMATS; html and figures: charts."""
     title = f"{len(configs)} schedules, {_size_of(configs[0])}"
-    if any(map(is_large, configs)):
-        if form not in (*WITHOUT_TASKS, "csv"):
-            raise _too_large(configs[0])
-        rows = [extrapolated(each) if is_large(each) else row(draw(each)) for each in configs]
-        return _show_rows(title, rows, {}, form, out)
     drawings = list(map(draw, configs))
     rows = list(map(row, drawings))
     if form == "text":
@@ -95,13 +79,10 @@ def list_families(
 ) -> int:
     """Show every family at the size of `config`, with its formulas, or why it is refused."""
     rows, drawings, refused, order = [], [], {}, list(FAMILIES)
-    if form in FORMS and any(map(is_large, each)):
-        raise _too_large(config)
+    for one in each:
+        check_size(one)
     for one in sorted(each, key=lambda one: order.index(one.schedule.name)):
         try:
-            if is_large(one):
-                rows.append(extrapolated(one))
-                continue
             drawings.append(draw(one))
             rows.append(row(drawings[-1], *_formulas(one)))
         except ScheduleError as error:
@@ -156,42 +137,20 @@ def check_file(path: Path) -> int:
 
 
 def draw(config: settings.ScheduleConfig) -> Drawing:
-    """Return the requested schedule with its costs."""
+    """Return the requested schedule with its costs. ScheduleError where it is too large."""
+    check_size(config)
     requested = schedule_of(config.schedule, config.mesh.pp, costs_on(config))
     return drawing_of(requested.schedule, config.costs, requested.label, requested.choice)
 
 
-def is_large(config: settings.ScheduleConfig) -> bool:
-    """Return whether the schedule has too many tasks to be simulated in seconds."""
+def check_size(config: settings.ScheduleConfig) -> None:
+    """Raise ScheduleError for a schedule with too many tasks to be simulated in seconds."""
     num_tasks = 3 * config.mesh.pp * config.schedule.num_microbatches
-    return config.schedule.name in FAMILIES and num_tasks > MOST_TASKS
-
-
-def _too_large(config: settings.ScheduleConfig) -> ScheduleError:
-    return ScheduleError(
-        f"{_size_of(config)}: too many tasks for a chart. Use --format text or json, which "
-        "extrapolate, or fewer."
-    )
-
-
-def extrapolated(config: settings.ScheduleConfig) -> Row:
-    """Return the row of a schedule too large to be simulated, from smaller ones of its family."""
-    # 1. the smaller ones
-    wanted, num_ranks = config.schedule, config.mesh.pp
-    costs = costs_of(config.costs)
-    family = partial(build, wanted.name, **wanted.knobs())
-    found = extrapolate(family, num_ranks, wanted.num_microbatches, costs)
-    # 2. the row
-    few, (makespan_s, peak) = family(*found.simulated[0]), _formulas(config)
-    ends_with_w = any(task.kind == "W" for task in few.ranks[-1])
-    bound = split_makespan_bound_s if ends_with_w else whole_makespan_bound_s
-    bound_s = bound(num_ranks, wanted.num_microbatches, few.num_chunks, costs)
-    period_bound_s = wanted.num_microbatches * (costs.seconds("F", 0, 1) + costs.backward_s)
-    seconds = found.makespan_s, makespan_s, bound_s, found.period_s, period_bound_s
-    share, sizes = found.bubble_fraction, ", ".join(map(str, found.simulated))
-    notes = [f"extrapolated from (ranks, microbatches) {sizes}"]
-    memory = found.peak_activations, peak, None
-    return Row(wanted.name, label(wanted), *seconds, share, *memory, notes)
+    if config.schedule.name in FAMILIES and num_tasks > MOST_TASKS:
+        raise ScheduleError(
+            f"{_size_of(config)}: {num_tasks:,} tasks are too many to simulate ({MOST_TASKS:,} at "
+            "most). Use fewer ranks or microbatches."
+        )
 
 
 def _formulas(config: settings.ScheduleConfig) -> tuple[float | None, float | None]:
