@@ -20,6 +20,7 @@ from ppctl.config import Config, Costs, Inspect, Launch, Mesh, Plan, Run, Tune, 
 from ppctl.config.changed_settings import shown
 from ppctl.config.config_dirs import ROOT
 from ppctl.schedule.families.registry import also_called
+from ppctl.schedule.mesh_axes import AXES, TEXT_AXES
 
 # the parts with one class each
 PLAIN = {cls.__name__.lower(): cls for cls in (Run, Launch, Verify, Plan, Tune, Inspect, Costs)}
@@ -46,7 +47,7 @@ class Setting(NamedTuple):
     key: str
     kind: Any  # type of its values
     default: object
-    about: str  # its comment in config/
+    about: str  # its comment in config/, or the metadata of its field
 
 
 def options(group: str) -> list[str]:
@@ -104,7 +105,8 @@ def settings_of(prefix: str, cls: type) -> dict[str, Setting]:
             made = field.default_factory
             default = field.default if made is dataclasses.MISSING else made()
             default = REQUIRED if default is dataclasses.MISSING else default
-            found[key] = Setting(key, hints[field.name], default, comments.get(field.name, ""))
+            about = field.metadata.get("about") or comments.get(field.name, "")
+            found[key] = Setting(key, hints[field.name], default, about)
     return found
 
 
@@ -114,7 +116,7 @@ def _comments(cls: type) -> dict[str, str]:
     classes = (c for c in reversed(cls.__mro__) if dataclasses.is_dataclass(c))
     found: dict[str, str] = {}
     above: list[str] = []
-    for line in "".join(map(inspect.getsource, classes)).split("\n"):
+    for line in "".join(map(_source, classes)).split("\n"):
         if line.startswith("    # "):
             above.append(line.removeprefix("    # "))
             continue
@@ -122,6 +124,14 @@ def _comments(cls: type) -> dict[str, str]:
             found[field[1]] = line.partition("  # ")[2] or " ".join(above)
         above = []
     return found
+
+
+def _source(cls: type) -> str:
+    """Return the source of a class, "" of one that `make_dataclass` made."""
+    try:
+        return inspect.getsource(cls)
+    except OSError:
+        return ""
 
 
 def all_settings() -> dict[str, Setting]:
@@ -165,10 +175,11 @@ def wrong_option(group: str, option: str, names: Iterable[str]) -> str:
     'optim=adam is not an option of optim. Did you mean optim=adamw? (optim: adamw)'
     """
     if group == "mesh":
+        axes = [f"mesh.{axis}" for axis in AXES]
         return (
-            f"mesh={option} is not a mesh. Write DPxPP, DPxPPxFSDP or DPxPPxFSDPxTPxCP with "
-            "sizes of at least 1, for example mesh=2x4 or mesh=2x4x2, or set mesh.dp, mesh.pp, "
-            "mesh.fsdp, mesh.tp and mesh.cp."
+            f"mesh={option} is not a mesh. Write DPxPP, DPxPPxFSDP or "
+            f"{'x'.join(map(str.upper, TEXT_AXES))} with sizes of at least 1, for example "
+            f"mesh=2x4 or mesh=2x4x2, or set {', '.join(axes[:-1])} and {axes[-1]}."
         )
     near = nearest(option, names := list(names))
     ordered = near + [name for name in names if name not in near]

@@ -26,7 +26,7 @@ def request_words(config: Mapping[str, Any]) -> list[str]:
 
 def _mesh_words(values: Mapping[str, Any]) -> list[str]:
     text, order = Mesh(**values).text, values["order"]
-    words = [] if text == choices.default_option("mesh") else [f"mesh={text}"]
+    words = [] if text == choices.default_option("mesh") else f"mesh={text}".split()
     return words if order == "auto" else [*words, f"mesh.order={order}"]
 
 

@@ -34,9 +34,9 @@ from ppctl.cli.choices import MESH_EXAMPLES, PARTS, schemas
 from ppctl.cli.sweep_options import LAUNCHERS, SWEEPERS
 from ppctl.config import Config, Costs, Mesh
 from ppctl.config.config_dirs import ROOT
-from ppctl.config.groups.mesh_settings import AXES
+from ppctl.schedule.mesh_axes import TEXT_AXES
 
-MESH_CHOICE = re.compile(r"mesh/[1-9]\d*(x[1-9]\d*){1,4}")
+MESH_CHOICE = re.compile(rf"mesh/[1-9]\d*(x[1-9]\d*){{1,{len(TEXT_AXES) - 1}}}")
 CONFIG = "config"  # conf/config.yaml, where every composition starts
 
 
@@ -68,7 +68,7 @@ class PpctlSource(ConfigSource):
         if _is_recipe(config_path):
             return self.files.load_config(config_path)
         sizes = map(int, config_path.removeprefix("mesh/").split("x"))
-        mesh = OmegaConf.structured(Mesh(**dict(zip(AXES, sizes, strict=False))))
+        mesh = OmegaConf.structured(Mesh(**dict(zip(TEXT_AXES, sizes, strict=False))))
         return ConfigResult(self.provider, self.full_path(), mesh, {"package": None})
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:

@@ -20,6 +20,7 @@ from ppctl.config.groups.run_settings import Run
 from ppctl.config.groups.schedule_settings import AnySchedule, Schedule
 from ppctl.config.size_limits import check_bounds, check_parameters, check_tasks
 from ppctl.errors import ConfigError
+from ppctl.schedule.mesh_axes import DATA_AXES, product_text
 from ppctl.schedule.partition.divisibility import check_sequences, check_widths
 
 
@@ -83,13 +84,14 @@ def check(config: Config) -> None:
 
 
 def _check_batch(config: Config) -> None:
-    mesh, batch_size, number = config.mesh, config.data.batch_size, config.schedule.num_microbatches
-    pieces = number * mesh.dp * mesh.fsdp
+    sizes, batch_size = config.mesh.sizes.shown(DATA_AXES), config.data.batch_size
+    factors = {"schedule.num_microbatches": config.schedule.num_microbatches}
+    factors |= {f"mesh.{axis}": size for axis, size in sizes.items()}
+    pieces = math.prod(factors.values())
     if batch_size % pieces:
         raise ConfigError(
-            f"data.batch_size={batch_size} is not a multiple of schedule.num_microbatches*mesh.dp"
-            f"*mesh.fsdp = {number}*{mesh.dp}*{mesh.fsdp} = {pieces}. Use data.batch_size="
-            f"{math.ceil(batch_size / pieces) * pieces}, or fewer microbatches."
+            f"data.batch_size={batch_size} is not a multiple of {product_text(factors)}. "
+            f"Use data.batch_size={math.ceil(batch_size / pieces) * pieces}, or fewer microbatches."
         )
 
 

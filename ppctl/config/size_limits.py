@@ -8,6 +8,7 @@ from ppctl.config.groups.mesh_settings import Mesh
 from ppctl.config.groups.model_settings import AnyModel, CustomModel, Transformer
 from ppctl.config.groups.schedule_settings import Schedule
 from ppctl.errors import ConfigError
+from ppctl.schedule.mesh_axes import AXES
 
 MOST_TASKS = 500_000  # of a step: each takes 10 to 100 microseconds to lay out and simulate
 MOST_PARAMETERS = 10**15  # with their moments 12 petabytes: more than the largest machines hold
@@ -25,11 +26,8 @@ BOUNDS = {  # (maximum, reason) of each setting by itself
     "data.num_features": EXAMPLE,
     "data.num_targets": EXAMPLE,
     "data.batch_size": (2**24, "a batch is put together on a host"),
-    "mesh.dp": DEVICES,
-    "mesh.pp": DEVICES,
-    "mesh.fsdp": DEVICES,
+    **{f"mesh.{axis}": DEVICES for axis in AXES},
     "mesh.tp": (2**10, "each head is on one device"),
-    "mesh.cp": DEVICES,
     "tune.devices": DEVICES,
     "tune.best": (1000, "each is built to be predicted"),
     "schedule.num_chunks": (1024, "each is a stage of a rank, with a layer at least"),

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import gcd
 
-# From the slowest links to the fastest. Ranks exchange little, so pp goes over hosts first; dp sums
-# gradients once a step; fsdp gathers parameters, the most bytes.
-AUTO_ORDER = "pp-dp-fsdp"
-INSIDE = ("cp", "tp")  # axes that send in every layer of every microbatch: last in any order
+from ppctl.schedule.mesh_axes import in_hosts_order
 
 
 def axes_in(order: str) -> tuple[str, ...]:
     """Return the axes of mesh.order, that which goes over hosts first at the head.
 
+    Those inside a stage come last in any order.
+
     >>> axes_in("auto"), axes_in("dp-pp-fsdp")
     (('pp', 'dp', 'fsdp', 'cp', 'tp'), ('dp', 'pp', 'fsdp', 'cp', 'tp'))
     """
-    return (*(AUTO_ORDER if order == "auto" else order).split("-"), *INSIDE)
+    outer = in_hosts_order(in_stage=False) if order == "auto" else order.split("-")
+    return (*outer, *in_hosts_order(in_stage=True))
 
 
 def over_hosts(sizes: Mapping[str, int], order: str, num_hosts: int) -> dict[str, int]:

@@ -11,7 +11,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from math import prod
 from typing import Any
 
 import jax
@@ -19,7 +18,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from ppctl.errors import ConfigError
-from ppctl.executors.device_mesh import AXES, check_tp_of_hosts, equation, laid_out, mesh_of
+from ppctl.executors.device_mesh import check_hosts, laid_out, mesh_of
+from ppctl.schedule.mesh_axes import MeshSizes, product_text
 
 AWAY_FROM_TPU = {  # libtpu queries a metadata server for these and complains of each
     "TPU_SKIP_MDS_QUERY": "1",
@@ -48,7 +48,7 @@ class GpuTarget:
 
 
 def described_mesh(
-    sizes: tuple[int, ...],
+    sizes: MeshSizes,
     topology: str,
     gpu: GpuTarget | None,
     gpu_names: Sequence[str] = (),
@@ -56,7 +56,7 @@ def described_mesh(
 ) -> Mesh:
     """Return a mesh of all devices of a topology: "v5e:4x4" (TPUs), "h100:2x8" (hosts x GPUs).
 
-    sizes: of AXES. gpu: the GPU that the topology names; None: TPUs. gpu_names: GPUs for messages.
+    gpu: the GPU that the topology names; None: TPUs. gpu_names: GPUs for messages.
     order: as in `make_mesh`.
     ConfigError if the compiler for the devices is missing, or does not know the topology, or the
     mesh has another number of devices.
@@ -64,17 +64,16 @@ def described_mesh(
     devices = _tpus(topology, gpu_names) if gpu is None else _gpus(topology, gpu)
     check_size(sizes, topology, len(devices))
     if gpu is not None:
-        named: dict[str, int] = dict(zip(AXES, sizes, strict=True))
-        check_tp_of_hosts(named, order, len(devices), int(topology.split("x")[-1]))
+        check_hosts(sizes, order, len(devices), int(topology.split("x")[-1]))
     return mesh_of(laid_out(devices, sizes, order))
 
 
-def check_size(sizes: Sequence[int], topology: str, number: int) -> None:
+def check_size(sizes: MeshSizes, topology: str, number: int) -> None:
     """Raise ConfigError unless a mesh of these sizes has all `number` devices of a topology."""
-    if prod(sizes) != number:
+    if sizes.num_devices != number:
         raise ConfigError(
-            f"mesh {equation(sizes)}, but plan.topology={topology} has {number} devices. "
-            f"Use a mesh of {number}, such as mesh={number}x1, or another topology."
+            f"mesh {product_text(sizes.shown())}, but plan.topology={topology} has {number} "
+            f"devices. Use a mesh of {number}, such as mesh={number}x1, or another topology."
         )
 
 

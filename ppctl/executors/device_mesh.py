@@ -1,10 +1,9 @@
-"""The device mesh: dp (replicas), pp (ranks), fsdp (shards), tp and cp (inside a stage)."""
+"""The device mesh: attached devices along the axes of `schedule.axis_table`."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import Any
 
 import jax
@@ -14,26 +13,22 @@ from jax.sharding import AxisType, Mesh
 
 from ppctl.errors import ConfigError
 from ppctl.executors.axes_over_hosts import axes_in, over_hosts
-from ppctl.schedule.partition.divisibility import AXES
-
-DATA_AXES = ("dp", "fsdp")  # the batch is divided over both
-RANK_AXES = ("dp", "fsdp", "tp", "cp")  # axes of the devices of one rank
+from ppctl.schedule.axis_table import MESH_AXES
+from ppctl.schedule.mesh_axes import AXES, MeshSizes, product_text
 
 
-def make_mesh(dp: int, pp: int, fsdp: int, tp: int = 1, cp: int = 1, order: str = "auto") -> Mesh:
-    """Return a mesh of dp * pp * fsdp * tp * cp devices, laid out to suit the hardware.
+def make_mesh(sizes: MeshSizes, order: str = "auto") -> Mesh:
+    """Return a mesh of so many devices along each axis, laid out to suit the hardware.
 
-    dp: replicas, which divide the batch; pp: pipeline ranks; fsdp: shards of each rank's
-    parameters, which divide the batch too; tp: shards of each layer's weights, computed with apart;
-    cp: parts of each sequence. One process takes the first devices, several take all devices.
-    order: the axes that go over hosts first, see `laid_out`.
+    One process takes the first devices, several take all devices. order: the axes that go over
+    hosts first, see `laid_out`.
 
     ConfigError for too few devices, devices of several processes left out, hosts of different
-    sizes, tp over several hosts, or if JAX cannot start.
+    sizes, an axis such as tp over several hosts, or if JAX cannot start.
     """
-    sizes, devices = (dp, pp, fsdp, tp, cp), all_devices()
-    need, kind, num_processes = prod(sizes), devices[0].platform, jax.process_count()
-    request = f"mesh {equation(sizes)}"
+    devices = all_devices()
+    need, kind, num_processes = sizes.num_devices, devices[0].platform, jax.process_count()
+    request = f"mesh {product_text(sizes.shown())}"
     if num_processes > 1 and need != len(devices):
         raise ConfigError(
             f"{request} needs {need} devices, but {num_processes} processes have {len(devices)} "
@@ -49,43 +44,32 @@ def make_mesh(dp: int, pp: int, fsdp: int, tp: int = 1, cp: int = 1, order: str 
     return mesh_of(laid_out(devices[:need], sizes, order))
 
 
-def equation(sizes: Sequence[int]) -> str:
-    """Return the number of devices of a mesh as a product.
-
-    >>> equation((2, 4, 1, 1, 1)), equation((2, 2, 1, 2, 1))
-    ('dp*pp*fsdp = 2*4*1 = 8', 'dp*pp*fsdp*tp*cp = 2*2*1*2*1 = 8')
-    """
-    named = len(AXES) if prod(sizes[3:]) > 1 else 3
-    return f"{'*'.join(AXES[:named])} = {'*'.join(map(str, sizes[:named]))} = {prod(sizes)}"
-
-
-def repeated_mesh(dp: int, pp: int, fsdp: int, tp: int = 1, cp: int = 1) -> Mesh:
+def repeated_mesh(sizes: MeshSizes) -> Mesh:
     """Return a mesh of one repeated device: for shapes, and programs that do not span it."""
-    devices = np.empty((dp, pp, fsdp, tp, cp), object)
+    devices = np.empty(sizes.shape, object)
     devices[:] = all_devices()[0]
     return mesh_of(devices)
 
 
 def mesh_of(devices: np.ndarray) -> Mesh:
-    """Return the mesh of devices that are laid out as [dp, pp, fsdp, tp, cp]."""
+    """Return the mesh of devices that are laid out along `AXES`."""
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def laid_out(devices: Sequence[Any], shape: tuple[int, ...], order: str = "auto") -> np.ndarray:
-    """Return the devices as an array of this shape, with the axes of `AXES`.
+def laid_out(devices: Sequence[Any], mesh: MeshSizes, order: str = "auto") -> np.ndarray:
+    """Return the devices as an array with the axes and sizes of a mesh.
 
-    order: the axes, joined by "-", from the slowest links to the fastest; cp and tp come last. The
-    first goes over as many hosts (slices, of TPUs) as its size allows, then the next; the last
-    joins neighbours of a host. "auto": pp-dp-fsdp over several hosts; within one all links are
+    order: the axes, joined by "-", from the slowest links to the fastest; those inside a stage come
+    last. The first goes over as many hosts (slices, of TPUs) as its size allows, then the next; the
+    last joins neighbours of a host. "auto": pp-dp-fsdp over several hosts; within one all links are
     alike, or JAX knows the torus of the TPUs.
 
     Raises:
         ConfigError: Hosts have different numbers of devices, or tp would go over several.
     """
-    groups = hosts_of(devices)
+    groups, sizes, shape = hosts_of(devices), mesh.by_axis, mesh.shape
     if len(groups) == 1 and order == "auto":
         return _within(devices, shape)
-    sizes: dict[str, int] = dict(zip(AXES, shape, strict=True))
     counts = sorted({len(group) for group in groups})
     if len(counts) > 1:
         raise ConfigError(
@@ -95,7 +79,7 @@ def laid_out(devices: Sequence[Any], shape: tuple[int, ...], order: str = "auto"
     over = over_hosts(sizes, order, len(groups))
     axes = axes_in(order)
     if _kind(devices) != "processes":
-        check_tp(sizes["tp"], over["tp"], _kind(devices), counts[0])
+        check_one_host(sizes, over, _kind(devices), counts[0])
     inner = [sizes[axis] // over[axis] for axis in axes]
     blocks = np.stack([_within(group, inner) for group in groups])
     # [hosts along each axis..., within each...], then [dp over hosts, dp within, pp over hosts...]
@@ -104,20 +88,28 @@ def laid_out(devices: Sequence[Any], shape: tuple[int, ...], order: str = "auto"
     return whole.transpose(places).reshape(shape)
 
 
-def check_tp(tp: int, over: int, kind: str, of_each: int) -> None:
-    """Raise ConfigError if tp goes over several hosts or slices of `of_each` devices each."""
-    if over > 1:
-        raise ConfigError(
-            f"mesh.tp={tp} would go over {over} {kind} of {of_each} devices: what tp sends in "
-            f"every layer needs the links inside one. Use mesh.tp={tp // over}, and more ranks "
-            "(mesh.pp)."
-        )
+def check_one_host(
+    sizes: Mapping[str, int], over: Mapping[str, int], kind: str, of_each: int
+) -> None:
+    """Raise ConfigError if tp, or another such axis, goes over hosts or slices of `of_each`.
+
+    over: the number of hosts of each axis.
+    """
+    for axis in MESH_AXES:
+        name, number = axis.name, over[axis.name]
+        if axis.in_one_host and number > 1:
+            raise ConfigError(
+                f"mesh.{name}={sizes[name]} would go over {number} {kind} of {of_each} devices: "
+                f"what {name} sends in every layer needs the links inside one. Use "
+                f"mesh.{name}={sizes[name] // number}, and more ranks (mesh.pp)."
+            )
 
 
-def check_tp_of_hosts(sizes: Mapping[str, int], order: str, number: int, of_each: int) -> None:
-    """Raise ConfigError if tp goes over several hosts: `number` devices, `of_each` on each host."""
+def check_hosts(sizes: MeshSizes, order: str, number: int, of_each: int) -> None:
+    """Raise ConfigError likewise: `number` devices, `of_each` on each host."""
     if number % of_each == 0:
-        check_tp(sizes["tp"], over_hosts(sizes, order, number // of_each)["tp"], "hosts", of_each)
+        over = over_hosts(sizes.by_axis, order, number // of_each)
+        check_one_host(sizes.by_axis, over, "hosts", of_each)
 
 
 def hosts_of(devices: Sequence[Any]) -> list[list[Any]]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.parameter_layout import gather_shards, is_spec
+from ppctl.executors.parameter_layout import gather_shards, is_spec, sharded_over, tree_specs
 from ppctl.executors.stage.stage import Stage
 from ppctl.model.layer_inputs import LayerInputs, without_attached
 from ppctl.model.parallel import WHOLE, StageAxes
@@ -32,11 +32,11 @@ def is_none(a: Any) -> bool:
 class Model:
     """A model as the programs see it, equal only to itself.
 
-    Shapes are those of one device's examples and of its shards over tp; parameters are otherwise
-    whole, and also over tp where XLA divides them.
+    Shapes are those of one device's examples and of its shards in a stage; parameters are otherwise
+    whole, and also in a stage where XLA divides it.
     """
 
-    stack: Stack  # as one device computes it, where tp or cp divide it
+    stack: Stack  # as one device computes it, where its stages are divided
     embed_head: Tree  # shapes of embedding and head, natural
     layer: Tree  # shapes of one layer
     microbatch: Tree  # shapes of one device's examples of a microbatch: {"inputs", "targets"}
@@ -47,7 +47,7 @@ class Model:
     axes: StageAxes = WHOLE
     own_embed_head: tuple[bool, ...] | None = None  # leaves that are divided over the ranks
     layer_specs: Tree = None  # specs of a layer that tasks gather over fsdp; None: given whole
-    auto_specs: Tree = None  # specs over tp of {"embed_head", "layers"}, if XLA divides the model
+    auto_specs: Tree = None  # specs of {"embed_head", "layers"}, if XLA divides the model
     in_order: bool = False  # as in `Stage`
 
     def __post_init__(self) -> None:
@@ -56,7 +56,8 @@ class Model:
     @property
     def auto(self) -> tuple[str, ...]:
         """The axes over which XLA divides."""
-        return () if self.auto_specs is None else ("tp",)
+        specs = [] if self.auto_specs is None else tree_specs(self.auto_specs)
+        return tuple(dict.fromkeys(name for spec in specs for name in sharded_over(spec)))
 
     @cached_property
     def held(self) -> Tree:
@@ -64,7 +65,7 @@ class Model:
         whole = {"embed_head": self.embed_head, "layers": self.layer}
         if self.auto_specs is None:
             return whole
-        mesh = AbstractMesh((self.axes.tp,), ("tp",))
+        mesh = AbstractMesh(*zip(*((size, name) for name, size in self.axes.sizes), strict=True))
 
         def shard(spec: P, a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(a.shape), a.dtype)
@@ -78,7 +79,7 @@ class Model:
         return self.traced(lambda: jax.eval_shape(self.stack.embed, *args))
 
     def traced(self, function: Callable[[], Any]) -> Any:
-        """Return function(), of shapes only; it may trace collectives of layers over tp and cp."""
+        """Return function(), of shapes only; it may trace collectives of layers."""
         found: list[Any] = []
         jax.make_jaxpr(lambda: found.append(function()), axis_env=list(self.axes.sizes))()
         return found[0]

@@ -5,7 +5,8 @@ staged: leaf [V, P, K, ...]: chunk v of rank p holds K layers, padded with zeros
 stage. So every device keeps parameters, gradients, optimizer state and stash slots of that size.
 Executors compute no padded layer, but clear its slots and add zero gradients.
 
-Where tp divides a dim of a leaf, staged form pads it with zeros to a multiple of tp.
+Where axes inside a stage, such as tp, divide a dim of a leaf, staged form pads it with zeros to a
+multiple of their size.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ppctl.model.parallel import StageAxes
+from ppctl.schedule.mesh_axes import STAGE_AXES
 from ppctl.schedule.partition.partition import Partition
 
 Tree = Any
@@ -51,14 +54,14 @@ def without_axes(specs: Tree, axes: tuple[str, ...]) -> Tree:
 
 
 class Shard(NamedTuple):
-    """The dim of a parameter that tp divides; for layers, the dim within one layer."""
+    """The dim of a parameter that axes inside a stage divide; for layers, within one layer."""
 
     dim: int
     num_dims: int
     size: int  # in natural form
     padded: int
-    axes: tuple[str, ...] = ("tp",)  # ("pp", "tp"): a vocabulary divided over the ranks
-    num_parts: int = 1
+    axes: tuple[str, ...]  # the first also "pp": a vocabulary divided over the ranks
+    num_parts: int
 
 
 def parameter_of(path: tuple) -> tuple[str, ...]:
@@ -69,23 +72,24 @@ def parameter_of(path: tuple) -> tuple[str, ...]:
     return tuple(map(str, names[start:]))
 
 
-def shards_of(
-    params: Tree, sharding: Tree, tp: int, vocab_ranks: int = 1
-) -> dict[tuple[str, ...], Shard]:
-    """Return the parameters that tp divides; tp and the ranks divide a vocabulary together.
+def shards_of(params: Tree, sharding: Tree, axes: StageAxes) -> dict[tuple[str, ...], Shard]:
+    """Return the parameters that axes inside a stage divide, a vocabulary together with the ranks.
 
     params: shapes {"embed_head", "layers"}, natural; sharding: their PartitionSpecs, of one layer.
     """
     found = {}
     paths, specs = jax.tree_util.tree_flatten_with_path(params)[0], tree_specs(sharding)
     for (path, leaf), spec in zip(paths, specs, strict=True):
-        over_ranks = vocab_ranks > 1 and not is_layer(path)
-        axes, num_parts = (("pp", "tp"), tp * vocab_ranks) if over_ranks else (("tp",), tp)
-        if "tp" in spec and num_parts > 1:
-            dim, first = tuple(spec).index("tp"), int(is_layer(path))
+        over_ranks = axes.vocab_ranks > 1 and not is_layer(path)
+        names = ("pp",) * over_ranks + sharded_over(spec)
+        num_parts = axes.parts(names)
+        if sharded_over(spec) and num_parts > 1:
+            dim, first = sharded_dim(spec), int(is_layer(path))
             size = leaf.shape[first + dim]
             padded = -(-size // num_parts) * num_parts
-            found[parameter_of(path)] = Shard(dim, leaf.ndim - first, size, padded, axes, num_parts)
+            found[parameter_of(path)] = Shard(
+                dim, leaf.ndim - first, size, padded, names, num_parts
+            )
     return found
 
 
@@ -101,15 +105,15 @@ class Layout:
     mesh: Mesh
     partition: Partition
     rank_of: tuple[int, ...]
-    shards: Mapping[tuple[str, ...], Shard] = field(default_factory=dict, hash=False)  # over tp
-    auto: tuple[str, ...] = ()  # axes that XLA divides ordinary JAX over: ("tp",), or none
+    shards: Mapping[tuple[str, ...], Shard] = field(default_factory=dict, hash=False)  # in stages
+    auto: tuple[str, ...] = ()  # axes that XLA divides ordinary JAX over, such as tp
 
     def auto_specs(self, params: Tree) -> Tree:
-        """Return the PartitionSpecs over tp of {"embed_head", "layers"}, of one layer."""
+        """Return the PartitionSpecs of {"embed_head", "layers"}, of one layer, for XLA."""
 
         def spec(path: tuple, leaf: jax.ShapeDtypeStruct) -> P:
             shard = self.shard(path, leaf.ndim)
-            return P() if shard is None else P(*[None] * shard.dim, "tp")
+            return P() if shard is None else P(*[None] * shard.dim, shard.axes)
 
         return jax.tree_util.tree_map_with_path(spec, params)
 
@@ -167,7 +171,7 @@ class Layout:
         return tuple(slots)
 
     def shard(self, path: tuple, num_dims: int) -> Shard | None:
-        """Return how tp divides a leaf of num_dims dims (within one layer), or None."""
+        """Return the division in a stage of a leaf of num_dims dims (within one layer), or None."""
         shard = self.shards.get(parameter_of(path))
         return shard if shard is not None and shard.num_dims == num_dims else None
 
@@ -216,7 +220,7 @@ class Layout:
         return jax.tree_util.tree_map_with_path(convert, tree)
 
     def staged_specs(self, tree: Tree) -> Tree:
-        """Return a staged tree's PartitionSpecs: all over pp and fsdp, shards also over tp."""
+        """Return a staged tree's PartitionSpecs: all over pp and fsdp, shards also in stages."""
 
         def spec(path: tuple, leaf: jax.Array) -> P:
             if is_layer(path):
@@ -246,8 +250,8 @@ class Layout:
         """Return axis names for each dim: the first dim that `axes` divide, or their last axis.
 
         The first, since XLA reorders the dims of an array to gather or scatter along a later one.
-        shard: the dim that tp or ranks divide. If ranks divide it, no other axis does: they never
-        gather the vocabulary.
+        shard: the dim that axes in a stage or ranks divide. If ranks divide it, no other axis does:
+        they never gather the vocabulary.
         """
         dim, parts = (-1, 1) if shard is None else (shard.dim, shard.num_parts)
         over_ranks = shard is not None and "pp" in shard.axes
@@ -305,17 +309,16 @@ def layer_specs(staged: Tree, *, are_stacked: bool = False) -> Tree:
 def scatter_sums(tree: Tree, specs: Tree, replicated: tuple[str, ...]) -> Tree:
     """Return, inside shard_map, each leaf's sum over `replicated`: this device's shard by the spec.
 
-    Shards over tp, and over the ranks that divide a vocabulary, are not added to each other.
+    A leaf is not summed over the axes that divide it: its shards over tp or over the ranks, each
+    of another part, are not added to each other. fsdp only stores parts of what each device adds.
     """
 
     def reduce(leaf: jax.Array, spec: P) -> jax.Array:
         dim, axes = _fsdp(spec)
-        own = set(sharded_over(spec)) & {"pp", "tp"} - set(axes)
-        names = tuple(name for name in replicated if name not in own)
-        if dim is None:
-            return jax.lax.psum(leaf, names)
-        leaf = jax.lax.psum_scatter(leaf, axes, scatter_dimension=dim, tiled=True)
-        return jax.lax.psum(leaf, tuple(name for name in names if name not in axes))
+        names = tuple(name for name in replicated if name not in sharded_over(spec))
+        if dim is not None:
+            leaf = jax.lax.psum_scatter(leaf, axes, scatter_dimension=dim, tiled=True)
+        return jax.lax.psum(leaf, names)
 
     return jax.tree.map(reduce, tree, specs)
 
@@ -326,10 +329,15 @@ def sharded_over(spec: P) -> tuple[str, ...]:
     return tuple(name for names in each for name in names)
 
 
+def sharded_dim(spec: P) -> int:
+    """Return the first dim that a spec divides."""
+    return next(dim for dim, names in enumerate(spec) if names)
+
+
 def _fsdp(spec: P) -> tuple[int | None, tuple[str, ...]]:
-    """Return the dim that a spec shards over fsdp, and its axes without tp; or (None, ())."""
+    """Return the dim that a spec stores over fsdp, and the axes that store it; or (None, ())."""
     for dim, names in enumerate(spec):
         axes = names if isinstance(names, tuple) else (names,)
         if "fsdp" in axes:
-            return dim, tuple(name for name in axes if name != "tp")
+            return dim, tuple(name for name in axes if name not in STAGE_AXES)
     return None, ()

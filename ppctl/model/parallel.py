@@ -14,39 +14,63 @@ sequence, device c holds pieces c and 2*cp-1-c, so that causal attention is equa
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import lcm
+from math import lcm, prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ppctl.schedule.mesh_axes import DATA_AXES, STAGE_AXES, axes_record
+
 Tree = Any
 
 
 @dataclass(frozen=True)
-class StageAxes:
-    """The devices along tp and cp that divide a stage.
+class StageAxes(axes_record(STAGE_AXES, is_frozen=True)):
+    """The devices that divide a stage: a field for each axis inside one, such as tp and cp.
 
     vocab_ranks: the ranks of the pipeline that divide embedding and head by their vocabulary, on
     top of tp: see `VocabularyParts`. context: how attention gets the keys and values of other
     devices along cp, gather | ring.
     """
 
-    tp: int = 1
-    cp: int = 1
     sequence_parallel: bool = True
     vocab_ranks: int = 1
     context: str = "gather"
 
-    @property
-    def num_devices(self) -> int:
-        return self.tp * self.cp
+    @classmethod
+    def of(cls, sizes: Mapping[str, int], **how: Any) -> StageAxes:
+        """Return the axes inside a stage of a mesh of these sizes; how: the other fields."""
+        return cls(**{name: sizes.get(name, 1) for name in STAGE_AXES}, **how)
 
     @property
-    def vocabulary_parts(self) -> int:
-        """The number of parts of the vocabulary."""
-        return self.vocab_ranks * self.tp
+    def divided(self) -> dict[str, int]:
+        """The sizes of the axes that divide the stage."""
+        return {name: n for name in STAGE_AXES if (n := getattr(self, name)) > 1}
+
+    @property
+    def text(self) -> str:
+        """The same as one types it, after mesh=."""
+        return " ".join(f"mesh.{name}={size}" for name, size in self.divided.items())
+
+    @property
+    def num_devices(self) -> int:
+        return prod(self.divided.values())
+
+    @property
+    def need_a_model(self) -> bool:
+        """Whether only models that say how can be divided so: more than examples is divided."""
+        return self.vocab_ranks > 1 or bool(self.divided.keys() - set(DATA_AXES))
+
+    def parts(self, axes: Iterable[str]) -> int:
+        """Return the number of parts of a dim that is divided over some axes, "pp": by vocabulary.
+
+        >>> StageAxes(tp=2, vocab_ranks=4).parts(("pp", "tp"))
+        8
+        """
+        return prod(size for name, size in self.sizes if name in axes)
 
     @property
     def divides_rows(self) -> bool:
@@ -62,7 +86,7 @@ class StageAxes:
     def sizes(self) -> tuple[tuple[str, int], ...]:
         """Names and sizes of the axes, as traces need them."""
         ranks = (("pp", self.vocab_ranks),) if self.vocab_ranks > 1 else ()
-        return *ranks, ("tp", self.tp), ("cp", self.cp)
+        return *ranks, *((name, getattr(self, name)) for name in STAGE_AXES)
 
     def padded(self, num_tokens: int) -> int:
         """Return the tokens of a sequence with padding, so that all devices have equally many.

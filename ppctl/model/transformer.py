@@ -109,13 +109,13 @@ def _stack(
         parts=parts,
     )
     # 2. facts about parameters: trained ones, division over tp
-    if axes.vocabulary_parts == 1 and sizes.lora is None:
+    if axes.parts(("pp", "tp")) == 1 and sizes.lora is None:
         return stack
     params = jax.eval_shape(lambda: init(stack, 0))
     if sizes.lora is not None:
         trainable = {"embed_head": False, "layers": are_adapters(params["layers"])}
         stack = replace(stack, trainable=trainable)
-    if axes.vocabulary_parts == 1:
+    if axes.parts(("pp", "tp")) == 1:
         return stack
     return replace(stack, sharding=_sharding(params, axes, sizes.kv_heads))
 
@@ -247,7 +247,7 @@ def _looked_up(
     table_VD: jax.Array, ids_BT: jax.Array, axes: StageAxes, part: jax.Array | int
 ) -> jax.Array:
     """Return the embeddings of tokens, or a rank's summands; a device has a part of the table."""
-    if axes.vocabulary_parts == 1:
+    if axes.parts(("pp", "tp")) == 1:
         return table_VD[ids_BT]
     num_ids, d_model = table_VD.shape
     ids_BT = ids_BT - first_id(num_ids, axes.tp, part)

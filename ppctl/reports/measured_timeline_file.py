@@ -37,7 +37,7 @@ from ppctl.schedule.validation import validate
 Span = tuple[float, float]  # start and end in seconds
 FILES = ("timeline.csv", "timeline.perfetto.json", "timeline.html")
 TASKS_FILE = "tasks.perfetto.json"  # in a profile
-FIRST_DEVICE = re.compile(r"rank \d+( dp=0)?( fsdp=0)?")  # its track in that file
+FIRST_DEVICE = re.compile(r"rank \d+( \w+=0)*")  # its track in that file
 MOST_RANKS = 8  # bubbles listed
 OVERLAP_S = 1e-8  # seconds of two tasks of a rank: the last digit of a file
 

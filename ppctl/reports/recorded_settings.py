@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ppctl.config.changed_settings import shown
-from ppctl.config.groups.mesh_settings import AXES, mesh_text
+from ppctl.schedule.mesh_axes import AXES, mesh_text
 
 RUN_SETTINGS = ("name", "dir", "resume", "distributed", "coordinator", "process_id")
 OWN = {f"run.{name}" for name in RUN_SETTINGS}  # never compared
@@ -44,7 +44,7 @@ def setting_value(config: Mapping[str, Any], name: str) -> Any:
         return value
     if name != "mesh":
         return value["name"]
-    return mesh_text(tuple(value[axis] for axis in AXES if axis in value))
+    return mesh_text(value)
 
 
 def setting_text(config: Mapping[str, Any], name: str) -> str | None:

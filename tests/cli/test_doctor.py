@@ -17,6 +17,7 @@ from ppctl.errors import ConfigError
 from ppctl.executors import link_speeds as links
 from ppctl.executors.device_mesh import make_mesh
 from ppctl.executors.link_speeds import AllReduce, MeasuredLink
+from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.training.pipeline.known_hardware import known
 
 TINY = config.Config(
@@ -222,7 +223,7 @@ def test_a_link_without_an_answer_ends_the_process_with_a_line():
 
 def test_the_costs_of_a_hop_are_those_of_the_worst_neighbours_along_pp():
     mesh = make_mesh(
-        2, 2, 2
+        MeshSizes(2, 2, 2)
     )  # device ids [dp, pp, fsdp]: rank 0 has 0, 1, 4, 5 and rank 1 has 2, 3, 6, 7
     near = [
         MeasuredLink(0, 2, 1e-6, 4e9, True),
@@ -248,7 +249,7 @@ def test_of_many_devices_one_of_each_process_is_probed():
 
 
 def test_a_sum_over_an_axis_is_right_on_each_of_its_devices():
-    found = links.measure_all_reduce(make_mesh(2, 2, 2), "dp", length=8)
+    found = links.measure_all_reduce(make_mesh(MeshSizes(2, 2, 2)), "dp", length=8)
     assert found == AllReduce("dp", 2, 32, found.seconds, True)
 
 

@@ -16,6 +16,7 @@ from ppctl.executors.device_mesh import make_mesh
 from ppctl.executors.hlo_text import computations
 from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import init
+from ppctl.schedule.mesh_axes import MeshSizes
 
 WIDE = {"head_dim": 6, "family": "gemma3"}
 CAPPED = {"attention_softcap": 1.5, "logit_softcap": 2.0, "family": "gemma2", "num_kv_heads": 1}
@@ -177,7 +178,7 @@ def lines(text, kind):
 def test_a_block_gathers_and_scatters_twice_and_no_weight_is_gathered_over_tp():
     stack, axes = make(d_model=32, num_layers=2), StageAxes(tp=2)
     divided = stack.divided(axes)
-    mesh = make_mesh(1, 1, 1, 2)
+    mesh = make_mesh(MeshSizes(tp=2))
     params = jax.eval_shape(lambda: init(stack, 0))
     layer = jax.tree.map(lambda a: jnp.zeros(a.shape[1:]), params["layers"])
     specs = divided.sharding["layers"]

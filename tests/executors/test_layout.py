@@ -15,6 +15,7 @@ from ppctl.executors.device_mesh import make_mesh
 from ppctl.executors.parameter_layout import Layout
 from ppctl.model.stack import init
 from ppctl.schedule.families.stage_placement import loop, v_shape
+from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.partition.partition import explicit, uniform
 
 LAYOUTS = [  # (num_layers, mesh, num_chunks); V: down the ranks and back up
@@ -37,7 +38,7 @@ layouts = pytest.mark.parametrize("size", [pytest.param(size) for size in LAYOUT
 def layout_of(size):
     num_layers, mesh, num_chunks = size
     rank_of = v_shape(mesh[1]) if num_chunks == "V" else loop(mesh[1], num_chunks)
-    return Layout(make_mesh(*mesh), uniform(num_layers, len(rank_of)), rank_of)
+    return Layout(make_mesh(MeshSizes(*mesh)), uniform(num_layers, len(rank_of)), rank_of)
 
 
 def bits(tree):
@@ -64,7 +65,9 @@ def test_staging_and_back_keeps_every_bit(size):
 def test_staging_and_back_keeps_every_bit_where_a_stage_has_no_layer(sizes):
     num_ranks = len(sizes)
     layout, tree = (
-        Layout(make_mesh(1, num_ranks, 1), explicit(8, num_ranks, sizes), loop(num_ranks)),
+        Layout(
+            make_mesh(MeshSizes(1, num_ranks, 1)), explicit(8, num_ranks, sizes), loop(num_ranks)
+        ),
         tree_of(8),
     )
     staged = layout.to_staged(tree)
@@ -154,7 +157,7 @@ def test_natural_order_is_sharded_over_pp_where_it_divides(size):
 
 def test_a_mesh_of_more_devices_than_there_are_is_refused_in_one_line():
     with pytest.raises(ConfigError) as error:
-        make_mesh(2, 4, 2)
+        make_mesh(MeshSizes(2, 4, 2))
     assert str(error.value) == (
         "mesh dp*pp*fsdp = 2*4*2 = 16 needs 16 devices, but there are 8 (cpu). "
         "Use a smaller mesh, such as mesh=1x8, or run.platform=cpu, which simulates devices."
@@ -162,7 +165,7 @@ def test_a_mesh_of_more_devices_than_there_are_is_refused_in_one_line():
 
 
 def test_a_mesh_may_leave_devices_out():
-    mesh = make_mesh(1, 3, 1)
+    mesh = make_mesh(MeshSizes(1, 3, 1))
     assert dict(mesh.shape) == {"dp": 1, "pp": 3, "fsdp": 1, "tp": 1, "cp": 1}
     assert mesh.devices.ravel().tolist() == jax.devices()[:3]
 

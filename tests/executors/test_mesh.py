@@ -11,8 +11,9 @@ from support.cuda_plugin import needs_cuda_plugin
 
 from ppctl import config
 from ppctl.errors import ConfigError
-from ppctl.executors.device_mesh import AXES, hosts_text, laid_out, mesh_of
+from ppctl.executors.device_mesh import hosts_text, laid_out, mesh_of
 from ppctl.executors.hlo_text import collectives
+from ppctl.schedule.mesh_axes import AXES, MeshSizes
 from ppctl.training.pipeline.job import assemble
 
 
@@ -56,7 +57,7 @@ def num_hosts_along(devices):
 )
 def test_axes_go_over_hosts_in_their_order(hosts, shape, order, over):
     devices = gpus(*hosts)
-    found = laid_out(devices, (*shape, 1, 1), order)
+    found = laid_out(devices, MeshSizes(*shape), order)
     assert found.shape == (*shape, 1, 1)
     assert sorted(ids(found).flat) == list(range(len(devices)))
     assert tuple(num_hosts_along(found).values()) == (*over, 1, 1)
@@ -64,20 +65,27 @@ def test_axes_go_over_hosts_in_their_order(hosts, shape, order, over):
 
 
 def test_neighbours_of_a_host_are_along_the_last_axis_of_the_order():
-    assert ids(laid_out(gpus(2, 4), (2, 2, 2, 1, 1)))[:, 0, :, 0, 0].tolist() == [[0, 1], [2, 3]]
-    assert ids(laid_out(gpus(2, 4), (2, 2, 2, 1, 1), "pp-fsdp-dp"))[:, 0, :, 0, 0].tolist() == [
+    assert ids(laid_out(gpus(2, 4), MeshSizes(2, 2, 2, 1, 1)))[:, 0, :, 0, 0].tolist() == [
+        [0, 1],
+        [2, 3],
+    ]
+    assert ids(laid_out(gpus(2, 4), MeshSizes(2, 2, 2, 1, 1), "pp-fsdp-dp"))[
+        :, 0, :, 0, 0
+    ].tolist() == [
         [0, 2],
         [1, 3],
     ]
-    assert ids(laid_out(gpus(1, 8), (2, 2, 2, 1, 1), "pp-dp-fsdp"))[0, :, 0, 0, 0].tolist() == [
+    assert ids(laid_out(gpus(1, 8), MeshSizes(2, 2, 2, 1, 1), "pp-dp-fsdp"))[
+        0, :, 0, 0, 0
+    ].tolist() == [
         0,
         4,
     ]
-    assert ids(laid_out(gpus(1, 8), (2, 2, 2, 1, 1))).ravel().tolist() == [*range(8)]
+    assert ids(laid_out(gpus(1, 8), MeshSizes(2, 2, 2, 1, 1))).ravel().tolist() == [*range(8)]
 
 
 def test_tp_stays_inside_a_host_and_takes_its_nearest_devices():
-    assert ids(laid_out(gpus(2, 4), (1, 2, 1, 2, 2)))[0, :, 0].tolist() == [
+    assert ids(laid_out(gpus(2, 4), MeshSizes(1, 2, 1, 2, 2)))[0, :, 0].tolist() == [
         [[0, 2], [1, 3]],
         [[4, 6], [5, 7]],
     ]
@@ -85,7 +93,7 @@ def test_tp_stays_inside_a_host_and_takes_its_nearest_devices():
         ConfigError,
         match=r"^mesh.tp=8 would go over 2 hosts of 4 devices: .* Use mesh.tp=4, and more",
     ):
-        laid_out(gpus(2, 4), (1, 1, 1, 8, 1))
+        laid_out(gpus(2, 4), MeshSizes(1, 1, 1, 8, 1))
 
 
 def test_hosts_of_different_sizes_are_refused():
@@ -93,7 +101,7 @@ def test_hosts_of_different_sizes_are_refused():
         ConfigError,
         match=r"^2 hosts of 2 to 4 devices make no mesh of \(1, 6, 1, 1, 1\): each must have as m",
     ):
-        laid_out([*gpus(2, 4)][:6], (1, 6, 1, 1, 1))
+        laid_out([*gpus(2, 4)][:6], MeshSizes(1, 6, 1, 1, 1))
 
 
 def test_slices_of_tpus_are_joined_by_pp():
@@ -103,7 +111,7 @@ def test_slices_of_tpus_are_joined_by_pp():
     devices = topologies.get_topology_desc(
         platform="tpu", topology_name="v5e:2x4", num_slices=2
     ).devices
-    found = laid_out(devices, (2, 4, 2, 1, 1))
+    found = laid_out(devices, MeshSizes(2, 4, 2, 1, 1))
     assert tuple(num_hosts_along(found).values()) == (1, 2, 1, 1, 1)
     assert hosts_text(mesh_of(found)) == "2 slices: pp over 2"
 

@@ -21,6 +21,7 @@ from ppctl.executors.hlo_text import collectives
 from ppctl.executors.model_shapes import shard_bytes
 from ppctl.executors.reference import reference
 from ppctl.model.stack import init
+from ppctl.schedule.mesh_axes import MeshSizes
 
 TOLERANCE = 1e-10
 NUM_LAYERS = 4
@@ -33,9 +34,7 @@ def make_pipe(model, mesh, **how):
         "optimizer": optax.sgd(0.1),
         "dtype": jnp.float64,
     } | how
-    return ppctl.pipeline(
-        model, mesh=make_mesh(**({"dp": 1, "pp": 1, "fsdp": 1} | mesh)), batch=rows(), **how
-    )
+    return ppctl.pipeline(model, mesh=make_mesh(MeshSizes(**mesh)), batch=rows(), **how)
 
 
 def difference(model, mesh, **how):
@@ -168,7 +167,7 @@ REFUSED = [
         {"tp": 2},
         r"of layers.bias is P\(None, 'tp'\), of 2 dims, but the parameter has the shape \(16,\)",
     ),
-    (stack, {"tp": 2, "cp": 2}, r"cp=2 divides the sequences of models that say how .* Use cp=1"),
+    (stack, {"tp": 2, "cp": 2}, r"cp=2 divides the stages of models that say how .* Use cp=1"),
     (
         lambda: stack(sharding={"embed_head": None}),
         {"tp": 2},
@@ -177,7 +176,7 @@ REFUSED = [
     (
         lambda: stack(sharding={"embed_head": None, "layers": P("fsdp")}),
         {"tp": 2},
-        "may have tp alone, once",
+        "may have tp alone, in one dim",
     ),
     (
         lambda: stack(sharding={"embed_head": None, "layers": 3}),
@@ -192,7 +191,7 @@ REFUSED = [
     (
         lambda: replace(stack(), sharding=None),
         {"tp": 2},
-        r"tp=2 cp=1 divide the stages of models that say how \(Stack.divided, or sharding for tp\)",
+        r"tp=2: this divides the stages of models that say how \(Stack.divided, or sharding for tp\)",
     ),
 ]
 

@@ -20,6 +20,7 @@ from ppctl.planner.cost.counted_costs import (
 )
 from ppctl.planner.cost.op_times import LayerGathers, OpTimes, PieceTimes
 from ppctl.planner.cost.roofline import Link, ModelWork, Op, PieceWork, Speed
+from ppctl.schedule.mesh_axes import MeshSizes
 
 NEAR, FAR = Link(0.001, 100.0), Link(0.01, 10.0)
 MACHINE = Machine(Speed(1000.0, 50.0), NEAR, FAR, host_devices=8, task_s=0.25)
@@ -37,7 +38,7 @@ def counted(layout, machine=MACHINE, examples=2, remat="none", **options):
 
 
 def test_what_weight_gradients_send_travels_beside_their_products_where_gathers_go_ahead():
-    sends = Op(0.0, 100.0, axis="tp")
+    sends = Op(0.0, 100.0, axes=("tp",))
     work = replace(
         WORK,
         layer=PieceWork((*LAYER.forward, sends), LAYER.input_grad, (*LAYER.weight_grad, sends)),
@@ -45,7 +46,7 @@ def test_what_weight_gradients_send_travels_beside_their_products_where_gathers_
     one = partial(
         op_times,
         params=PARAMS,
-        layout=PlannedLayout(1, 1, 1, 1, 1, tp=2),
+        layout=PlannedLayout(MeshSizes(tp=2), 1, 1),
         microbatch_examples=2,
         remat="none",
     )
@@ -75,7 +76,7 @@ def test_an_axis_has_the_slow_link_where_any_of_its_groups_leaves_a_host(host_de
             for k in range(number)
         ]
         hosts = np.vectorize(lambda device: device.slice_index)(
-            laid_out(devices, (*sizes, 1, 1), order)
+            laid_out(devices, MeshSizes(*sizes), order)
         )[..., 0, 0]
         dp, pp, fsdp = sizes
         lines = {  # the devices of a line communicate
@@ -84,18 +85,20 @@ def test_an_axis_has_the_slow_link_where_any_of_its_groups_leaves_a_host(host_de
             "fsdp": hosts.reshape(-1, fsdp),
             "both": hosts.reshape(dp, -1),
         }
-        found = PlannedLayout(*sizes, 1, 1).links(machine)
+        ring_of = PlannedLayout(MeshSizes(*sizes), 1, 1).ring_of(machine)
         for name, line in lines.items():
+            link, size = ring_of(("pp", "fsdp") if name == "both" else (name,))
+            assert size == line.shape[1]
             if not (line != line[:, :1]).any():
-                assert found[name] == NEAR, (name, sizes)
+                assert link == NEAR, (name, sizes)
                 continue
             in_host = line.shape[1] // max(len(set(group)) for group in line.tolist())
             adapters = in_host if name in ("dp", "fsdp") else 1  # of its devices in a host
             if name == "both":
-                assert found[name].latency_s == FAR.latency_s, sizes
+                assert link.latency_s == FAR.latency_s, sizes
             else:
                 bytes_per_s = min(NEAR.bytes_per_s, adapters * FAR.bytes_per_s)
-                assert found[name] == replace(FAR, bytes_per_s=bytes_per_s), (name, sizes)
+                assert link == replace(FAR, bytes_per_s=bytes_per_s), (name, sizes)
 
 
 def test_axes_of_hosts_that_are_not_full_have_the_slow_link():
@@ -112,18 +115,18 @@ def test_without_hosts_or_without_a_network_there_is_one_link():
 
 
 def test_pieces_take_their_operations_and_a_backward_what_it_recomputes():
-    times = counted(PlannedLayout(1, 2, 1, 4, 4))
+    times = counted(PlannedLayout(MeshSizes(1, 2, 1), 4, 4))
     assert times.embed == PieceTimes(2 * 4 / 50, 0.0, (2 * 2 + 8) / 50)
     assert times.layer == PieceTimes(
         1.0, 1.0 + 2 / 50, 1.0
     )  # 2 examples of 500 FLOPs; W moves (10 + 30) / 50 in less
     assert times.head == PieceTimes(0.0, 6.0, 0.0)
     for remat in ("layer", "full"):
-        assert counted(PlannedLayout(1, 2, 1, 4, 4), remat=remat).layer == PieceTimes(
+        assert counted(PlannedLayout(MeshSizes(1, 2, 1), 4, 4), remat=remat).layer == PieceTimes(
             1.0, 2.0 + 2 / 50, 1.0
         )
         assert (
-            counted(PlannedLayout(1, 2, 1, 4, 4), remat=remat).head == times.head
+            counted(PlannedLayout(MeshSizes(1, 2, 1), 4, 4), remat=remat).head == times.head
         )  # nothing of it is recomputed
     assert times.task_s == 0.25
 
@@ -136,7 +139,7 @@ def test_products_of_a_scan_over_layers_add_to_no_sum():
             replace(WORK, layer=layer),
             PARAMS,
             machine,
-            PlannedLayout(1, 2, 1, layers, layers),
+            PlannedLayout(MeshSizes(1, 2, 1), layers, layers),
             microbatch_examples=2,
             remat="none",
         ).layer.weight_grad_s
@@ -147,7 +150,7 @@ def test_products_of_a_scan_over_layers_add_to_no_sum():
 
 def test_a_backward_recomputes_of_a_layer_what_it_needs_and_of_a_stage_all():
     work = replace(WORK, layer=replace(LAYER, redo=(Op(100.0, 1.0),)))
-    layout = PlannedLayout(1, 2, 1, 4, 4)
+    layout = PlannedLayout(MeshSizes(1, 2, 1), 4, 4)
     again = {
         remat: op_times(
             work, PARAMS, MACHINE, layout, microbatch_examples=2, remat=remat
@@ -159,13 +162,13 @@ def test_a_backward_recomputes_of_a_layer_what_it_needs_and_of_a_stage_all():
 
 
 def test_a_hop_crosses_hosts_where_pp_does():
-    assert counted(PlannedLayout(1, 4, 2, 4, 4)).hop_s == NEAR.hop_s(2 * 6)
-    assert counted(PlannedLayout(1, 4, 4, 4, 4)).hop_s == FAR.hop_s(2 * 6)
-    assert counted(PlannedLayout(8, 1, 2, 4, 4)).hop_s == 0
+    assert counted(PlannedLayout(MeshSizes(1, 4, 2), 4, 4)).hop_s == NEAR.hop_s(2 * 6)
+    assert counted(PlannedLayout(MeshSizes(1, 4, 4), 4, 4)).hop_s == FAR.hop_s(2 * 6)
+    assert counted(PlannedLayout(MeshSizes(8, 1, 2), 4, 4)).hop_s == 0
 
 
 def test_cores_are_shared_where_there_are_any():
-    layout = PlannedLayout(1, 2, 1, 4, 4)
+    layout = PlannedLayout(MeshSizes(1, 2, 1), 4, 4)
     assert counted(layout).capacity == inf
     assert counted(layout, replace(MACHINE, cores=2)).capacity == 2.0
 
@@ -177,7 +180,7 @@ def test_per_step_overhead_by_hand():
     # 2 x 2 x 4 devices on two hosts: fsdp and dp within one, pp across. 3 layers of 120 bytes on a
     # rank,
     # embedding and head of 480
-    layout = PlannedLayout(dp=2, pp=2, fsdp=4, rank_layers=3, chunk_layers=3)
+    layout = PlannedLayout(MeshSizes(2, 2, 4), rank_layers=3, chunk_layers=3)
     # shares go round 4 devices in 3 messages, and round 8 in 7; parameters travel at half the size
     # of gradients
     gathered, layers = (3 * (0.001 + size / 4 / 100) for size in (180, 360))
@@ -196,7 +199,7 @@ def test_per_step_overhead_by_hand():
         by_hand - gathered - (360 - 360 / 4) * 1.5 / 50
     )  # shards are cast
     assert by_layer.gathers == LayerGathers(3 * (0.001 + 60 / 4 / 100), is_ahead=False)
-    assert counted(replace(layout, fsdp=1), gather="layer").gathers is None
+    assert counted(replace(layout, mesh=MeshSizes(2, 2)), gather="layer").gathers is None
 
 
 def walked_s(visits, gather_s, *, is_ahead):
@@ -239,7 +242,7 @@ def test_a_task_gathers_one_layer_ahead_of_the_one_that_it_computes(is_ahead):
 
 
 def test_embedding_and_head_leave_the_host_where_layers_do_not():
-    layout = PlannedLayout(dp=1, pp=2, fsdp=4, rank_layers=3, chunk_layers=3)
+    layout = PlannedLayout(MeshSizes(1, 2, 4), rank_layers=3, chunk_layers=3)
     spread = overhead_s(PARAMS, replace(MACHINE, host_devices=4), layout) - overhead_s(
         PARAMS, MACHINE, layout
     )
@@ -248,7 +251,7 @@ def test_embedding_and_head_leave_the_host_where_layers_do_not():
 
 
 def test_one_device_sends_nothing():
-    layout = PlannedLayout(1, 1, 1, 3, 3)
+    layout = PlannedLayout(MeshSizes(1, 1, 1), 3, 3)
     held = 360 + 480
     assert overhead_s(PARAMS, MACHINE, layout) == pytest.approx((held * 1.5 + held * 8) / 50)
     assert overhead_s(PARAMS, MACHINE, layout, casts=5) == pytest.approx(
@@ -260,4 +263,4 @@ def test_one_device_sends_nothing():
 
 
 def test_devices_of_a_rank_are_those_of_all_axes_but_pp():
-    assert PlannedLayout(dp=3, pp=2, fsdp=4, rank_layers=1, chunk_layers=1, tp=2).rank_devices == 24
+    assert PlannedLayout(MeshSizes(3, 2, 4, tp=2), rank_layers=1, chunk_layers=1).rank_devices == 24

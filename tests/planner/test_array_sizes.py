@@ -15,6 +15,7 @@ from ppctl.planner.cost.rank_memory import predicted_memory
 from ppctl.planner.cost.roofline import Extent, ModelWork, PieceWork
 from ppctl.planner.cost.step_time import layout_of, param_bytes_of
 from ppctl.planner.cost.task_flops import work_of
+from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.training.pipeline.job import assemble
 
 TINY = config.Config(
@@ -138,7 +139,7 @@ WORK = ModelWork(
     head_bytes=Extent(each=7.0, fixed=3.0),
 )
 PARAMS = ParamBytes(layer=40, embed_head=100, moments=2.0, compute_ratio=0.5)
-LAYOUT = PlannedLayout(dp=1, pp=2, fsdp=1, rank_layers=6, chunk_layers=3)
+LAYOUT = PlannedLayout(MeshSizes(pp=2), rank_layers=6, chunk_layers=3)
 HEAD = 7 * 2 + 3  # of two examples
 BY_HAND = {
     ("none", True): 3 * 10 * 2

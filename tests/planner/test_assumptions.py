@@ -10,7 +10,7 @@ from ppctl import config
 from ppctl.errors import ConfigError
 from ppctl.planner.cost.assumptions import assumptions
 from ppctl.planner.cost.device_models import divisions
-from ppctl.planner.cost.step_time import device_kind, layout_of, machine_of
+from ppctl.planner.cost.step_time import device_kind, machine_of
 from ppctl.planner.cost.task_flops import work_of
 from ppctl.training.pipeline.job import assemble
 from ppctl.training.pipeline.known_hardware import known
@@ -130,7 +130,7 @@ def test_speeds_and_links_are_those_that_seconds_are_counted_with():
     )
     machine = machine_of(job.config, device_kind(job.pipe), str(job.pipe.dtype))
     text = "; ".join(assumptions(job, is_timed=True))
-    links = layout_of(job.pipe).links(machine)
+    links = machine.links(job.pipe.mesh.shape)
     assert (links["pp"], links["dp"], links["fsdp"]) == (
         machine.network,
         machine.link,

@@ -20,6 +20,7 @@ from ppctl.planner.cost.counted_costs import (
 )
 from ppctl.planner.cost.op_times import costs_of_stages
 from ppctl.planner.cost.roofline import Link, ModelWork, PieceWork, Speed
+from ppctl.schedule.mesh_axes import MeshSizes
 
 LINK = Link(latency_s=0.0, bytes_per_s=3.0)
 MACHINE = Machine(
@@ -53,7 +54,9 @@ def traced(case):
     jaxpr = jax.make_jaxpr(staged_step(case))(params, make_batch(case.model, case.batch_size)).jaxpr
     layer_bytes = tree_bytes(params["layers"]) // layout.counts.size // int(layout.counts.max())
     most = int(layout.counts.max())
-    plan = PlannedLayout(*case.mesh, rank_layers=most * layout.num_chunks, chunk_layers=most)
+    plan = PlannedLayout(
+        MeshSizes(*case.mesh), rank_layers=most * layout.num_chunks, chunk_layers=most
+    )
     sizes = ParamBytes(
         layer_bytes, tree_bytes(params["embed_head"]), moments=2.0, compute_ratio=1.0
     )

@@ -15,6 +15,7 @@ from ppctl.model.stack import init
 from ppctl.planner.cost.counted_costs import Machine, ParamBytes, PlannedLayout, op_times
 from ppctl.planner.cost.roofline import Link, Speed
 from ppctl.planner.cost.task_flops import work_of
+from ppctl.schedule.mesh_axes import MeshSizes
 
 WIDTH, TOKENS = 16, 8
 SIZES = {
@@ -61,7 +62,7 @@ def model_of(axes):
 
 
 def sent(ops):
-    return sorted((op.axis, op.collective, op.bytes) for op in ops if op.axis is not None)
+    return sorted(("+".join(op.axes), op.collective, op.bytes) for op in ops if op.axes)
 
 
 def test_a_block_sends_its_rows_twice_each_way_and_does_its_share_of_the_products():
@@ -89,7 +90,7 @@ def test_what_is_sent_takes_its_time_on_the_axes_link():
         work,
         params,
         machine,
-        PlannedLayout(1, 1, 1, 2, 2, tp=2),
+        PlannedLayout(MeshSizes(tp=2), 2, 2),
         microbatch_examples=3,
         remat="none",
     )

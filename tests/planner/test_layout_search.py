@@ -19,8 +19,9 @@ from ppctl.planner.cost.roofline import Link, ModelWork, Op, PieceWork, Speed
 from ppctl.planner.search import layout_candidate as candidates
 from ppctl.planner.search.layout_candidate import LayoutPredictor
 from ppctl.planner.search.layout_search import LayoutSearch, uncollected
-from ppctl.planner.search.layout_space import DeviceModel, MeshSizes, Space
+from ppctl.planner.search.layout_space import DeviceModel, Space
 from ppctl.schedule.families.registry import FAMILIES, build
+from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.search.extrapolated_cost import along
 
 EPSILON = 1 + 1e-9
@@ -69,9 +70,12 @@ def some(seed):
     space = Space(
         size, choose.randint(6, 9), 2 * size, example_bytes=8, in_ticks=executor == "spmd"
     )
-    models = {(1, 1): DeviceModel(work, params)}
+    models = {MeshSizes(): DeviceModel(work, params)}
     if seed % 3 == 0:
-        models |= {axes: divided(models[1, 1], *axes) for axes in ((2, 1), (1, 2), (4, 2))}
+        models |= {
+            MeshSizes(tp=tp, cp=cp): divided(models[MeshSizes()], tp, cp)
+            for tp, cp in ((2, 1), (1, 2), (4, 2))
+        }
     gather = "step" if seed % 2 else "layer"
     space = replace(
         space,
@@ -79,8 +83,8 @@ def some(seed):
         gather=gather,
         vocab=("whole", "parallel") if seed % 2 else ("whole",),
     )
-    by_parts = lambda tp, cp, ranks=None: (
-        models[tp, cp] if ranks is None else in_parts(models[tp, cp], ranks)
+    by_parts = lambda division, ranks=None: (
+        models[division] if ranks is None else in_parts(models[division], ranks)
     )
     return space, by_parts, machine
 
@@ -90,7 +94,7 @@ def divided(model, tp, cp):
     part = 1 / (tp * cp)
 
     def shared(piece):
-        sends = (Op(0.0, 20.0, axis="tp" if tp > 1 else "cp"),)
+        sends = (Op(0.0, 20.0, axes=("tp" if tp > 1 else "cp",)),)
         return PieceWork(
             *(
                 tuple(replace(op, flops=part * op.flops, bytes=part * op.bytes) for op in ops)
@@ -239,7 +243,7 @@ def test_a_family_is_predicted_with_split_backwards_exactly_where_its_tasks_are_
 def what(candidate):
     """All of a candidate but its partition and what follows from it."""
     how = candidate.num_microbatches, candidate.remat, candidate.vocab
-    return (candidate.mesh, candidate.family, candidate.num_chunks, *how)
+    return (candidate.mesh.shape, candidate.family, candidate.num_chunks, *how)
 
 
 @seeds

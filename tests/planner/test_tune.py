@@ -17,6 +17,7 @@ from ppctl.planner.search.layout_search import Found
 from ppctl.planner.search.layout_space import Space
 from ppctl.planner.show import tune_terminal
 from ppctl.reports.terminal_output import size_text
+from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.training.pipeline.job import assemble
 
 pytestmark = pytest.mark.usefixtures("machine")
@@ -114,7 +115,7 @@ def test_stages_are_divided_over_tp_and_cp_as_the_request_allows(executor, capsy
     assert cli.main(["tune", *words]) == 0
     document = json.loads(capsys.readouterr().out)
     meshes = [layout["mesh"] for layout in document["best"]]
-    assert all(math.prod(mesh) == 8 and mesh[4] == 2 for mesh in meshes)
+    assert all(mesh.num_devices == 8 and mesh.cp == 2 for mesh in meshes)
     assert cli.main(["tune", *words, "tune.tp=[2]"]) == 0
     layout = json.loads(capsys.readouterr().out)["best"][0]
     assert layout["mesh"][3:] == [2, 2]
@@ -241,7 +242,7 @@ REFUSED = {
     "tune.tp=[1,3]": r"tune.tp: 3 does not divide \d devices. Use some of 1, 2",
     "tune.cp=[]": r"tune.cp=\[\] leaves nothing to choose from",
     "tune.tp=[0]": "tune.tp=0 must be",
-    "tune.tp=[1,2]": "mesh.tp=2 mesh.cp=1 divide the stages of models that say how",
+    "tune.tp=[1,2]": "mesh.tp=2: this divides the stages of models that say how",
     "tune.tp=[16] tune.devices=64 hardware=h100": "tune.tp: 16 would go over several hosts of 8 devices",
     "plan.compile=true": "plan.compile=true: applies to `ppctl plan` only",
     "hardware=h100 run.dtype=float64": "hardware=h100 states no peak for float64",
@@ -257,8 +258,8 @@ def test_what_cannot_be_is_refused_in_a_line(words, tuned, tmp_path):
 
 
 def test_no_layer_is_left_out_and_no_device():
-    for mesh in Space(12, 5, 24, 1, divisions=((1, 1), (2, 3))).meshes:
-        assert math.prod(mesh) == 12
+    for mesh in Space(12, 5, 24, 1, divisions=(MeshSizes(), MeshSizes(tp=2, cp=3))).meshes:
+        assert mesh.num_devices == 12
         assert mesh.pp <= 5
     numbers = {microbatch.number for mesh, microbatch in Space(1, 5, 24, 1).microbatches}
     assert numbers == {1, 2, 3, 4, 6, 8, 12, 24}

@@ -19,6 +19,7 @@ from ppctl.model.stack import init
 from ppctl.model.transformer import transformer
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES, build
+from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.partition.partition import explicit, uniform
 from ppctl.schedule.tick_lowering import forward_only, ticks
 
@@ -110,7 +111,7 @@ class Case:
         schedule = self.program()
         size = (self.num_layers, schedule.num_stages)
         partition = uniform(*size) if self.layers is None else explicit(*size, self.layers)
-        return Layout(make_mesh(*self.mesh), partition, schedule.rank_of)
+        return Layout(make_mesh(MeshSizes(*self.mesh)), partition, schedule.rank_of)
 
 
 def staged_step(case, stack=None, *, with_grads=True):

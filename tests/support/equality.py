@@ -11,6 +11,7 @@ from support.cases import make_params
 import ppctl
 from ppctl.executors.device_mesh import make_mesh
 from ppctl.executors.reference import reference
+from ppctl.schedule.mesh_axes import MeshSizes
 
 TOLERANCE = 1e-10
 SMALL = {
@@ -41,7 +42,7 @@ def make_pipe(stack, batch, mesh, **how):
     } | how
     how = {"dtype": jnp.float64} | how
     sizes = {"dp": 1, "pp": 1, "fsdp": 1} | mesh
-    return ppctl.pipeline(stack, mesh=make_mesh(**sizes), batch=batch, **how)
+    return ppctl.pipeline(stack, mesh=make_mesh(MeshSizes(**sizes)), batch=batch, **how)
 
 
 def difference(mesh, model=None, num_tokens=16, vocab_size=32, batch_size=8, **how):

@@ -22,6 +22,7 @@ from ppctl.executors.parameter_layout import Layout, layer_specs, shapes_on_devi
 from ppctl.model.parallel import StageAxes
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.families.registry import build
+from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.partition.partition import uniform
 from ppctl.schedule.tick_lowering import forward_only
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
@@ -31,7 +32,7 @@ from ppctl.training.pipeline.engines.mpmd_engine import Mpmd
 from ppctl.training.pipeline.engines.post_validation import PostValidated
 from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.optimizers import init_state
-from ppctl.training.pipeline.pipeline_request import divided_stack, shards_over_tp
+from ppctl.training.pipeline.pipeline_request import divided_stack, shards_in_stages
 
 KNOBS = {
     "interleaved": "num_chunks",
@@ -85,8 +86,8 @@ def engine_of(case, stack, params, batch, clip_norm=CLIP_NORM, *, post_validatio
     (dp, pp, fsdp), whole = case.mesh, stack
     axes = StageAxes(vocab_ranks=pp if case.has_parts else 1)
     stack = divided_stack(stack, axes, batch)
-    shards, _ = shards_over_tp(whole, stack, axes)
-    layout = Layout(make_mesh(*case.mesh), case.partition(), schedule.rank_of, shards)
+    shards, _ = shards_in_stages(whole, stack, axes)
+    layout = Layout(make_mesh(MeshSizes(*case.mesh)), case.partition(), schedule.rank_of, shards)
     rows = case.batch_size // (dp * fsdp * case.num_microbatches)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
     microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), batch)

@@ -4,7 +4,7 @@ from ppctl import config
 from ppctl.cli.compose import compose
 from ppctl.planner.cost.op_times import StepTime
 from ppctl.planner.search.layout_search import Candidate
-from ppctl.planner.search.layout_space import MeshSizes
+from ppctl.schedule.mesh_axes import MeshSizes
 
 WORDS = (
     "model=mlp model.num_layers=5 model.d_model=32 data=regression data.batch_size=32 "

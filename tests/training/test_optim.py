@@ -19,6 +19,7 @@ from ppctl.model.stack import init
 from ppctl.model.transformer import transformer
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import build
+from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.partition.partition import uniform
 from ppctl.schedule.tick_lowering import ticks
 from ppctl.training.pipeline import optimizers as optim
@@ -93,7 +94,9 @@ def test_five_clipped_steps_of_a_pipeline_equal_five_of_the_reference_with_optax
     )  # clipping is active in every step
 
     schedule = build("interleaved", mesh[1], 6, num_chunks=num_chunks)
-    layout = Layout(make_mesh(*mesh), uniform(num_layers, schedule.num_stages), schedule.rank_of)
+    layout = Layout(
+        make_mesh(MeshSizes(*mesh)), uniform(num_layers, schedule.num_stages), schedule.rank_of
+    )
     options = Options(dtype=jnp.float64)
     optimizer = optim.clipped(optim.adamw(LR_SCHEDULE, **SETTINGS), CLIP_NORM)
     state = layout.to_staged(init_state(params, optimizer))
@@ -256,7 +259,7 @@ def test_sgd_over_a_pipeline_is_its_formula_over_the_whole_model():
         expected = jax.tree.map(lambda w, v: w - float(LR_SCHEDULE(k)) * v, expected, v)  # noqa: B023
 
     schedule = build("1f1b", 2, 6)
-    layout = Layout(make_mesh(2, 2, 1), uniform(4, 2), schedule.rank_of)
+    layout = Layout(make_mesh(MeshSizes(2, 2, 1)), uniform(4, 2), schedule.rank_of)
     options = Options(dtype=jnp.float64)
     optimizer = optim.clipped(optax.sgd(LR_SCHEDULE, momentum=momentum), CLIP_NORM)
     state = layout.to_staged(init_state(params, optimizer))

@@ -9,6 +9,7 @@ from typing import ClassVar
 from ppctl.config.field_checks import above_zero, at_least, choice, tokens
 from ppctl.config.groups.schedule_settings import Schedule
 from ppctl.errors import ConfigError
+from ppctl.schedule.mesh_axes import STAGE_AXES, axes_record
 from ppctl.schedule.remat import Remat
 
 TASK = re.compile(r"(?=.)(\d*)([^\W\d]*)")
@@ -91,7 +92,9 @@ class Plan:
 
 
 @dataclass
-class Tune:
+class Tune(
+    axes_record(STAGE_AXES, list[int] | None, None, "sizes of mesh.{name}; None: {tuned_about}")
+):
     """The search of a layout: its devices and choices, and the recipe that it writes."""
 
     devices: int | None = None  # how many; None: those of the mesh
@@ -99,8 +102,6 @@ class Tune:
     remat: list[str] | None = None  # values of executor.remat; None: all
     max_chunks: int = 4  # stages a rank, at most
     vocab: list[str] | None = None  # values of schedule.vocab; None: all of executor and model
-    tp: list[int] | None = None  # sizes of mesh.tp; None: those that suit the model, inside a host
-    cp: list[int] | None = None  # sizes of mesh.cp; None: those that leave 4096 tokens a device
     best: int = 10  # layouts shown
     measure: int = 0  # of the best: run for a few steps, and ranked by measured step time
     recipe: str | None = "tuned"  # the best layout goes to ./recipes/NAME.yaml; None: to no file
@@ -123,7 +124,8 @@ class Tune:
             )
 
     def _check_choices(self) -> None:
-        for name, sizes in (("tp", self.tp), ("cp", self.cp)):
+        for name in STAGE_AXES:
+            sizes = getattr(self, name)
             if sizes == []:
                 remedy = "Use null, or sizes such as [1,2,4]."
                 raise ConfigError(f"tune.{name}=[] leaves nothing to choose from. {remedy}")

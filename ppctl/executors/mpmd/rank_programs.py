@@ -1,7 +1,7 @@
 """The programs of a rank once a step: prepare parameters, reduce each stage's gradients, join them.
 
-They communicate over all axes of the rank's submesh; tasks over tp and cp, and over fsdp where they
-gather layers.
+They communicate over all axes of the rank's submesh; tasks over those inside a stage, and over fsdp
+where they gather layers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.compiler_options import CompilerPreset
-from ppctl.executors.device_mesh import DATA_AXES, RANK_AXES
 from ppctl.executors.model_shapes import Model, is_none
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, transfer_entry
 from ppctl.executors.mpmd.plan_tasks import JOINS, TASKS, Role
@@ -24,6 +23,7 @@ from ppctl.executors.mpmd.task_programs import drop_device_dim, joined, run_part
 from ppctl.executors.parameter_layout import Layout, gather_shards, is_spec, scatter_sums
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.ir import PART_KINDS
+from ppctl.schedule.mesh_axes import DATA_AXES, RANK_AXES
 
 Tree = Any
 SHARED = ("given", "given_there", "shared_sum", "shared")  # values with gradients of shared leaves
@@ -305,12 +305,12 @@ class ProgramLibrary:
             return self._sum_specs
         if self.auto and name in ("embed_head_in", "embed_head_out", "acc_in", "acc_out"):
             return self._embed_head_specs(name)
-        # gathered parameters: each device has its shard over tp, or all have the same
+        # gathered parameters: each device has its shard in the stage, or all have the same
         is_gathered = name in ("embed_head_in", "embed_head_out", "embed_head", "m", "part")
         return P() if is_gathered else P(self.device_axes)
 
     def _embed_head_specs(self, name: str) -> Tree:
-        """Return the specs over tp of embedding or head, or of their sums, where XLA divides."""
+        """Return the specs of embedding or head, or of their sums, where XLA divides."""
         embed_head = self.model.auto_specs["embed_head"]
         used = self.model.keep(embed_head, self.model.uses[name.endswith("out")])
         if not name.startswith("acc"):

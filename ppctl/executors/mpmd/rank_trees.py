@@ -16,7 +16,6 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.device_mesh import RANK_AXES
 from ppctl.executors.mpmd.transfers import (
     from_holder,
     from_shards,
@@ -25,6 +24,7 @@ from ppctl.executors.mpmd.transfers import (
     local_zeros,
 )
 from ppctl.executors.parameter_layout import Layout, without_axes
+from ppctl.schedule.mesh_axes import RANK_AXES
 
 Tree = Any
 
@@ -38,8 +38,10 @@ class Division:
     def __init__(self, layout: Layout, embed_head: Tree, holders: Sequence[tuple[int, ...]]):
         mesh, kinds = layout.mesh, (AxisType.Auto,) * len(RANK_AXES)
         self.layout, self.mesh = layout, mesh
-        ranks = range(mesh.shape["pp"])
-        self.submeshes = [Mesh(mesh.devices[:, r], RANK_AXES, axis_types=kinds) for r in ranks]
+        ranks, place = range(mesh.shape["pp"]), mesh.axis_names.index("pp")
+        self.submeshes = [
+            Mesh(mesh.devices.take(r, place), RANK_AXES, axis_types=kinds) for r in ranks
+        ]
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(embed_head)[0]]
         self.holders = dict(zip(paths, holders, strict=True))
 

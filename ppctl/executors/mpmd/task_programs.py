@@ -1,6 +1,6 @@
 """The programs of tasks on one device, traced inside shard_map over the submesh of a rank.
 
-Tasks communicate over tp and cp, if these divide the stage, and over fsdp, if they gather its
+Tasks communicate over the axes that divide the stage, and over fsdp, if they gather its
 layers. Values are of this device's examples, sums of gradients its own. Sums, stashes and pending
 values have a leading axis of length 1 here, and one entry a device outside.
 """

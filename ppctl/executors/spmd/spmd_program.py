@@ -1,9 +1,9 @@
 """The spmd executor: a schedule as ONE XLA program, a scan over ticks.
 
 A tick has at most one ring permute each way. All mesh axes are manual: parameters are gathered over
-fsdp explicitly; each device sums gradients over all microbatches, and dp and fsdp reduce them once
-a step. A rank without a task in a tick skips it. Program size does not depend on the number of
-microbatches, and live activations are the slots of `schedule.ticks`.
+fsdp explicitly; each device sums gradients over all microbatches, and the axes that do not divide a
+leaf reduce them once a step. A rank without a task in a tick skips it. Program size does not depend
+on the number of microbatches, and live activations are the slots of `schedule.ticks`.
 
 Tried and rejected: reducing a chunk's gradients between two scans, after its last microbatch. XLA's
 scheduler for GPUs moves no collective over a loop: compiled for H100s both reductions came after
@@ -21,7 +21,6 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError
-from ppctl.executors.device_mesh import AXES, DATA_AXES, RANK_AXES
 from ppctl.executors.model_shapes import Model, shard_shapes, tree_bytes
 from ppctl.executors.parameter_layout import Layout, scatter_sums
 from ppctl.executors.spmd.device_program import Device, Options
@@ -30,6 +29,7 @@ from ppctl.executors.stage.stage import LayerSlots
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.stack import Stack, divisor
 from ppctl.model.trainable_parameters import trained_part
+from ppctl.schedule.mesh_axes import AXES, DATA_AXES, RANK_AXES
 from ppctl.schedule.tick_lowering import Ticks
 
 Tree = Any

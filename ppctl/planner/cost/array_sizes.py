@@ -41,9 +41,9 @@ def held_bytes(
     """
     # 1. the state, and copies of parameters
     examples, remat, layers = microbatch.examples, microbatch.remat, layout.rank_layers
-    state = layers * params.layer / layout.fsdp + params.embed_head / layout.end_devices
+    state = layers * params.layer / layout.mesh.fsdp + params.embed_head / layout.end_devices
     sums = layers * params.trained_layer, params.trained_embed_head
-    trained = sums[0] / layout.fsdp + sums[1] / layout.end_devices
+    trained = sums[0] / layout.mesh.fsdp + sums[1] / layout.end_devices
     copies = copied_layers(layout, gather) * params.layer + params.embed_head
 
     # 2. values of microbatches
@@ -67,9 +67,9 @@ def copied_layers(layout: PlannedLayout, gather: str) -> float:
 
     gather=step: all of a rank; layer: one and the next, besides the shards of all.
     """
-    if layout.fsdp == 1 or gather == "step":
+    if layout.mesh.fsdp == 1 or gather == "step":
         return layout.rank_layers
-    return min(2, layout.chunk_layers) + layout.rank_layers / layout.fsdp
+    return min(2, layout.chunk_layers) + layout.rank_layers / layout.mesh.fsdp
 
 
 def workspace_bytes(

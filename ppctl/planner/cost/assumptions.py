@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from ppctl.config import Transformer
 from ppctl.planner.cost.counted_costs import Machine
 from ppctl.planner.cost.roofline import Link
-from ppctl.planner.cost.step_time import device_kind, layout_of, machine_of
+from ppctl.planner.cost.step_time import device_kind, machine_of
 from ppctl.reports.bubble_names import shared_cores_text
+from ppctl.schedule.axis_table import MESH_AXES, Divided
 from ppctl.training.pipeline.built_in_models import attention_kernels
 from ppctl.training.pipeline.job import TrainingJob
 
@@ -17,6 +18,14 @@ KERNELS = {
     "chunked": "a softmax over blocks of keys",
     "cudnn": "cuDNN's flash attention",
     "pallas": "the Pallas kernel for TPUs",
+}
+
+
+DIVIDED: dict[Divided, str] = {  # the parts of a stage that an axis divides
+    "batch": "microbatches divided over {over}",
+    "weights": "layers divided over {over}, {rows} sequence parallelism",
+    "tokens": "sequences divided over {over}, keys and values {keys}",
+    "experts": "experts divided over {over}",
 }
 
 
@@ -33,18 +42,18 @@ def assumptions(job: TrainingJob, *, is_timed: bool) -> tuple[str, ...]:
 
 
 def _of_the_layout(job: TrainingJob) -> Iterator[str]:
-    axes, mesh = job.pipe.execution.axes, job.config.mesh
+    axes, auto = job.pipe.execution.axes, job.pipe.layout.auto
     if axes.num_devices == 1:
         yield "whole layers on each device (no tensor or sequence parallelism)"
-    if job.pipe.layout.auto:
-        how = "by XLA, whose collectives along tp are not counted"
-        yield f"all work divided evenly over tp={mesh.tp} {how}"
-    elif mesh.tp > 1:
-        rows = "with" if axes.sequence_parallel else "without"
-        yield f"layers divided over tp={mesh.tp}, {rows} sequence parallelism"
-    if mesh.cp > 1:
-        how = "gathered" if axes.context == "gather" else "round a ring"
-        yield f"sequences divided over cp={mesh.cp}, keys and values {how}"
+    rows = "with" if axes.sequence_parallel else "without"
+    keys = "gathered" if axes.context == "gather" else "round a ring"
+    for name, size in axes.divided.items():
+        if name in auto:
+            how = f"by XLA, whose collectives along {name} are not counted"
+            yield f"all work divided evenly over {name}={size} {how}"
+            continue
+        for part in next(axis.divides for axis in MESH_AXES if axis.name == name):
+            yield DIVIDED[part].format(over=f"{name}={size}", rows=rows, keys=keys)
     yield f"equal microbatches ({job.pipe.model.microbatch['inputs'].shape[0]} examples a device)"
     are_alike = job.pipe.stack.are_alike
     yield "equal layers and devices" if are_alike else "layers by their FLOPs, equal devices"
@@ -77,9 +86,9 @@ def _counted(job: TrainingJob, machine: Machine) -> Iterator[str]:
 
 def _links(job: TrainingJob, machine: Machine) -> Iterator[str]:
     """Yield the speed of each kind of link that axes of the mesh use."""
-    links, axes_of = layout_of(job.pipe).links(machine), dict[Link, list[str]]()
-    over = machine.over(job.pipe.mesh.shape)
-    for axis, size in job.pipe.mesh.shape.items():
+    shape, axes_of = job.pipe.mesh.shape, dict[Link, list[str]]()
+    links, over = machine.links(shape), machine.over(shape)
+    for axis, size in shape.items():
         if size > 1:
             axes_of.setdefault(links[axis], []).append(axis)
     for link, axes in axes_of.items():
@@ -110,9 +119,10 @@ def _overlap(job: TrainingJob, machine: Machine) -> Iterator[str]:
         yield f"each layer gathered in each task that reads it, {when}"
         yield f"{sums} all tasks, no overlap"
     elif mesh.num_devices > 1:
-        if mesh.tp * mesh.cp > 1 and not pipe.layout.auto:
+        axes = pipe.execution.axes
+        if axes.num_devices > 1 and not pipe.layout.auto:
             but = ", but for weight gradients" if machine.gathers_ahead else ""
-            yield f"nothing computed while devices along tp or cp send{but}"
+            yield f"nothing computed while devices along {' or '.join(axes.divided)} send{but}"
         yield f"gathers of parameters before all tasks, {sums}, no overlap"
     else:
         yield "the optimizer after all tasks"

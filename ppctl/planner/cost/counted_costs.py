@@ -5,16 +5,19 @@ Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
+from typing import NamedTuple
 
 from ppctl.executors.axes_over_hosts import over_hosts
 from ppctl.planner.cost.op_times import LayerGathers, OpTimes, PieceTimes
 from ppctl.planner.cost.roofline import Link, ModelWork, Op, PieceWork, Speed
+from ppctl.schedule.mesh_axes import COPY_AXES, RANK_AXES, STAGE_AXES, MeshSizes
 from ppctl.schedule.remat import Remat
 
-RINGS = ("dp", "fsdp")  # axes of collectives; along pp values hop
+# axes of collectives once a step; along pp values hop, axes inside a stage lie inside hosts
+RINGS = tuple(axis for axis in RANK_AXES if axis not in STAGE_AXES)
 
 
 @dataclass(frozen=True)
@@ -63,31 +66,42 @@ class Machine:
 class PlannedLayout:
     """How a model lies on devices: the mesh and the layers of its largest rank."""
 
-    dp: int
-    pp: int
-    fsdp: int
+    mesh: MeshSizes
     rank_layers: int  # of the rank that holds most, with padding
     chunk_layers: int  # of its largest chunk, with padding
-    tp: int = 1
-    cp: int = 1
     has_parts: bool = False  # each rank has a part of the vocabulary, never gathered over pp
+
+    @property
+    def end_axes(self) -> tuple[str, ...]:
+        """The axes over which the optimizer's embedding and head are divided."""
+        return ("fsdp",) if self.has_parts else ("pp", "fsdp")
 
     @property
     def end_devices(self) -> int:
         """The number of devices over which the optimizer's embedding and head are divided."""
-        return self.fsdp if self.has_parts else self.pp * self.fsdp
+        return self.mesh.along(self.end_axes)
 
     @property
     def rank_devices(self) -> int:
         """The devices of a rank, which do the same at the same time."""
-        return self.dp * self.fsdp * self.tp * self.cp
+        return self.mesh.along(RANK_AXES)
 
-    def links(self, machine: Machine) -> dict[str, Link]:
-        """Return the link of each axis, of (pp, fsdp) as "both", of (dp, cp) as "replicas"."""
-        sizes = {"dp": self.dp, "pp": self.pp, "fsdp": self.fsdp, "tp": self.tp, "cp": self.cp}
-        links, inner = machine.links(sizes), machine.link
-        both = links["fsdp" if links["pp"] == inner else "pp"]
-        return links | {"both": both, "replicas": links["cp" if links["dp"] == inner else "dp"]}
+    def ring_of(self, machine: Machine) -> Callable[[Sequence[str]], Ring]:
+        """Return the function from axes to the ring of all devices along them."""
+        links, inner = machine.links(self.mesh.by_axis), machine.link
+
+        def ring(axes: Sequence[str]) -> Ring:
+            between = (links[axis] for axis in axes if links[axis] != inner)
+            return Ring(next(between, inner), self.mesh.along(axes))
+
+        return ring
+
+
+class Ring(NamedTuple):
+    """Devices that communicate along some axes, and the slowest link between two of them."""
+
+    link: Link
+    size: int
 
 
 def layers_of_ranks(sizes: Sequence[int], rank_of: Sequence[int]) -> list[int]:
@@ -144,15 +158,12 @@ def op_times(
     """
     # 1. the links, and whether products add gradients to their sums
     in_place = adds_in_place(layout.rank_layers, adds=machine.speed.adds, unroll=machine.unroll)
-    speed, links = replace(machine.speed, adds=in_place), layout.links(machine)
-    sizes = {"pp": layout.pp, "tp": layout.tp, "cp": layout.cp}
+    speed, ring_of = replace(machine.speed, adds=in_place), layout.ring_of(machine)
 
     # 2. pieces
     def sent_s(op: Op) -> float:
         """Return the seconds of sends between devices that divide a stage."""
-        if op.axis is None:
-            return 0.0
-        return op.sent_s(microbatch_examples, links[op.axis], sizes[op.axis])
+        return op.sent_s(microbatch_examples, *ring_of(op.axes)) if op.axes else 0.0
 
     def seconds(piece: PieceWork, again: tuple[Op, ...] = ()) -> PieceTimes:
         parts = piece.forward, (*again, *piece.input_grad), piece.weight_grad
@@ -167,12 +178,13 @@ def op_times(
         again = layer.forward if layer.redo is None or setting.keeps_input_only else layer.redo
 
     # 3. transfers, gathers and per-step overhead
+    ranks = ring_of(("pp",))
     return OpTimes(
         embed=seconds(work.embed),
         layer=seconds(layer, again),
         head=seconds(work.head),
         task_s=machine.task_s,
-        hop_s=links["pp"].hop_s(microbatch_examples * work.x_bytes) if layout.pp > 1 else 0.0,
+        hop_s=ranks.link.hop_s(microbatch_examples * work.x_bytes) if ranks.size > 1 else 0.0,
         overhead_s=overhead_s(params, machine, layout, gather, casts),
         capacity=inf if machine.cores is None else float(machine.cores),
         gathers=_gathers(params, machine, layout, gather),
@@ -183,13 +195,11 @@ def _gathers(
     params: ParamBytes, machine: Machine, layout: PlannedLayout, gather: str
 ) -> LayerGathers | None:
     """Return the gathers of layers within tasks, or None."""
-    if gather == "step" or layout.fsdp == 1:
+    link, size = layout.ring_of(machine)(("fsdp",))
+    if gather == "step" or size == 1:
         return None
-    layer_bytes, link = params.layer * params.compute_ratio, layout.links(machine)["fsdp"]
-    layer_s, once_more = (
-        link.gather_s(layer_bytes, layout.fsdp),
-        layout.rank_layers > machine.unroll,
-    )
+    layer_s = link.gather_s(params.layer * params.compute_ratio, size)
+    once_more = layout.rank_layers > machine.unroll
     return LayerGathers(layer_s, machine.gathers_ahead, once_more=once_more)
 
 
@@ -219,26 +229,27 @@ def exchange_s(
     Parameters travel in the dtype of compute, gradients in that of the parameters. Tasks read
     copies of layers, whole unless each task gathers them (gather=layer). Embedding and head are
     divided over pp and fsdp (a part of a divided vocabulary over fsdp), a rank's layers over fsdp.
-    Sums over dp are of each device's shards. Collectives of single arrays count as one, as
+    Sums over copies are of each device's shards. Collectives of single arrays count as one, as
     compilers combine them.
     """
     # 1. gathers of parameters, and sums of gradients that are scattered
     layers, embed_head = layout.rank_layers * params.layer, params.embed_head
-    links = layout.links(machine)
+    ring_of = layout.ring_of(machine)
 
-    def moved_s(link: Link, there: float | None, back: float, size: int) -> float:
+    def moved_s(ring: Ring, there: float | None, back: float) -> float:
+        link, size = ring
         there_s = 0.0 if there is None else link.gather_s(there * params.compute_ratio, size)
         return there_s + (link.gather_s(back, size) if back else 0.0)
 
     trained = layout.rank_layers * params.trained_layer
     gathered = layers if gather == "step" else None
-    seconds = moved_s(links["fsdp"], gathered, trained, layout.fsdp)
-    link = links["fsdp" if layout.has_parts else "both"]
-    seconds += moved_s(link, embed_head, params.trained_embed_head, layout.end_devices)
+    seconds = moved_s(ring_of(("fsdp",)), gathered, trained)
+    seconds += moved_s(ring_of(layout.end_axes), embed_head, params.trained_embed_head)
 
     # 2. sums over replicas, and casts
-    sum_s = links["replicas"].sum_s(_trained(params, layout), layout.dp * layout.cp)
-    copied = layers / layout.fsdp if gather == "layer" else layers
+    copies = ring_of(COPY_AXES)
+    sum_s = copies.link.sum_s(_trained(params, layout), copies.size)
+    copied = layers / layout.mesh.fsdp if gather == "layer" else layers
     cast_s = casts * (copied + embed_head) * (1 + params.compute_ratio) / machine.speed.bytes_per_s
     return seconds + sum_s + cast_s
 
@@ -246,4 +257,4 @@ def exchange_s(
 def _trained(params: ParamBytes, layout: PlannedLayout) -> float:
     """Return the bytes of the parameters that a device keeps and trains."""
     layers = layout.rank_layers * params.trained_layer
-    return layers / layout.fsdp + params.trained_embed_head / layout.end_devices
+    return layers / layout.mesh.fsdp + params.trained_embed_head / layout.end_devices

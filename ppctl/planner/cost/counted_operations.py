@@ -245,10 +245,10 @@ def _times(length: int, op: Op) -> Op:
 def _sent(eqn: core.JaxprEqn) -> list[Op]:
     """Return a collective as one Op an array; its bytes are those of the undivided array."""
     names = eqn.params.get("axis_name", eqn.params.get("axes"))
-    axis = names[0] if isinstance(names, tuple) else names
+    axes = tuple(map(str, names)) if isinstance(names, tuple) else (str(names),)
     kind, is_gather = COLLECTIVES[eqn.primitive.name], eqn.primitive.name == "all_gather"
     arrays = eqn.outvars if is_gather else eqn.invars
-    return [Op(0.0, _size(v), axis=str(axis), collective=kind) for v in arrays]
+    return [Op(0.0, _size(v), axes=axes, collective=kind) for v in arrays]
 
 
 def _is_product(eqn: core.JaxprEqn) -> bool:

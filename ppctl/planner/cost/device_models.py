@@ -1,9 +1,10 @@
-"""The model as one device holds it, for each (tp, cp) that `ppctl tune` considers."""
+"""The model as one device holds it, for each division of stages that `ppctl tune` considers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import product
 from typing import Any
 
 import jax
@@ -19,12 +20,15 @@ from ppctl.model.stack import Stack
 from ppctl.planner.cost.step_time import param_bytes
 from ppctl.planner.cost.task_flops import with_embed_head_of, work_of
 from ppctl.planner.search.layout_space import DeviceModel, DeviceModels, divisors
+from ppctl.schedule.axis_table import MESH_AXES
+from ppctl.schedule.mesh_axes import STAGE_AXES, MeshSizes
 from ppctl.schedule.remat import Remat
-from ppctl.training.pipeline.pipeline_request import divided_by_xla, divided_stack, shards_over_tp
+from ppctl.training.pipeline.pipeline_request import divided_by_xla, divided_stack, shards_in_stages
 
 Tree = Any
 LEAST_WIDTH = 256  # columns of x over tp: smaller products are not worth the sends
 LEAST_TOKENS = 4096  # of a sequence on each device along cp, likewise
+STAGE_RECORDS = tuple(axis for axis in MESH_AXES if axis.in_stage)
 
 
 def device_models(
@@ -34,18 +38,18 @@ def device_models(
     batch: Mapping[str, jax.ShapeDtypeStruct],
     dtype: jnp.dtype,
 ) -> DeviceModels:
-    """Return a cached function from (tp, cp, ranks of the vocabulary) to one device's model.
+    """Return a cached function from (division, ranks of the vocabulary) to one device's model.
 
     stack: as the hardware runs it; state: shapes, in natural order; batch: shapes of a global one.
     The function raises ConfigError where the model cannot be divided so.
     """
 
     @cache
-    def model_of(tp: int, cp: int, vocab_ranks: int = 1) -> DeviceModel:
+    def model_of(division: MeshSizes, vocab_ranks: int = 1) -> DeviceModel:
         # 1. a device's shards
-        axes = _axes(config, tp, cp, vocab_ranks)
+        axes = _axes(config, division, vocab_ranks)
         divided = divided_stack(stack, axes, batch)
-        shards, _ = shards_over_tp(stack, divided, axes)
+        shards, _ = shards_in_stages(stack, divided, axes)
         held = shapes_on_device(state["params"], shards)
         layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), held["layers"])
 
@@ -53,7 +57,7 @@ def device_models(
         shapes = held["embed_head"], layer, _example(batch)
         model = Model(divided, *shapes, 1, Remat.NONE, 0, dtype, axes)
         is_whole = vocab_ranks == 1
-        work = work_of(model) if is_whole else with_embed_head_of(model_of(tp, cp).work, model)
+        work = work_of(model) if is_whole else with_embed_head_of(model_of(division).work, model)
         return DeviceModel(work, param_bytes(state, model))
 
     return model_of
@@ -64,28 +68,30 @@ def divisions(
     stack: Stack,
     embed_head: Tree,
     batch: Mapping[str, jax.ShapeDtypeStruct],
-    most_tp: int,
+    host_devices: int,
     models: DeviceModels,
-) -> list[tuple[int, int]]:
-    """Return the sizes of (tp, cp) to choose from: by tune.tp and tune.cp, or suited to the model.
+) -> list[MeshSizes]:
+    """Return the divisions of a stage to choose from: by tune.tp and the like, or by the model.
 
-    most_tp: the devices of a host. ConfigError for a size that does not divide devices, a host or
-    the model.
+    ConfigError for a size that does not divide devices, a host or the model.
     """
-    sizes = list[tuple[int, int]]()
-    for axes in _candidates(config, stack, embed_head, _example(batch), most_tp):
-        if divided_by_xla(stack, axes):
+    sizes = list[MeshSizes]()
+    is_requested = any(getattr(config.tune, name) is not None for name in STAGE_AXES)
+    for division in _candidates(config, stack, embed_head, _example(batch), host_devices):
+        if by_xla := divided_by_xla(stack, _axes(config, division)):
+            name, size = by_xla[0], getattr(division, by_xla[0])
             raise ConfigError(
-                f"tune.tp: {axes.tp} has XLA divide this model (Stack.sharding), whose sends along "
-                "tp no trace shows and no search counts. Use tune.tp=[1] or Stack.divided."
+                f"tune.{name}: {size} has XLA divide this model (Stack.sharding), whose sends "
+                f"along {name} no trace shows and no search counts. Use tune.{name}=[1] or "
+                "Stack.divided."
             )
         try:
-            models(axes.tp, axes.cp)
+            models(division)
         except ConfigError:
-            if config.tune.tp is not None or config.tune.cp is not None:
+            if is_requested:
                 raise
             continue
-        sizes.append((axes.tp, axes.cp))
+        sizes.append(division)
     return sizes
 
 
@@ -93,11 +99,12 @@ def _example(batch: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDt
     return {name: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for name, a in batch.items()}
 
 
-def _axes(config: Config, tp: int, cp: int, vocab_ranks: int = 1) -> StageAxes:
+def _axes(config: Config, division: MeshSizes, vocab_ranks: int = 1) -> StageAxes:
     executor = config.executor
     assert isinstance(executor, Pipelined), "others have one layout"
     context = executor.context if isinstance(executor, Mpmd) else "gather"
-    return StageAxes(tp, cp, executor.sequence_parallel, vocab_ranks, context)
+    how = {"vocab_ranks": vocab_ranks, "context": context}
+    return StageAxes.of(division.by_axis, sequence_parallel=executor.sequence_parallel, **how)
 
 
 def _candidates(
@@ -105,32 +112,38 @@ def _candidates(
     stack: Stack,
     embed_head: Tree,
     example: Mapping[str, jax.ShapeDtypeStruct],
-    most_tp: int,
-) -> Iterator[StageAxes]:
-    """Yield the sizes of the request, or all that leave a device enough to do."""
+    host_devices: int,
+) -> Iterator[MeshSizes]:
+    """Yield the divisions of the request, or all that leave a device enough to do."""
     # 1. check the requested sizes
     num_devices = config.tune.devices or config.mesh.num_devices
-    tps, cps, sizes = config.tune.tp, config.tune.cp, divisors(num_devices)
-    for name, size in (*(("tp", tp) for tp in tps or ()), *(("cp", cp) for cp in cps or ())):
-        if num_devices % size:
+    sizes, chosen = divisors(num_devices), dict[str, list[int]]()
+    for axis in STAGE_RECORDS:
+        name, requested = axis.name, getattr(config.tune, axis.name)
+        for size in requested or ():
+            if num_devices % size:
+                raise ConfigError(
+                    f"tune.{name}: {size} does not divide {num_devices} devices. Use some of "
+                    f"{', '.join(map(str, sizes))}."
+                )
+        if requested is not None:
+            chosen[name] = requested
+        if axis.in_one_host and max(requested or [1]) > host_devices:
             raise ConfigError(
-                f"tune.{name}: {size} does not divide {num_devices} devices. Use some of "
-                f"{', '.join(map(str, sizes))}."
+                f"tune.{name}: {max(chosen[name])} would go over several hosts of {host_devices} "
+                f"devices, but {name} sends in every layer and needs the links inside one. Use "
+                f"{host_devices} at most."
             )
-    if tps is not None and max(tps) > most_tp:
-        raise ConfigError(
-            f"tune.tp: {max(tps)} would go over several hosts of {most_tp} devices, but tp sends "
-            f"in every layer and needs the links inside one. Use {most_tp} at most."
-        )
 
     # 2. sizes that leave a device enough columns and tokens
     x = jax.eval_shape(stack.embed, embed_head, example["inputs"])
     divides, is_text = stack.divided is not None, len(x.shape) > 2
     width, num_tokens = (x.shape[-1], x.shape[1]) if divides and is_text else (0, 0)
-    if tps is None:
-        most = min(most_tp, width // LEAST_WIDTH)
-        tps = [tp for tp in sizes if tp <= max(1, most)]
-    if cps is None:
-        cps = [cp for cp in sizes if cp <= max(1, num_tokens // LEAST_TOKENS)]
-    for tp in tps:
-        yield from (_axes(config, tp, cp) for cp in cps if num_devices % (tp * cp) == 0)
+    most = {"weights": width // LEAST_WIDTH, "tokens": num_tokens // LEAST_TOKENS}
+    for axis in STAGE_RECORDS:
+        limit = min([num_devices, *[host_devices] * axis.in_one_host, most.get(axis.divides[0], 1)])
+        chosen.setdefault(axis.name, [size for size in sizes if size <= max(1, limit)])
+    for combination in product(*(chosen[name] for name in STAGE_AXES)):
+        division = MeshSizes(**dict(zip(STAGE_AXES, combination, strict=True)))
+        if num_devices % division.num_devices == 0:
+            yield division

@@ -68,7 +68,7 @@ def predicted_memory(job: TrainingJob) -> tuple[Mapping[str, int], ...]:
             return round(max(0.0, work.head_bytes.of(examples))) if program.kind == "T" else 0
         if program.kind in TASKS:
             return task(program.kind, program.shape)
-        if program.kind == "prepare" and layout.fsdp > 1 and whole_before_tasks:  # gathered
+        if program.kind == "prepare" and layout.mesh.fsdp > 1 and whole_before_tasks:  # gathered
             return sum(role.num_layers for role in program.shape.stages) * layer_bytes
         if program.kind == "reduce":  # stacked, to be summed
             return program.shape.num_layers * params.trained_layer

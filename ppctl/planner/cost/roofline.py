@@ -67,7 +67,7 @@ class Op:
 
     sum_bytes: of the sum that a product's result is added to, read and written, whatever the
     examples; a separate pass where the device's products do not add.
-    axis: of the mesh, along which devices that divide a stage send. `bytes` is then the size of the
+    axes: of the mesh, along which devices that divide a stage send. `bytes` is then the size of the
     array that is gathered, summed, scattered or passed on, by a link.
     """
 
@@ -77,7 +77,7 @@ class Op:
     kernel: Kernel = "product"  # that computes the FLOPs, if any
     shape: ProductShape | None = None  # of matrix products
     sum_bytes: float = 0.0
-    axis: str | None = None
+    axes: tuple[str, ...] = ()
     collective: Collective = "gather"
     times: Extent = Extent(fixed=1.0)  # number of sends, each of a part of the bytes
 
@@ -113,7 +113,7 @@ class Speed:
         >>> Speed(flops_per_s=100.0, bytes_per_s=10.0).seconds(ops, 4)
         2.6
         """
-        return sum(self._seconds(op, examples) for op in ops if op.axis is None)
+        return sum(self._seconds(op, examples) for op in ops if not op.axes)
 
     def _seconds(self, op: Op, examples: float) -> float:
         traffic, added = examples * op.bytes + op.fixed_bytes, op.sum_bytes

@@ -28,6 +28,7 @@ from ppctl.planner.cost.roofline import Link, Speed
 from ppctl.planner.cost.task_flops import work_of
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import BASELINE, build
+from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.partition.partition import stage_costs
 from ppctl.schedule.simulator import Timeline
 from ppctl.schedule.timeline import timeline_at
@@ -112,8 +113,8 @@ def layout_of(pipe: Pipeline) -> PlannedLayout:
     sizes, schedule = [len(layers) for layers in pipe.partition], pipe.schedule
     in_ticks, of_ranks = pipe.execution.in_ticks, layers_of_ranks(sizes, schedule.rank_of)
     largest = max(sizes) * schedule.num_chunks if in_ticks else max(of_ranks)
-    layers = {"rank_layers": largest, "chunk_layers": max(sizes)}
-    return PlannedLayout(**pipe.mesh.shape, **layers, has_parts=schedule.divides_vocabulary)
+    mesh = MeshSizes.of(pipe.mesh.shape)
+    return PlannedLayout(mesh, largest, max(sizes), has_parts=schedule.divides_vocabulary)
 
 
 def device_kind(pipe: Pipeline) -> str:

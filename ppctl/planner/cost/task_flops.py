@@ -40,7 +40,7 @@ def work_of(model: Model) -> ModelWork:
     shapes += [(a.shape[1:], str(a.dtype)) for a in jax.tree.leaves(model.microbatch)]
     depends = (*shapes, trained_flags(params, model.stack.trainable))
     work = _work_of(_Counted(model.stack, depends, str(jnp.dtype(model.dtype)), model))
-    return _divided_evenly(work, model.axes.tp) if model.auto else work
+    return _divided_evenly(work, model.axes.parts(model.auto)) if model.auto else work
 
 
 def with_embed_head_of(work: ModelWork, model: Model) -> ModelWork:
@@ -200,7 +200,7 @@ class CountedModel:
 
         kept = ops_of(lambda w, x: forward(w, x)[1], w, x, only_needed=True)
         f, i = ops_of(forward, w, x), ops_of(input_grad, w, stash, x)
-        redo = [op for op in kept if op.flops or op.axis is not None]
+        redo = [op for op in kept if op.flops or op.axes]
         return f, i, ops_of(weight_grad, w, pending, acc), redo
 
     def embed(self) -> tuple[list[Op], ...]:

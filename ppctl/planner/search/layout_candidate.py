@@ -15,12 +15,13 @@ from ppctl.errors import ConfigError, ScheduleError
 from ppctl.planner.cost.array_sizes import task_bytes, workspace_bytes
 from ppctl.planner.cost.counted_costs import PlannedLayout, layers_of_ranks
 from ppctl.planner.cost.op_times import OpTimes, StepTime, costs_of_stages, ticking_s
-from ppctl.planner.search.layout_space import Bounds, MeshSizes
+from ppctl.planner.search.layout_space import Bounds
 from ppctl.schedule.costs import Costs, task_costs
 from ppctl.schedule.families.registry import FAMILIES
 from ppctl.schedule.ir import PART_KINDS, Schedule
 from ppctl.schedule.lockstep_ticks import Counted, TickShape, rows_s
 from ppctl.schedule.lower_bounds import makespan_bound_s
+from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.partition.cut_layers import divided_evenly as divided
 from ppctl.schedule.partition.partition import explicit, stage_costs
 from ppctl.schedule.remat import Remat

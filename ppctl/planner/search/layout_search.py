@@ -17,9 +17,11 @@ from typing import NamedTuple
 from ppctl.planner.cost.array_sizes import Microbatch
 from ppctl.planner.cost.counted_costs import Machine
 from ppctl.planner.search.layout_candidate import Candidate, LayoutPredictor, knobs_of
-from ppctl.planner.search.layout_space import Bounds, DeviceModels, MeshSizes, Space
+from ppctl.planner.search.layout_space import Bounds, DeviceModels, Space
+from ppctl.schedule.axis_table import MESH_AXES
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import BASELINE, FAMILIES
+from ppctl.schedule.mesh_axes import DATA_AXES, STAGE_AXES, MeshSizes
 from ppctl.schedule.partition.cut_layers import improved
 from ppctl.schedule.partition.partition import Partition, explicit
 
@@ -64,13 +66,14 @@ class LayoutSearch:
     def bounds(self, mesh: MeshSizes, microbatch: Microbatch, vocab: str = "whole") -> Bounds:
         """Return the lower bounds of a mesh with microbatches."""
         has_parts = vocab == "parallel"
-        model = self.models(mesh.tp, mesh.cp, *[mesh.pp] * has_parts)
+        model = self.models(mesh.only(STAGE_AXES), *[mesh.pp] * has_parts)
         return Bounds(self.space, *model, self.machine, mesh, microbatch, has_parts)
 
     def layouts(self) -> Iterator[Layout]:
-        """Yield all with tp inside a host; vocabulary parts only where they may gain."""
+        """Yield all with tp in one host; vocabulary parts only where they may gain."""
         for mesh, microbatch in self.space.microbatches:
-            if self.machine.over(mesh._asdict())["tp"] > 1:
+            over = self.machine.over(mesh.by_axis)
+            if any(over[axis.name] > 1 for axis in MESH_AXES if axis.in_one_host):
                 continue
             whole, has_pipeline = self.bounds(mesh, microbatch), mesh.pp > 1
             each = [whole] if "whole" in self.space.vocab or not has_pipeline else []
@@ -120,7 +123,7 @@ class LayoutSearch:
 
     def _improved(self, candidate: Candidate) -> Candidate:
         mesh, number, space = candidate.mesh, candidate.num_microbatches, self.space
-        examples = space.batch_size // (mesh.dp * mesh.fsdp * number)
+        examples = space.batch_size // (mesh.along(DATA_AXES) * number)
         microbatch = Microbatch(examples, number, space.example_bytes, candidate.remat)
         bounds = self.bounds(mesh, microbatch, candidate.vocab)
         found = {candidate.partition: candidate}

@@ -19,6 +19,7 @@ from ppctl.planner.cost.counted_costs import (
 from ppctl.planner.cost.op_times import OpTimes, seconds_of_part
 from ppctl.planner.cost.roofline import ModelWork
 from ppctl.schedule.families.registry import BASELINE, FAMILIES
+from ppctl.schedule.mesh_axes import DATA_AXES, MeshSizes
 from ppctl.schedule.remat import Remat
 
 PREFERRED = (BASELINE, *(name for name in FAMILIES if name != BASELINE))  # order of equals
@@ -26,24 +27,14 @@ CHUNKS = (2, 4, 8)  # stages a rank, of the families that take a number of them
 LEAST_EMBED_HEAD = 0.05  # share of a rank's layers (time) or memory, to divide the vocabulary
 
 
-class MeshSizes(NamedTuple):
-    """The sizes of a mesh's axes."""
-
-    dp: int
-    pp: int
-    fsdp: int
-    tp: int = 1
-    cp: int = 1
-
-
 class DeviceModel(NamedTuple):
-    """A model as one device of a stage computes and holds it, where tp and cp divide it."""
+    """A model as one device of a stage computes and holds it, with the axes that divide it."""
 
     work: ModelWork
     params: ParamBytes
 
 
-DeviceModels = Callable[..., DeviceModel]  # of tp, cp and the ranks of a divided vocabulary
+DeviceModels = Callable[..., DeviceModel]  # of a division, and ranks of a divided vocabulary
 
 
 @dataclass(frozen=True)
@@ -61,21 +52,21 @@ class Space:
     max_chunks: int = 4
     layer_costs: tuple[float, ...] | None = None  # over their mean; None: layers are alike
     trained: float = 1.0  # share of the layers' weights
-    divisions: tuple[tuple[int, int], ...] = ((1, 1),)  # tp and cp
+    divisions: tuple[MeshSizes, ...] = (MeshSizes(),)  # of a stage: sizes of `STAGE_AXES`
     vocab: tuple[str, ...] = ("whole",)  # embedding and head, as schedule.vocab
 
     @property
     def meshes(self) -> Sequence[MeshSizes]:
         """A layer for each rank at least.
 
-        >>> [tuple(mesh)[:3] for mesh in Space(4, 2, 8, 1).meshes]
+        >>> [mesh.shape[:3] for mesh in Space(4, 2, 8, 1).meshes]
         [(1, 1, 4), (2, 1, 2), (4, 1, 1), (1, 2, 2), (2, 2, 1)]
         """
         return [
-            MeshSizes(dp, pp, n // (dp * pp), tp, cp)
-            for tp, cp in self.divisions
-            if self.num_devices % (tp * cp) == 0
-            for n in [self.num_devices // (tp * cp)]
+            replace(division, dp=dp, pp=pp, fsdp=n // (dp * pp))
+            for division in self.divisions
+            if self.num_devices % division.num_devices == 0
+            for n in [self.num_devices // division.num_devices]
             for pp in divisors(n)
             if pp <= self.num_layers
             for dp in divisors(n // pp)
@@ -90,7 +81,7 @@ class Space:
         took 1.24 times as long.)
         """
         for mesh, remat in product(self.meshes, self.remats):
-            examples, left = divmod(self.batch_size, mesh.dp * mesh.fsdp)
+            examples, left = divmod(self.batch_size, mesh.along(DATA_AXES))
             for number in () if left else divisors(examples):
                 yield mesh, Microbatch(examples // number, number, self.example_bytes, remat)
 
@@ -129,8 +120,7 @@ class Bounds:
 
     def layout(self, rank_layers: int, chunk_layers: int) -> PlannedLayout:
         """Return how the model lies on the mesh, given the largest rank's and chunk's layers."""
-        sizes = {"rank_layers": rank_layers, "chunk_layers": chunk_layers}
-        return PlannedLayout(**self.mesh._asdict(), **sizes, has_parts=self.has_parts)
+        return PlannedLayout(self.mesh, rank_layers, chunk_layers, self.has_parts)
 
     @cached_property
     def op_times(self) -> OpTimes:

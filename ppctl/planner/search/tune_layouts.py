@@ -40,6 +40,7 @@ from ppctl.planner.search.layout_space import PREFERRED, Space
 from ppctl.planner.search.token_budget import check_tokens, token_budget
 from ppctl.planner.show.tune_terminal import Tuned
 from ppctl.schedule.families.registry import BASELINE, FAMILIES, ON_RING, build
+from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
 from ppctl.training.pipeline.execution import Execution
@@ -102,7 +103,7 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
         f"{num_devices} x {hardware.name}",
         limit,
         batch_tokens=tokens,
-        step_flops=data.batch_size * search.models(1, 1).work.flops(stack.num_layers),
+        step_flops=data.batch_size * search.models(MeshSizes()).work.flops(stack.num_layers),
         peak_flops=peak and peak * num_devices,
         token_budget=token_budget(plan.tokens, tokens, step_s, num_devices, hardware),
         hosts=hosts,
@@ -126,21 +127,21 @@ def _search(
     config: Config, stack: Stack, batch: Mapping[str, Any], machine: Machine
 ) -> LayoutSearch:
     """Return the search of the layouts to choose from; batch: shapes."""
-    dtype, most_tp = jnp.dtype(config.run.dtype or DEFAULT_DTYPE), machine.host_devices
+    dtype, of_host = jnp.dtype(config.run.dtype or DEFAULT_DTYPE), machine.host_devices
     optimizer = clipped(make_optimizer(config)[0], config.optim.clip_norm)
     params = lambda: init(stack, config.run.seed)  # noqa: E731
     state = jax.eval_shape(lambda: init_state(params(), optimizer, stack.trainable))
     models = device_models(config, stack, state, batch, dtype)
-    most_tp = most_tp or config.tune.devices or config.mesh.num_devices
-    sizes = divisions(config, stack, state["params"]["embed_head"], batch, most_tp, models)
+    of_host = of_host or config.tune.devices or config.mesh.num_devices
+    sizes = divisions(config, stack, state["params"]["embed_head"], batch, of_host, models)
     space = _space(config, stack, state["params"]["layers"], batch, tuple(sizes))
     return LayoutSearch(space, models, machine)
 
 
 def _space(
-    config: Config, stack: Stack, layers: Any, batch: Mapping[str, Any], sizes: Sequence[Any]
+    config: Config, stack: Stack, layers: Any, batch: Mapping[str, Any], sizes: Sequence[MeshSizes]
 ) -> Space:
-    """Return the layouts to choose from; layers: shapes of their parameters; sizes: (tp, cp)."""
+    """Return the layouts to choose from; layers: shapes of their parameters; sizes: of stages."""
     tune, batch_size, layer_costs = config.tune, batch["inputs"].shape[0], None
     if not stack.are_alike:
         dtype = jnp.dtype(config.run.dtype or DEFAULT_DTYPE)
@@ -228,7 +229,7 @@ def as_planned(config: Config, stack: Stack, candidate: Candidate) -> Planned:
     schedule = named(candidate.family, candidate.num_microbatches, candidate.num_chunks)
     request = replace(
         config,
-        mesh=settings.Mesh(*candidate.mesh, order=config.mesh.order),
+        mesh=settings.Mesh(**candidate.mesh.by_axis, order=config.mesh.order),
         schedule=replace(schedule, vocab=candidate.vocab),
         partition=Uniform() if is_uniform else Explicit(layers=sizes),
         executor=replace(config.executor, remat=candidate.remat),

@@ -16,6 +16,7 @@ from ppctl.config import AutoHardware, Config, Hardware, Mesh, Run
 from ppctl.config.config_dirs import ROOT
 from ppctl.errors import ConfigError
 from ppctl.planner.search.layout_candidate import Candidate
+from ppctl.schedule.mesh_axes import TEXT_AXES, positional
 from ppctl.training.pipeline.known_hardware import known
 
 MARK = "# Written by `ppctl tune`, which writes it again when it is run again."
@@ -84,7 +85,9 @@ def write_recipe(
     is_stated = config.hardware != Config().hardware
     parts = {part: getattr(config, part) for part in (*CHOSEN, *["hardware"] * is_stated)}
     names = {part: each.name for part, each in parts.items() if part != "mesh"}
-    names = {part: names.get(part, config.mesh.text) for part in parts}
+    names = {
+        part: names.get(part, "x".join(map(str, positional(vars(config.mesh))))) for part in parts
+    }
     document: dict[str, Any] = {"defaults": [{f"override /{k}": name} for k, name in names.items()]}
     settings = {part: _settings(each) for part, each in parts.items()}
     document |= {part: found for part, found in settings.items() if found}
@@ -113,12 +116,16 @@ def _assumed(config: Config) -> str:
 
 
 def _settings(part: Any) -> dict[str, Any]:
-    """Return a part's settings that differ from the default, nested; of a mesh only its order."""
+    """Return a part's settings that differ from the default, nested; of a mesh the unnamed."""
     if isinstance(part, Hardware):  # of a custom file, which may change, all settings
         usual = asdict(known()[part.name]) if part.name in known() else {}
         return _differences(asdict(part), usual)
     if isinstance(part, Mesh):
-        return {} if part.order == Mesh().order else {"order": part.order}
+        return {
+            k: v
+            for k, v in _differences(asdict(part), asdict(Mesh())).items()
+            if k not in TEXT_AXES
+        }
     return _differences(asdict(part), asdict(type(part)()))
 
 

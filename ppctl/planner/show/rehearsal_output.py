@@ -8,6 +8,7 @@ from ppctl.config import Config
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal, RehearsedRank
 from ppctl.planner.show.plan_terminal import TextTable, overhead_text, speed_text
 from ppctl.reports.terminal_output import OutputConsole, show_lines, show_table, size_text
+from ppctl.schedule.mesh_axes import STAGE_AXES
 
 MOST_RANKS = 16  # of the table on the terminal
 COLUMNS = ("rank", "ran as", "tasks s", "update s", "forward s", "backward s", "memory")
@@ -29,9 +30,9 @@ def rehearsal_lines(found: Rehearsal, config: Config) -> Iterator[tuple[str, str
     microbatches = f"{config.schedule.num_microbatches} microbatches"
     yield "schedule", f"{found.schedule}, {microbatches}, {config.executor.name}"
     yield "step", _step_text(found)
-    if mesh.tp * mesh.cp > 1:
+    if axes := mesh.sizes.shown(STAGE_AXES):
         sent = "sends between devices that divide a stage; one ran here"
-        yield "tp, cp", f"{found.sent_s:.3g} s of the step, counted: {sent}"
+        yield ", ".join(axes), f"{found.sent_s:.3g} s of the step, counted: {sent}"
     if (counted_s := found.analytic_step_time_s) is None:
         yield "analytic", f"not known: {found.analytic_unknown}"
     else:

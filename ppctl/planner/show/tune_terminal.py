@@ -24,6 +24,7 @@ from ppctl.reports.terminal_output import (
     show_table,
     size_text,
 )
+from ppctl.schedule.mesh_axes import mesh_text
 from ppctl.schedule.partition.partition import LETTERS, layout_text
 from ppctl.training.pipeline.mfu import mfu
 
@@ -141,13 +142,13 @@ def _about_pipelines(tuned: Tuned) -> str:
         rival, slower = next((c for c in tuned.found.best if c.mesh.pp > 1), None), ""
         if rival is not None:
             slower = f"; the best pipeline takes {_times(tuned, rival):.2f} times as long"
-        mesh = settings.Mesh(*first.mesh).text
+        mesh = mesh_text(first.mesh.by_axis)
         return f"no pipeline is needed: mesh={mesh} (pp=1) is fastest{slower}."
     alone = next((c for c in tuned.found.best if c.mesh.pp == 1), alone)
     if alone is None:
         return "without a pipeline (mesh.pp=1) nothing fits."
     ratio = f"{_times(tuned, alone):.2f} times as long"
-    mesh, number = settings.Mesh(*alone.mesh).text, alone.num_microbatches
+    mesh, number = mesh_text(alone.mesh.by_axis), alone.num_microbatches
     about = f"mesh={mesh}, {number} microbatches, remat={alone.remat}"
     return f"without a pipeline the best is {about}: {ratio}."
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from ppctl.config.groups.mesh_settings import axes_text
 from ppctl.reports import bubble_names as bubbles
 from ppctl.reports import page_kit as kit
 from ppctl.reports.charts.page_figures import memory_bars
@@ -15,6 +14,7 @@ from ppctl.reports.charts.palette import PARTS
 from ppctl.reports.run_files import setting_changes
 from ppctl.reports.run_page.read_run import RecordedRun, versions_of
 from ppctl.reports.terminal_output import size_text
+from ppctl.schedule.mesh_axes import axes_text
 
 MOST_BARS = 16  # of ranks whose memory is drawn
 MOST_STARTS = 10  # that are listed

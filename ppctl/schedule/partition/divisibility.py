@@ -1,10 +1,8 @@
-"""The axes of a mesh, and the sizes that tp and cp must divide. Standard library only."""
+"""The sizes of a model that tp and cp must divide. Standard library only."""
 
 from __future__ import annotations
 
 from ppctl.errors import ConfigError
-
-AXES = ("dp", "pp", "fsdp", "tp", "cp")
 
 
 def check_widths(tp: int, num_heads: int, num_kv_heads: int, hidden: int) -> None:

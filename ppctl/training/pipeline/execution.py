@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 from ppctl.config import Mpmd, Reference, Spmd
 from ppctl.errors import ConfigError
 from ppctl.executors.compiler_options import Flags, flags_for
-from ppctl.executors.device_mesh import AXES
 from ppctl.executors.reference import MOST_UNROLLED
 from ppctl.model.parallel import WHOLE, StageAxes
+from ppctl.schedule.mesh_axes import AXES, STAGE_AXES
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.tick_lowering import Ticks
 
@@ -25,8 +25,7 @@ ARGUMENTS = (  # settings of the command line, and arguments of `ppctl.pipeline`
     ("model.layers", "layers"),
     ("model.mixes_examples=true", "mixes_examples=True of the Network or Stack"),
     ("partition.layers=", "partition="),
-    ("mesh.tp", "tp"),
-    ("mesh.cp", "cp"),
+    *((f"mesh.{axis}", axis) for axis in STAGE_AXES),
     ("partition=explicit", "partition=[layers of each stage]"),
 )
 
@@ -107,7 +106,7 @@ def execution_of(
         config.check()
     given = asdict(config)
     division = {name: given[name] for name in ("sequence_parallel", "context") if name in given}
-    axes = StageAxes(mesh.shape.get("tp", 1), mesh.shape.get("cp", 1), **division)
+    axes = StageAxes.of(mesh.shape, **division)
     how = {name: given[name] for name in ("unroll", "gather", "post_validation") if name in given}
     flags = flags_for(config.xla_flags, mesh.devices.flat[0])
     execution = Execution(executor, Remat.of(config.remat), xla_flags=flags, axes=axes, **how)
@@ -118,8 +117,8 @@ def execution_of(
 def _check_mesh(execution: Execution, mesh: Mesh) -> None:
     if tuple(mesh.axis_names) != AXES:
         raise ConfigError(
-            f"The mesh has axes {mesh.axis_names}, not {AXES}. Make it with ppctl.mesh(dp=, pp=, "
-            "fsdp=, tp=, cp=)."
+            f"The mesh has axes {mesh.axis_names}, not {AXES}. Make it with "
+            f"ppctl.mesh({', '.join(f'{axis}=' for axis in AXES)})."
         )
     if not execution.is_pipelined and mesh.size > 1:
         raise ConfigError(

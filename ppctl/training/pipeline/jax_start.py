@@ -16,6 +16,7 @@ from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import make_mesh
 from ppctl.launch import join_processes as distributed
 from ppctl.launch import xla_stderr
+from ppctl.schedule.mesh_axes import AXES
 from ppctl.training.pipeline.known_hardware import described_only, of_topology
 
 JAX_MEMORY_FRACTION = 0.75  # JAX's default, and that of memory_gib of GPUs in conf/hardware
@@ -29,10 +30,8 @@ CPU_FLAGS = (  # by default XLA aborts when a simulated device is 40 s late at a
 )
 
 
-def mesh(
-    *, dp: int = 1, pp: int = 1, fsdp: int = 1, tp: int = 1, cp: int = 1, order: str = "auto"
-) -> Mesh:
-    """Return a mesh of dp*pp*fsdp*tp*cp devices.
+def mesh(*, order: str = "auto", **sizes: int) -> Mesh:
+    """Return a mesh of so many devices along each axis: dp=, pp=, fsdp=, tp=, cp=, 1 by default.
 
     The axes are copies of the pipeline (dp), its ranks (pp), shards of parameters (fsdp), shards of
     each layer's computation (tp) and parts of each sequence (cp). If JAX has not started yet, a
@@ -44,10 +43,13 @@ def mesh(
 
     ConfigError: there are fewer devices, or no such axes.
     """
-    settings = MeshSettings(dp, pp, fsdp, tp, cp, order)
+    for name in sizes:
+        if name not in AXES:
+            raise ConfigError(f"{name}={sizes[name]}: the axes of a mesh are {', '.join(AXES)}.")
+    settings = MeshSettings(**sizes, order=order)
     settings.check()
     simulate(settings.num_devices)
-    return make_mesh(dp, pp, fsdp, tp, cp, order)
+    return make_mesh(settings.sizes, order)
 
 
 def start_jax(config: Config, dtype: str, num_devices: int | None = None) -> None:

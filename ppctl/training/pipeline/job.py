@@ -24,7 +24,7 @@ from ppctl.config.schedule_from_config import pipeline_of, trained_share
 from ppctl.data import BUILDERS, BUILDERS_BY_SIZE, DataSet
 from ppctl.errors import DataError
 from ppctl.executors.described_devices import check_gpu_shape, check_size, described_mesh
-from ppctl.executors.device_mesh import AXES, check_tp_of_hosts, make_mesh, repeated_mesh
+from ppctl.executors.device_mesh import check_hosts, make_mesh, repeated_mesh
 from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.reference import reference
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts, matmul_flops, relative_costs
@@ -129,18 +129,18 @@ def evaluate(engine: Engine, data: DataSet, num_batches: int, state: Tree) -> fl
 
 def _mesh_of(config: Config, *, on_one_device: bool) -> Mesh:
     """Return the mesh of attached devices or of a topology. ConfigError if they are too few."""
-    axes, order, topology = config.mesh.sizes, config.mesh.order, config.plan.topology
+    sizes, order, topology = config.mesh.sizes, config.mesh.order, config.plan.topology
     if on_one_device:
-        return repeated_mesh(*axes)
+        return repeated_mesh(sizes)
     if topology is None:
-        return make_mesh(*axes, order=order)
+        return make_mesh(sizes, order)
     gpu = hardware_of.gpu_target(hardware_of.of_topology(config.hardware, topology))
     if not config.plan.only_predicts_topology:
-        return described_mesh(axes, topology, gpu, hardware_of.gpu_names(), order)
+        return described_mesh(sizes, topology, gpu, hardware_of.gpu_names(), order)
     if gpu is not None:
         check_gpu_shape(topology, gpu.name)
-    check_size(axes, topology, math.prod(config.plan.topology_shape))
-    return repeated_mesh(*axes)  # for shapes only
+    check_size(sizes, topology, math.prod(config.plan.topology_shape))
+    return repeated_mesh(sizes)  # for shapes only
 
 
 def _device_of(config: Config, device: Any) -> Any:
@@ -158,8 +158,7 @@ def _check_hosts(config: Config) -> None:
     number, mesh = config.mesh.num_devices, config.mesh
     of_host = hardware_of.host_devices(config.hardware, config.plan.topology)
     if of_host is not None and number > of_host:
-        sizes: dict[str, int] = dict(zip(AXES, mesh.sizes, strict=True))
-        check_tp_of_hosts(sizes, mesh.order, number, of_host)
+        check_hosts(mesh.sizes, mesh.order, number, of_host)
 
 
 def assemble(

@@ -28,6 +28,7 @@ from ppctl.reports.terminal_output import size_text
 from ppctl.schedule.costs import Costs, task_costs
 from ppctl.schedule.families.registry import BASELINE
 from ppctl.schedule.ir import Schedule
+from ppctl.schedule.mesh_axes import DATA_AXES, MeshSizes
 from ppctl.schedule.partition.partition import Partition
 from ppctl.schedule.simulator import simulate
 from ppctl.schedule.tick_lowering import Ticks, ticks
@@ -152,7 +153,7 @@ class Pipeline:
         ConfigError: the model mixes them, so that microbatches would train another function.
         """
         self._done.add("examples")
-        num_parts = self.schedule.num_microbatches * self.mesh.shape["dp"] * self.mesh.shape["fsdp"]
+        num_parts = self.schedule.num_microbatches * MeshSizes.of(self.mesh.shape).along(DATA_AXES)
         if self.stack.mixes_examples is not None or num_parts == 1:
             return None
         size = tree_bytes(self.states.natural["params"])
@@ -244,7 +245,7 @@ def pipeline(
     Args:
         stack: A `Stack`, a built-in model (`ppctl.transformer`, `ppctl.mlp`), or a `Network`, cut
             into `num_layers` layers at its marks (layers="marks") or by clustering ("auto").
-        mesh: Axes dp, pp, fsdp, tp, cp, as `ppctl.mesh` makes it.
+        mesh: As `ppctl.mesh` makes it.
         schedule: The name of a family, a custom `Schedule`, or `Ticks`, a lowered schedule.
         num_microbatches: Microbatches of a step; required with a name, otherwise the schedule's.
         batch: {"inputs", "targets"}: a global batch, or its shapes and dtypes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import jax
@@ -15,7 +16,15 @@ from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError
 from ppctl.executors.model_shapes import Model
-from ppctl.executors.parameter_layout import Shard, is_layer, is_spec, shards_of, tree_specs
+from ppctl.executors.parameter_layout import (
+    Shard,
+    is_layer,
+    is_spec,
+    sharded_dim,
+    sharded_over,
+    shards_of,
+    tree_specs,
+)
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts
 from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.network import Network
@@ -24,6 +33,7 @@ from ppctl.model.stack import Stack, init
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.ir import Schedule
+from ppctl.schedule.mesh_axes import DATA_AXES, SHARD_AXES, MeshSizes, axes_dividing, product_text
 from ppctl.schedule.partition.divisibility import check_sequences
 from ppctl.schedule.partition.partition import Partition, explicit, uniform
 from ppctl.schedule.tick_lowering import Ticks
@@ -32,6 +42,7 @@ from ppctl.schedule.vocabulary_parallel import with_vocabulary
 from ppctl.training.pipeline.execution import Execution, in_arguments
 
 Tree = Any
+XLA_AXES = axes_dividing("weights")  # over which XLA can divide a model by its sharding
 
 
 def shapes_of(batch: Tree) -> dict[str, jax.ShapeDtypeStruct]:
@@ -87,12 +98,14 @@ def check_batch_size(
     shapes: Mapping[str, jax.ShapeDtypeStruct], num_microbatches: int, mesh: Mesh
 ) -> None:
     """Raise ConfigError where the batch cannot be divided."""
-    size, dp, fsdp = shapes["inputs"].shape[0], mesh.shape["dp"], mesh.shape["fsdp"]
-    multiple = num_microbatches * dp * fsdp
+    size, sizes = shapes["inputs"].shape[0], MeshSizes.of(mesh.shape).shown(DATA_AXES)
+    factors = {"num_microbatches": num_microbatches} | sizes
+    multiple = prod(factors.values())
     if size % multiple:
-        product = f"num_microbatches*dp*fsdp = {num_microbatches}*{dp}*{fsdp} = {multiple}"
         remedy = f"Use {-(-size // multiple) * multiple}, or fewer microbatches."
-        raise ConfigError(f"batch size {size} is not a multiple of {product}. {remedy}")
+        raise ConfigError(
+            f"batch size {size} is not a multiple of {product_text(factors)}. {remedy}"
+        )
 
 
 def layered_stack(
@@ -147,12 +160,12 @@ def divided(
     mesh: Mesh,
     shapes: Mapping[str, jax.ShapeDtypeStruct],
 ) -> tuple[Stack, dict[tuple[str, ...], Shard], tuple[str, ...]]:
-    """Return the model as one device computes it, and the results of `shards_over_tp`."""
+    """Return the model as one device computes it, and the results of `shards_in_stages`."""
     part = stack
     with in_arguments():
         if execution.is_pipelined:
             part = divided_stack(stack, execution.axes, shapes)
-        shards, auto = shards_over_tp(stack, part, execution.axes)
+        shards, auto = shards_in_stages(stack, part, execution.axes)
         if auto:
             check_division_by_xla(execution, mesh)
     return part, shards, auto
@@ -165,7 +178,8 @@ def divided_stack(
 
     ConfigError if its stages cannot be divided.
     """
-    if axes.num_devices * axes.vocab_ranks == 1:
+    is_needed = axes.num_devices * axes.vocab_ranks > 1
+    if not is_needed or (stack.divided is None and not axes.need_a_model):
         return stack
     # 1. over ranks, by the vocabulary
     if axes.vocab_ranks > 1 and not stack.has_vocabulary:
@@ -180,20 +194,21 @@ def divided_stack(
             "but Stack.divided(axes) of this model returns a stack without parts. Give it parts "
             "(ppctl.VocabularyParts), or use schedule.vocab=whole."
         )
-    # 2. over tp and cp
+    # 2. over the axes inside a stage
+    ones = " ".join(f"mesh.{name}=1" for name in axes.divided)
     if stack.divided is None and stack.sharding is None:
         raise ConfigError(
-            f"mesh.tp={axes.tp} mesh.cp={axes.cp} divide the stages of models that say how "
-            "(Stack.divided, or sharding for tp), as model=transformer does; this one does not. "
-            "Use mesh.tp=1 mesh.cp=1, and more of mesh.pp or mesh.fsdp."
-        )
-    if stack.divided is None and axes.cp > 1:
-        raise ConfigError(
-            f"mesh.cp={axes.cp} divides the sequences of models that say how (Stack.divided); "
-            "this one gives PartitionSpecs over tp alone (sharding). Use mesh.cp=1, and more of "
-            "mesh.tp, mesh.pp or mesh.fsdp."
+            f"{axes.text}: this divides the stages of models that say how (Stack.divided, or "
+            "sharding for tp), as model=transformer does; this one does not. Use "
+            f"{ones}, and more of mesh.pp or mesh.fsdp."
         )
     if stack.divided is None:
+        for name in axes.divided.keys() - set(XLA_AXES):
+            raise ConfigError(
+                f"mesh.{name}={axes.divided[name]} divides the stages of models that say how "
+                f"(Stack.divided); this one gives PartitionSpecs over {XLA_AXES[0]} alone "
+                f"(sharding). Use mesh.{name}=1, and more of mesh.tp, mesh.pp or mesh.fsdp."
+            )
         return stack
     num_tokens = shapes["inputs"].shape[1] if len(shapes["inputs"].shape) > 1 else 1
     check_sequences(axes.cp, num_tokens)
@@ -217,31 +232,32 @@ def check_division_by_xla(execution: Execution, mesh: Mesh) -> None:
         )
 
 
-def divided_by_xla(stack: Stack, axes: StageAxes) -> bool:
-    """Return whether XLA divides a model over tp: it states shardings but no `divided`."""
-    return axes.tp > 1 and stack.divided is None and stack.sharding is not None
+def divided_by_xla(stack: Stack, axes: StageAxes) -> tuple[str, ...]:
+    """Return the axes over which XLA divides a model that states shardings but no `divided`."""
+    is_stated = stack.divided is None and stack.sharding is not None
+    return tuple(name for name in XLA_AXES if is_stated and name in axes.divided)
 
 
-def shards_over_tp(
+def shards_in_stages(
     stack: Stack, divided: Stack, axes: StageAxes
 ) -> tuple[dict[tuple[str, ...], Shard], tuple[str, ...]]:
-    """Return (the parameters that tp divides, the axes over which XLA does it).
+    """Return (the parameters that axes inside a stage divide, the axes over which XLA does it).
 
     divided: the result of `divided_stack`. ConfigError if the PartitionSpecs do not fit.
     """
-    if axes.vocabulary_parts == 1:
+    if axes.parts(("pp", *SHARD_AXES)) == 1:
         return {}, ()
     params, by_xla = jax.eval_shape(lambda: init(stack, 0)), divided_by_xla(stack, axes)
-    specs = _checked_specs(params, divided.sharding, axes.tp, is_padded=not by_xla)
-    return shards_of(params, specs, axes.tp, axes.vocab_ranks), ("tp",) if by_xla else ()
+    specs = _checked_specs(params, divided.sharding, axes, is_padded=not by_xla)
+    return shards_of(params, specs, axes), by_xla
 
 
-def _checked_specs(params: Tree, sharding: Tree, tp: int, *, is_padded: bool) -> Tree:
+def _checked_specs(params: Tree, sharding: Tree, axes: StageAxes, *, is_padded: bool) -> Tree:
     """Return the PartitionSpec of each parameter {"embed_head", "layers"}, of one layer.
 
     params: shapes, natural; sharding: their specs, in which one, or None, may stand for a whole
-    subtree; is_padded: whether sizes that tp does not divide are padded. ConfigError if the trees
-    differ, or a spec has another axis, too many dims, or a dim that tp does not divide.
+    subtree; is_padded: whether sizes that axes do not divide are padded. ConfigError if the trees
+    differ, or a spec has another axis, too many dims, or a dim that its axes do not divide.
     """
     specs = _spread(sharding, params)
     leaves = jax.tree_util.tree_leaves_with_path(params)
@@ -250,25 +266,30 @@ def _checked_specs(params: Tree, sharding: Tree, tp: int, *, is_padded: bool) ->
         shape = leaf.shape[is_layer(path) :]
         _check_spec(name, shape, spec)
         if not is_padded:
-            _check_size(name, shape, spec, tp)
-    if not any("tp" in spec for spec in specs):
-        why = (
-            f"sharding divides no parameter over tp: all devices of mesh.tp={tp} would do the same"
-        )
-        raise ConfigError(f'{why}. Give weights a PartitionSpec with "tp", or use mesh.tp=1.')
+            _check_size(name, shape, spec, axes)
+    for axis in axes_dividing("weights"):
+        is_named = any(axis in sharded_over(spec) for spec in specs)
+        if axes.parts(("pp", axis)) > 1 and not is_named:
+            raise ConfigError(
+                f"sharding divides no parameter over {axis}: all devices of "
+                f"mesh.{axis}={axes.parts([axis])} would do the same. Give weights a PartitionSpec "
+                f'with "{axis}", or use mesh.{axis}=1.'
+            )
     return jax.tree.unflatten(jax.tree.structure(params), specs)
 
 
-def _check_size(name: str, shape: tuple[int, ...], spec: P, tp: int) -> None:
-    """Raise ConfigError if tp does not divide the dim of a spec."""
-    size = shape[tuple(spec).index("tp")] if "tp" in spec else 0
-    if size % tp == 0:
+def _check_size(name: str, shape: tuple[int, ...], spec: P, axes: StageAxes) -> None:
+    """Raise ConfigError if the axes of a spec do not divide its dim."""
+    names = sharded_over(spec)
+    size, number = shape[sharded_dim(spec)] if names else 0, axes.parts(names)
+    if size % number == 0:
         return
-    fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 2 * tp)
-    equation = f"is not a multiple of mesh.tp={tp} ({size} % {tp} = {size % tp})"
+    fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 2 * number)
+    product = "*".join(f"mesh.{axis}" for axis in names)
+    equation = f"is not a multiple of {product}={number} ({size} % {number} = {size % number})"
     raise ConfigError(
         f"sharding of {name} is {spec}, but its size there, {size} of {shape}, {equation}. "
-        f"Use mesh.tp={fitting}, or other sizes."
+        f"Use {product}={fitting}, or other sizes."
     )
 
 
@@ -291,16 +312,17 @@ def _spread(sharding: Tree, params: Tree) -> list[P]:
 
 
 def _check_spec(name: str, shape: tuple[int, ...], spec: Any) -> None:
-    """Raise ConfigError if a parameter of this shape cannot have this spec over tp of any size."""
+    """Raise ConfigError if a parameter of this shape cannot have this spec, axes of any size."""
     if not is_spec(spec):
         raise ConfigError(
             f"sharding of {name} is {spec!r}; it must be a jax.sharding.PartitionSpec, such as "
             "P(None, 'tp')."
         )
-    if [each for each in spec if each is not None] not in ([], ["tp"]):
+    names, num_dims = sharded_over(spec), sum(map(bool, spec))
+    if not {*names} <= {*SHARD_AXES} or len({*names}) < len(names) or num_dims > 1:
         raise ConfigError(
-            f"sharding of {name} is {spec}; it may have tp alone, once: ppctl places the other "
-            "axes. Use P(None, 'tp') or the like."
+            f"sharding of {name} is {spec}; it may have {' and '.join(SHARD_AXES)} alone, in one "
+            "dim: ppctl places the other axes. Use P(None, 'tp') or the like."
         )
     if len(spec) > len(shape):
         raise ConfigError(

@@ -24,6 +24,7 @@ from ppctl.executors.reference import reference
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.stack import Stack, init
 from ppctl.model.trainable_parameters import trained_part, with_trained
+from ppctl.schedule.mesh_axes import DATA_AXES
 from ppctl.training.pipeline.job import TrainingJob, evaluate, make_optimizer
 from ppctl.training.pipeline.optimizers import LossAndGrads
 
@@ -134,7 +135,7 @@ def plain_model(job: TrainingJob) -> PlainModel:
     """Return the un-pipelined model of a job."""
     config, pipe = job.config, job.pipe
     params = jax.device_get(_compiled(lambda: init(pipe.stack, config.run.seed))())
-    num_parts = config.schedule.num_microbatches * config.mesh.dp * config.mesh.fsdp
+    num_parts = config.schedule.num_microbatches * config.mesh.sizes.along(DATA_AXES)
     of_parts = partial(reference, pipe.stack, remat="none", dtype=pipe.dtype)
     mean_loss = of_parts(num_microbatches=1, with_grads=False)
 

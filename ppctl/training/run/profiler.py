@@ -27,11 +27,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ppctl.executors.device_mesh import RANK_AXES
 from ppctl.executors.hlo_text import calls, computations, name_of, path_of
 from ppctl.executors.spmd.device_program import PART_SCOPES, SCOPES
 from ppctl.reports.measured_timeline_file import TASKS_FILE, Span, mean_costs, measured_timeline
 from ppctl.schedule.ir import Kind, Schedule, Task
+from ppctl.schedule.mesh_axes import RANK_AXES
 from ppctl.schedule.simulator import Timeline, simulate
 from ppctl.schedule.tick_lowering import Ticks
 from ppctl.training.pipeline.engines.engine_protocol import TimedEngine

@@ -33,12 +33,13 @@ from ppctl.planner.search.layout_candidate import shorter
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import BASELINE, FAMILIES
 from ppctl.schedule.ir import Schedule
+from ppctl.schedule.mesh_axes import COPY_AXES, MeshSizes
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.search.extrapolated_cost import along
 from ppctl.schedule.search.placement_costs import peak_activations
 from ppctl.training.pipeline.job import open_data, stack_for
 from ppctl.training.pipeline.known_hardware import known
-from ppctl.training.pipeline.pipeline_request import divided_stack, shards_over_tp
+from ppctl.training.pipeline.pipeline_request import divided_stack, shards_in_stages
 
 FLOAT32 = 4
 # of the optimizer, a parameter: gradient, weight, moments read, three written, a norm, a copy
@@ -107,9 +108,9 @@ def device_work(
     stack = stack_for(hardware, config, open_data(config, sizes_only=True), dtype, None)
     params = jax.eval_shape(lambda: init(stack, 0))
     batch = {name: jax.ShapeDtypeStruct((1, seq), jnp.int32) for name in ("inputs", "targets")}
-    axes = StageAxes(tp, cp, rows)
+    axes = StageAxes(tp=tp, cp=cp, sequence_parallel=rows)
     divided = divided_stack(stack, axes, batch)
-    held = shapes_on_device(params, shards_over_tp(stack, divided, axes)[0])
+    held = shapes_on_device(params, shards_in_stages(stack, divided, axes)[0])
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), held["layers"])
     counted = CountedModel(divided, held["embed_head"], layer, batch, 1, Remat.NONE, 0, dtype, axes)
     return DeviceWork(work_of(counted), tree_bytes(layer), tree_bytes(held["embed_head"]))
@@ -178,7 +179,8 @@ def machine_of(request: Request, constants: Constants) -> Machine:
 def layout_of(request: Request) -> PlannedLayout:
     row = request.row
     sizes = request.rank_layers, max(request.sizes)
-    return PlannedLayout(request.dp, row.pp, request.fsdp, *sizes, tp=row.tp, cp=row.cp)
+    mesh = MeshSizes(request.dp, row.pp, request.fsdp, tp=row.tp, cp=row.cp)
+    return PlannedLayout(mesh, *sizes)
 
 
 def op_times_of(request: Request, constants: Constants) -> OpTimes:
@@ -213,7 +215,7 @@ def op_times_of(request: Request, constants: Constants) -> OpTimes:
     head = replace(head, weight_grad_s=head.weight_grad_s + found.embed_head_bytes / 2 * each)
 
     # a loss of several kernels
-    logits = examples * request.row.seq / layout.cp * request.model.vocab / layout.tp
+    logits = examples * request.row.seq / layout.mesh.cp * request.model.vocab / layout.mesh.tp
     head = replace(head, input_grad_s=head.input_grad_s + logits * system.logit_bytes / bytes_per_s)
 
     # what is computed again
@@ -222,28 +224,30 @@ def op_times_of(request: Request, constants: Constants) -> OpTimes:
 
     # parameters that are gathered, and gradients that are scattered, layer by layer beside the
     # layer before
-    overhead_s, links = 0.0, layout.links(machine)
+    overhead_s, ring_of = 0.0, layout.ring_of(machine)
     if request.fsdp > 1:
-        gather_s = links["fsdp"].gather_s(found.layer_bytes / 2, request.fsdp)
-        scatter_s = links["fsdp"].gather_s(
+        gather_s = ring_of(["fsdp"]).link.gather_s(found.layer_bytes / 2, request.fsdp)
+        scatter_s = ring_of(["fsdp"]).link.gather_s(
             found.layer_bytes * system.reduce_bytes / FLOAT32, request.fsdp
         )
         shard = found.layer_bytes * system.reduce_bytes / FLOAT32 / request.fsdp
-        scatter_s += links["replicas"].sum_s(shard, request.replicas)
+        scatter_s += ring_of(COPY_AXES).link.sum_s(shard, request.replicas)
         beside = _beside_s if system.hides_replicas else operator.add
         forward_s = beside(layer.forward_s, gather_s)
         backward_s = beside(layer.input_grad_s + layer.weight_grad_s, gather_s + scatter_s)
         layer = PieceTimes(forward_s, backward_s - layer.weight_grad_s, layer.weight_grad_s)
-        embed_head_s = 3 * links["fsdp"].gather_s(found.embed_head_bytes / 2, request.fsdp)
+        embed_head_s = 3 * ring_of(["fsdp"]).link.gather_s(found.embed_head_bytes / 2, request.fsdp)
         overhead_s = gather_s + scatter_s + embed_head_s
         hop_s = op_times.hop_s
     else:
         hop_s = op_times.hop_s
     if (
-        not system.sequence_parallel and layout.tp > 1 and layout.pp > 1
+        not system.sequence_parallel and layout.mesh.tp > 1 and layout.mesh.pp > 1
     ):  # each sends a part, which the host gathers
         x_bytes = examples * found.work.x_bytes
-        hop_s = links["pp"].hop_s(x_bytes / layout.tp) + links["tp"].gather_s(x_bytes, layout.tp)
+        hop_s = ring_of(["pp"]).link.hop_s(x_bytes / layout.mesh.tp) + ring_of(
+            ["tp"]
+        ).link.gather_s(x_bytes, layout.mesh.tp)
     overhead_s += _overhead_s(request, found, machine, layout, layer)
     return replace(op_times, layer=layer, head=head, hop_s=hop_s, overhead_s=overhead_s)
 
@@ -261,7 +265,7 @@ def _run_by(system: System, found: DeviceWork) -> DeviceWork:
     """Return the work with the element-wise traffic of a trainer."""
 
     def run(op: Op) -> Op:
-        if op.flops or op.axis is not None:
+        if op.flops or op.axes:
             return op
         return replace(
             op,
@@ -292,7 +296,7 @@ def _overhead_s(
     """
     system, replicas = request.system, request.replicas
     held = request.rank_layers * found.layer_bytes + _embed_head_bytes(request, found)
-    link = layout.links(machine)["replicas"]
+    link = layout.ring_of(machine)(COPY_AXES).link
     updated, exposed_s = held / request.fsdp, 0.0
     if request.fsdp == 1 and replicas > 1:
         scatter_s = link.gather_s(held * system.reduce_bytes / FLOAT32, replicas)

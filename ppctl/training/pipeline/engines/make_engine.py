@@ -17,6 +17,7 @@ from ppctl.executors.spmd.spmd_program import Options, spmd, spmd_bytes
 from ppctl.model.stack import Stack
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule, Task
+from ppctl.schedule.mesh_axes import DATA_AXES, MeshSizes
 from ppctl.schedule.simulator import simulate
 from ppctl.schedule.tick_lowering import Ticks, forward_only, ticks
 from ppctl.training.pipeline.engines.engine_protocol import Engine
@@ -81,7 +82,8 @@ def model_of(
     mesh, layout = states.layout.mesh, states.layout
     params = shapes_on_device(states.natural["params"], {} if layout.auto else layout.shards)
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
-    size = shapes["inputs"].shape[0] // (mesh.shape["dp"] * mesh.shape["fsdp"] * num_microbatches)
+    parts = num_microbatches * MeshSizes.of(mesh.shape).along(DATA_AXES)
+    size = shapes["inputs"].shape[0] // parts
     microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype), shapes)
     specs = None
     if execution.dispatches_tasks and execution.gathers_by_layer and mesh.shape["fsdp"] > 1:

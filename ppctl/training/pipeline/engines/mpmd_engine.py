@@ -17,7 +17,6 @@ import optax
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import DictKey
 
-from ppctl.executors.device_mesh import RANK_AXES
 from ppctl.executors.model_shapes import Model, shard_shapes
 from ppctl.executors.mpmd.dispatch_plan import (
     Key,
@@ -43,6 +42,7 @@ from ppctl.model.layer_inputs import LOSS
 from ppctl.model.stack import divisor
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.ir import Schedule, Task
+from ppctl.schedule.mesh_axes import RANK_AXES
 from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporaries, by_part
 from ppctl.training.pipeline.engines.plan_inputs import STATE, Given
 from ppctl.training.pipeline.engines.step_programs import Choose, StepPrograms, dispatched_programs

@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.compiler_options import Flags, temp_bytes, total_bytes
-from ppctl.executors.device_mesh import DATA_AXES
 from ppctl.executors.model_shapes import shard_bytes, shard_shapes
 from ppctl.model.layer_inputs import LOSS
+from ppctl.schedule.mesh_axes import DATA_AXES
 from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporaries
 from ppctl.training.pipeline.engines.step_programs import Choose, StepPrograms, one_program
 from ppctl.training.pipeline.engines.train_states import (

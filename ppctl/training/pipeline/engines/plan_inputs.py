@@ -12,11 +12,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.device_mesh import DATA_AXES
 from ppctl.executors.model_shapes import shard_bytes
 from ppctl.executors.mpmd.dispatch_plan import Key
 from ppctl.executors.mpmd.mpmd_runtime import Runtime
 from ppctl.executors.mpmd.rank_trees import Division
+from ppctl.schedule.mesh_axes import DATA_AXES
 from ppctl.training.pipeline.engines.train_states import examples_of, put_examples
 
 Tree = Any

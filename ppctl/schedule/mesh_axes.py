@@ -1,0 +1,151 @@
+"""Sets of axes by what they divide, sizes of meshes, and their texts: all from the axis table."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import field, make_dataclass
+from math import prod
+from typing import Any
+
+from ppctl.schedule.axis_table import MESH_AXES, Axis, Divided
+
+
+def axes_dividing(*parts: Divided) -> tuple[str, ...]:
+    """Return the names of the axes that divide any of these.
+
+    >>> axes_dividing("batch"), axes_dividing("weights", "experts")
+    (('dp', 'fsdp'), ('tp',))
+    """
+    return tuple(axis.name for axis in MESH_AXES if set(parts) & set(axis.divides))
+
+
+AXES = tuple(axis.name for axis in MESH_AXES)
+DATA_AXES = axes_dividing("batch")
+RANK_AXES = tuple(name for name in AXES if name not in axes_dividing("stages"))
+STAGE_AXES = tuple(axis.name for axis in MESH_AXES if axis.in_stage)
+SHARD_AXES = axes_dividing("weights", "experts")  # that the sharding of a model may name
+TEXT_AXES = tuple(axis.name for axis in MESH_AXES if axis.in_mesh_text)
+# axes of equal copies of most parameters, whose gradients they sum
+COPY_AXES = tuple(name for name in RANK_AXES if name not in axes_dividing("parameters", "weights"))
+
+
+def in_hosts_order(*, in_stage: bool) -> tuple[str, ...]:
+    """Return the axes inside a stage, or the others, from the slowest links to the fastest.
+
+    >>> in_hosts_order(in_stage=False), in_hosts_order(in_stage=True)
+    (('pp', 'dp', 'fsdp'), ('cp', 'tp'))
+    """
+    axes = (axis for axis in MESH_AXES if axis.in_stage == in_stage)
+    return tuple(axis.name for axis in sorted(axes, key=lambda axis: axis.hosts_place))
+
+
+def axes_record(
+    axes: Collection[str] = AXES,
+    kind: Any = int,
+    default: Any = 1,
+    about: str = "{about}",
+    *,
+    is_frozen: bool = False,
+) -> Any:
+    """Return a dataclass with a field for each of these axes, to inherit from.
+
+    kind, default: of each field. about: its help, formatted with the fields of the axis.
+    """
+
+    def field_of(axis: Axis) -> tuple[str, Any, Any]:
+        metadata = {"about": about.format(**vars(axis))}
+        return axis.name, kind, field(default=default, metadata=metadata)
+
+    fields = [field_of(axis) for axis in MESH_AXES if axis.name in axes]
+    return make_dataclass("AxesRecord", fields, frozen=is_frozen)
+
+
+class MeshSizes(axes_record(is_frozen=True)):
+    """The number of devices along each axis."""
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, Any]) -> MeshSizes:
+        """Return the sizes in a mapping that may have other keys; axes without one have size 1.
+
+        >>> MeshSizes.of({"pp": 4, "order": "auto"})
+        MeshSizes(dp=1, pp=4, fsdp=1, tp=1, cp=1)
+        """
+        return cls(**{name: size for name, size in sizes.items() if name in AXES})
+
+    @property
+    def by_axis(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in AXES}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.by_axis.values())
+
+    @property
+    def num_devices(self) -> int:
+        return prod(self.shape)
+
+    def along(self, axes: Iterable[str]) -> int:
+        """Return the number of devices along some axes.
+
+        >>> MeshSizes(2, 4, 2).along(DATA_AXES)
+        4
+        """
+        return prod(getattr(self, name) for name in axes)
+
+    def only(self, axes: Iterable[str]) -> MeshSizes:
+        """Return these sizes along some axes, and 1 along others."""
+        return MeshSizes(**{name: getattr(self, name) for name in axes})
+
+    def shown(self, axes: Iterable[str] = AXES) -> dict[str, int]:
+        """Return sizes by axis, without those inside a stage that are 1.
+
+        >>> MeshSizes(2, 4).shown(), MeshSizes(2, 4, tp=2).shown(DATA_AXES)
+        ({'dp': 2, 'pp': 4, 'fsdp': 1}, {'dp': 2, 'fsdp': 1})
+        """
+        return shown_sizes({name: getattr(self, name) for name in axes})
+
+
+def shown_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes of axes, without those inside a stage that are 1, in the table's order."""
+    return {
+        name: sizes[name]
+        for name in AXES
+        if name in sizes and (name not in STAGE_AXES or sizes[name] != 1)
+    }
+
+
+def axes_text(sizes: Mapping[str, Any]) -> str:
+    """Return the axes with their sizes, those inside a stage where they divide anything.
+
+    >>> axes_text({"dp": 2, "pp": 4, "fsdp": 1, "tp": 2, "cp": 1})
+    'dp=2 pp=4 fsdp=1 tp=2'
+    """
+    return " ".join(f"{name}={size}" for name, size in shown_sizes(sizes).items())
+
+
+def mesh_text(sizes: Mapping[str, Any]) -> str:
+    """Return sizes as one types them after `mesh=`: by position, other axes by name.
+
+    >>> mesh_text({"dp": 2, "pp": 4, "fsdp": 1}), mesh_text({"dp": 2, "pp": 4, "fsdp": 1, "tp": 2})
+    ('2x4', '2x4x1x2')
+    """
+    named = [f"mesh.{name}={n}" for name, n in shown_sizes(sizes).items() if name not in TEXT_AXES]
+    return " ".join(["x".join(map(str, positional(sizes))), *named])
+
+
+def positional(sizes: Mapping[str, Any]) -> list[Any]:
+    """Return the sizes that `mesh=AxBxC` gives, without those at the end that are 1."""
+    placed = [sizes[name] for name in TEXT_AXES if name in sizes]
+    used = max((i for i, size in enumerate(placed) if size != 1 or i < 2), default=0)
+    return placed[: used + 1]
+
+
+def product_text(factors: Mapping[str, int]) -> str:
+    """Return a product of named factors in words.
+
+    >>> product_text({"dp": 2, "pp": 4})
+    'dp*pp = 2*4 = 8'
+    """
+    return (
+        f"{'*'.join(factors)} = {'*'.join(map(str, factors.values()))} = {prod(factors.values())}"
+    )
