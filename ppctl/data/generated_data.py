@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,9 @@ def synthetic(
 
     A token is followed by its successor on the cycle, except that one step in ten (q =
     JUMP_FRACTION) jumps to a token drawn evenly from all V. The cycle depends on the seed, sequence
-    i on (seed, i). An untrained model's loss is about ln V, the least possible one `best_loss`.
-    Raises DataError when num_sequences is too small for a batch.
+    i on (seed, i). An untrained model's loss is about ln V, the least possible one the entropy of a
+    step: -(1-q+q/V) ln(1-q+q/V) - (V-1) (q/V) ln(q/V). Raises DataError when
+    num_sequences is too small for a batch.
     """
     cycle = generator(seed, 0).permutation(vocab_size)
     places = np.arange(seq_len + 1)
@@ -51,19 +51,6 @@ def synthetic(
         vocab_size=vocab_size,
         **how,
     )
-
-
-def best_loss(vocab_size: int) -> float:
-    """Return the least possible cross-entropy, nats a token: a step's entropy, given its token.
-
-    With q = JUMP_FRACTION and V tokens: -(1-q+q/V) ln(1-q+q/V) - (V-1) (q/V) ln(q/V).
-
-    >>> round(best_loss(256), 3)
-    0.876
-    """
-    other = JUMP_FRACTION / vocab_size
-    successor = 1 - JUMP_FRACTION + other
-    return -successor * math.log(successor) - (vocab_size - 1) * other * math.log(other)
 
 
 def regression(

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ppctl import config as settings
 from ppctl.data.tokenizer import Tokenizer
 from ppctl.errors import ConfigError
 from ppctl.language.language_model import LanguageModel
@@ -26,8 +25,7 @@ POSITIONS = 64  # divisor of the number of positions, so that few programs are c
 
 def decoder_of(model: LanguageModel, devices: Sequence[Any], num_positions: int) -> Decoder:
     """Return a model's decoder of num_positions positions, its layers dealt to the devices."""
-    sizes = model.config.model
-    assert isinstance(sizes, settings.Transformer), "checked by open_language_model"
+    sizes = model.transformer
 
     def make(mix: Mix, rotate: Rotate) -> Stack:
         return transformer(**model.sizes, dtype=model.dtype, mix=mix, rotate=rotate)

@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl import config as settings
-from ppctl.config import Config
+from ppctl.config import Config, Transformer
 from ppctl.config.changed_settings import model_and_data
 from ppctl.data.chat_templates import render_question
 from ppctl.data.tokenizer import BYTES, FILE, NUM_BYTES, Tokenizer, byte_tokenizer, load_tokenizer
@@ -34,13 +33,14 @@ class LanguageModel:
 
     directory: Path  # of the run
     step: int
+    transformer: Transformer  # its settings
     config: Config  # model, data and run of the run; all else has its defaults
     dtype: jnp.dtype  # of compute
 
     @cached_property
     def params(self) -> Tree:
         """The parameters, in natural order, whole in the host's memory; adapters are merged in."""
-        with self._checkpoints() as checkpoints:
+        with Checkpoints(self.directory / "checkpoints", keep=None) as checkpoints:
             return merged_params(checkpoints, self.step, jax.local_devices(backend="cpu")[0])
 
     @cached_property
@@ -84,16 +84,9 @@ class LanguageModel:
         return transformer(**self.sizes, dtype=self.dtype, packed=packed)
 
     @property
-    def seq_len(self) -> int:
-        """Tokens of a sequence in training."""
-        assert isinstance(self.config.model, settings.Transformer), "checked by open_language_model"
-        return self.config.model.seq_len
-
-    @property
     def sizes(self) -> dict[str, Any]:
         """The model's sizes and variants, as `model.transformer` takes them."""
-        assert isinstance(self.config.model, settings.Transformer), "checked by open_language_model"
-        return transformer_sizes(self.config.model, self.vocab_size)
+        return transformer_sizes(self.transformer, self.vocab_size)
 
     def encoded(self, text: str) -> list[int]:
         """Return the tokens of a prompt after the tokenizer's start; without any, its end."""
@@ -118,9 +111,6 @@ class LanguageModel:
         text = render_question(template, messages)
         return self.tokenizer.encode_chat(text, ())[0].tolist()
 
-    def _checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.directory / "checkpoints", keep=None)
-
 
 def open_language_model(path: Path, dtype: str | None = None) -> LanguageModel:
     """Return the model of a run, or of one of its checkpoints, by its directory.
@@ -137,7 +127,7 @@ def open_language_model(path: Path, dtype: str | None = None) -> LanguageModel:
         )
     run = load_run(directory)
     config = model_and_data(run.settings)
-    if not isinstance(config.model, settings.Transformer):
+    if not isinstance(config.model, Transformer):
         raise ConfigError(
             f"{directory} has model={config.model.name}, and only the built-in transformer "
             "writes text."
@@ -151,4 +141,4 @@ def open_language_model(path: Path, dtype: str | None = None) -> LanguageModel:
     if name == "float64":
         jax.config.update("jax_enable_x64", True)
     step = int(path.name) if is_checkpoint else steps[-1]
-    return LanguageModel(directory, step, config, jnp.dtype(name))
+    return LanguageModel(directory, step, config.model, config, jnp.dtype(name))

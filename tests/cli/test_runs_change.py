@@ -17,7 +17,7 @@ from support.environment import BY_USER
 from support.run_dirs import make
 
 from ppctl import cli
-from ppctl.reports import remove_runs as change_runs
+from ppctl.cli.subcommands import runs_remove
 from ppctl.reports import run_files
 from ppctl.reports.run_status import RunStatus
 
@@ -162,7 +162,7 @@ def test_the_lock_is_held_while_a_run_is_renamed(monkeypatch):
 
     monkeypatch.setattr("os.rename", rename)
     monkeypatch.setattr("shutil.rmtree", lambda path: None)
-    change_runs.remove_run("a", Path("runs/a"))
+    runs_remove.remove_run("a", Path("runs/a"))
     assert held == [Path("runs/a")]
 
 

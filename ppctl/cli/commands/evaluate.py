@@ -139,7 +139,11 @@ def _config(model: LanguageModel, overrides: Sequence[str]) -> Config:
         left_out = HOW_TRAINED + BY_TOKENIZER
         words = [*(word for word in of_run if not word.startswith(left_out)), *words]
     given = {word.partition("=")[0] for word in words}
-    defaults = "data.batch_size=1", "data.eval_fraction=0", f"model.seq_len={model.seq_len}"
+    defaults = (
+        "data.batch_size=1",
+        "data.eval_fraction=0",
+        f"model.seq_len={model.transformer.seq_len}",
+    )
     words += [word for word in defaults if word.partition("=")[0] not in given]
     # 2. the run's tokenizer
     config: Any = compose([*ONE_DEVICE, *words], [], [])

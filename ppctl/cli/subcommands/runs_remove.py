@@ -1,8 +1,12 @@
-"""`ppctl runs rm`: find the runs, ask, and remove them."""
+"""`ppctl runs rm`: find the runs, ask, and remove them: never while written to, never through a
+link, whole or not at all.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +16,20 @@ from ppctl.cli.choices import nearest
 from ppctl.errors import ConfigError, DeclinedError
 from ppctl.launch.sweep.sweep_jobs import LOG, SUBMITTED, SUBMITTED_LOG
 from ppctl.reports.foreign_files import printable
-from ppctl.reports.remove_runs import check_removable, check_run, remove_run
-from ppctl.reports.run_files import disk_bytes, find_runs, is_run, run_summary
+from ppctl.reports.run_files import (
+    OF_TRACKERS,
+    REMOVED,
+    RUNNING,
+    WRITTEN,
+    disk_bytes,
+    find_runs,
+    is_run,
+    run_summary,
+)
+from ppctl.reports.run_page.write_report import FILE as REPORT
+from ppctl.reports.run_status import HeldError, held_by, kept_still
 from ppctl.reports.runs_columns import steps_text
+from ppctl.reports.runs_table import few
 from ppctl.reports.terminal_output import show_json, size_text
 
 
@@ -36,8 +51,8 @@ def remove(names: Sequence[str], top: Path, *, is_sure: bool, as_json: bool) -> 
         raise ConfigError("`ppctl runs rm` needs the names of runs; `ppctl runs` lists them.")
     found = [_find(name, top) for name in names]
     for run in found:
-        check_run(*run)
-        check_removable(run.name, run.path, (LOG, SUBMITTED_LOG, SUBMITTED))
+        _check_place(*run)
+        _check_files(run.name, run.path)
     for index, run in enumerate(found):
         for other in found[:index]:
             if os.path.samefile(other.path, run.path):
@@ -89,3 +104,70 @@ def _ask(lines: Sequence[str], question: str, *, is_sure: bool) -> None:
     print("\n".join(lines), f"{question} [y/N] ", sep="\n", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise DeclinedError("Nothing was changed.")
+
+
+def _check_place(name: str, path: Path, top: Path) -> None:
+    """Raise ConfigError for a run to keep: out of `top` by a link, with more runs, or running."""
+    real = Path(os.path.realpath(path))
+    below = Path(os.path.relpath(os.path.abspath(path), os.path.abspath(top)))
+    if Path(os.path.realpath(top)) / below != real:
+        remedy = "Name that path, if it is what you mean."
+        raise ConfigError(f"{name} lies behind a link, in {real}. {remedy}")
+    if Path(os.path.realpath(os.curdir)).is_relative_to(real):
+        remedy = "Go to another directory first."
+        raise ConfigError(f"{name} is where this command runs, and stays. {remedy}")
+    inner = [each for each, place in find_runs(path) if place != path]
+    if inner:
+        what = f"{name} holds {len(inner)} more runs, and stays: {few(inner)}"
+        raise ConfigError(f"{what}. Remove these first.")
+    if run_summary(name, path).status == RUNNING:
+        raise _alive(name, held_by(path))
+
+
+def _check_files(name: str, path: Path) -> None:
+    """Raise ConfigError where not all of a run directory can be removed, or is a run's."""
+    ours = {*WRITTEN, *OF_TRACKERS, REPORT, LOG, SUBMITTED_LOG, SUBMITTED}
+    ours |= {f".{own}.part" for own in ours}
+    try:
+        others = sorted({*os.listdir(path)} - ours)
+        if others:
+            what = f"{name} holds what no run wrote, and stays: {few(others)}"
+            raise ConfigError(f"{what}. Move that away first.")
+        for folder, folders, files in os.walk(path, onerror=_raise):
+            if (folders or files) and not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
+    except OSError as error:
+        what = f"{name} cannot be removed: {error.filename}: {error.strerror}"
+        raise ConfigError(f"{what}. Make it writable, or leave it.") from error
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def remove_run(name: str, path: Path) -> None:
+    """Remove a run directory: rename it, by which it is no run any more, then delete it.
+
+    Raises ConfigError where a process writes to it or it cannot be renamed, and then all of it is
+    as it was; or where its remains cannot be deleted, which are named.
+    """
+    remains = path.with_name(f"{REMOVED}{path.name}-{os.getpid()}")
+    try:
+        with kept_still(path):
+            os.rename(path, remains)
+    except HeldError as error:
+        raise _alive(name, error.pid) from None
+    except OSError as error:
+        remedy = "Make its directory writable, or leave it."
+        raise ConfigError(f"{name} cannot be removed: {error.strerror}. {remedy}") from error
+    try:
+        shutil.rmtree(remains)  # follows no link
+    except OSError as error:
+        what = f"{name} is removed, but {error.filename} cannot be deleted: {error.strerror}"
+        raise ConfigError(f"{what}. Delete {remains} yourself.") from error
+
+
+def _alive(name: str, pid: int | None) -> ConfigError:
+    how = "where it was started" if pid is None else f"kill -INT {pid}, which saves"
+    who = "a process" if pid is None else f"process {pid}"
+    return ConfigError(f"{name} is running, recorded by {who}, and stays. End it first: {how}.")
