@@ -82,6 +82,9 @@ class Stack:
     and no work in W.
     mixes_examples: None: a run tests on a few examples whether the loss of one depends on others,
     and refuses such a model, since microbatches change it. True: intended. False: known not to.
+    check_batch(inputs, targets): raises ConfigError for a batch whose values the model does not
+    take, such as ids out of range: NumPy arrays, or other arrays and shapes, of which it looks at
+    the dtypes only.
 
     A run checks the functions against each other by shapes; misfits are a ConfigError.
     """
@@ -102,6 +105,7 @@ class Stack:
     has_vocabulary: bool = False
     parts: VocabularyParts | None = field(default=None, compare=False)
     trainable: Tree = field(default=True, compare=False)
+    check_batch: Callable[[Any, Any], None] | None = None
 
     def trains(self, part: str) -> Tree:
         """Return `trainable` of "embed_head", or of one layer ("layers")."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -103,6 +104,7 @@ def _stack(
         *(sizes.num_layers, model.init_embed_head, model.init_layer, embed),
         *(layers[0] if len(function_of) == 1 else layers, head),
         mixes_examples=False,
+        check_batch=model.check_batch,
         outputs=model.outputs,
         divided=lambda axes: _stack(sizes, dtype, mix, rotate, packed, axes),
         has_vocabulary=True,
@@ -162,6 +164,23 @@ class _Transformer:
         if not self.sizes.scale_embedding:
             return x_BTD
         return x_BTD * jnp.asarray(self.sizes.d_model**0.5, x_BTD.dtype)
+
+    def check_batch(self, inputs_BT: Any, targets_BT: Any) -> None:
+        """Raise ConfigError for what are not token ids; values are those of NumPy's arrays."""
+        size = self.sizes.vocab_size
+        lowest = {"inputs": -size if self.packed else 0, "targets": NO_TOKEN}
+        for name, ids_BT in (("inputs", inputs_BT), ("targets", targets_BT)):
+            if not jnp.issubdtype(ids_BT.dtype, jnp.integer):
+                raise ConfigError(f"{name} are {ids_BT.dtype}, not token ids. Use int32.")
+            if not isinstance(ids_BT, np.ndarray) or not ids_BT.size:
+                continue
+            least, most = int(ids_BT.min()), int(ids_BT.max())
+            if least < lowest[name] or most >= size:
+                raise ConfigError(
+                    f"{name} hold {least if least < lowest[name] else most}, but token ids are "
+                    f"0..{size - 1} (vocab_size={size}). Use {lowest[name]}..{size - 1}"
+                    f"{', where -1 is no target' if name == 'targets' else ''}."
+                )
 
     # layers
 

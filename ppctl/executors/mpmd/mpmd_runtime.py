@@ -122,7 +122,14 @@ class Runtime:
 
     def on(self, rank: int, shapes: Tree) -> Tree:
         """Return the shardings of `shapes` on the devices of a rank."""
-        return jax.tree.map(lambda a: NamedSharding(self.submeshes[rank], a.sharding.spec), shapes)
+        return jax.tree.map(lambda a: a.sharding, self.placed(rank, shapes))
+
+    def placed(self, rank: int, shapes: Tree) -> Tree:
+        """Return `shapes` with their shardings on the devices of a rank."""
+        mesh = self.submeshes[rank]
+        sharding = lambda a: NamedSharding(mesh, a.sharding.spec)  # noqa: E731
+        placed = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding(a))  # noqa: E731
+        return jax.tree.map(placed, shapes)
 
     def compile(
         self, entries: Sequence[PlanEntry], given: Mapping[Key, Tree], kept: Collection[Key]

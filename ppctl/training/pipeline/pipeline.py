@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -34,10 +33,19 @@ from ppctl.schedule.simulator import simulate
 from ppctl.schedule.tick_lowering import Ticks, ticks
 from ppctl.training.pipeline import optimizers as optim
 from ppctl.training.pipeline import pipeline_request as request
+from ppctl.training.pipeline.call_checks import (
+    StateChecks,
+    check_natural,
+    check_parts,
+    checked_numbers,
+    floating,
+    on_host,
+    whole_number,
+)
 from ppctl.training.pipeline.engines.engine_protocol import Engine, Footprint
 from ppctl.training.pipeline.engines.make_engine import make_engine, model_of
 from ppctl.training.pipeline.engines.step_programs import StepPrograms
-from ppctl.training.pipeline.engines.train_states import States
+from ppctl.training.pipeline.engines.train_states import States, shardings_of
 from ppctl.training.pipeline.execution import Execution, check_lowering, execution_of, in_arguments
 from ppctl.training.pipeline.mixing import MOST_BYTES, few_examples, refuse_mixing
 from ppctl.training.pipeline.optimizers import init_state
@@ -112,8 +120,9 @@ class Pipeline:
 
     def init(self, seed: int | None = None) -> Tree:
         """Return the initial state, a function of model and seed, independent of the layout."""
+        number = None if seed is None else whole_number("seed", seed, 0)
         self._try_examples()
-        return self.engine.new_state(seed)
+        return self._state_checks.remember(self.engine.new_state(number))
 
     def step(self, state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, dict[str, jax.Array]]:
         """Return (next state, metrics) of one train step.
@@ -123,19 +132,31 @@ class Pipeline:
 
         Compiled at the first call, unless `compile` did it. The state's memory is reused.
         """
+        placed = self._placed(state, batch)
         if "step" not in self._done:
             self.compile()
-        return self.engine.step(state, self.put(batch))
+        state, metrics = self.engine.step(state, placed)
+        return self._state_checks.remember(state), metrics
 
     def loss(self, state: Tree, batch: Mapping[str, Any]) -> jax.Array:
         """Return the mean loss of a batch, by forwards only."""
+        placed = self._placed(state, batch)
         if "loss" not in self._done:
             self.compile(evaluate=True)
-        return self.engine.loss(state, self.put(batch))[0]
+        return self.engine.loss(state, placed)[0]
 
     def loss_and_grads(self, state: Tree, batch: Mapping[str, Any]) -> tuple[jax.Array, Tree]:
         """Return (mean loss, gradients in natural order) of a batch; the state stays."""
-        return self.engine.loss_and_grads(state, self.put(batch))
+        return self.engine.loss_and_grads(state, self._placed(state, batch))
+
+    def _placed(self, state: Tree, batch: Mapping[str, Any]) -> Tree:
+        """Return a batch on the devices of its step, after checks of both."""
+        self._state_checks.check(state)
+        return self.put(batch)
+
+    @cached_property
+    def _state_checks(self) -> StateChecks:
+        return StateChecks(self.engine.state_shapes, (self.partition, self.layout.rank_of))
 
     def compile(self, *, evaluate: bool = False) -> Footprint:
         """Compile the train step, with `evaluate` also `loss`; return the step's memory."""
@@ -183,20 +204,25 @@ class Pipeline:
 
         ConfigError: the batch has other names or shapes than the pipeline was made for.
         """
-        is_put = lambda a: isinstance(a, jax.Array) and len(a.sharding.device_set) > 1  # noqa: E731
-        if batch and all(map(is_put, batch.values())):
-            return dict(batch)
-        request.check_batch(batch, self.batch_shapes)
-        rows, shapes = list(self.engine.examples), self.batch_shapes
-        return self.engine.put({n: np.asarray(batch[n], a.dtype)[rows] for n, a in shapes.items()})
+        shardings = self.engine.batch_shardings
+        sharding_of = lambda a: a.sharding if isinstance(a, jax.Array) else None  # noqa: E731
+        if isinstance(batch, Mapping) and all(
+            key in batch and sharding_of(batch[key]) == each for key, each in shardings.items()
+        ):
+            return {key: batch[key] for key in shardings}
+        arrays, rows = on_host(batch, self.batch_shapes, self.stack), list(self.engine.examples)
+        return self.engine.put({name: a[rows] for name, a in arrays.items()})
 
     def to_natural(self, state: Tree) -> Tree:
         """Return a state in natural order, as in checkpoints: layers [L, ...] in model order."""
+        self._state_checks.check(state)
         return self.engine.to_natural(state)
 
     def from_natural(self, state: Tree) -> Tree:
         """Return the pipeline's state of one in natural order."""
-        return self.engine.from_natural(state)
+        check_natural(state, self.states.natural)
+        state = jax.device_put(state, shardings_of(self.states.natural))
+        return self._state_checks.remember(self.engine.from_natural(state))
 
     # its memory and time
 
@@ -222,13 +248,13 @@ class Pipeline:
 
 
 def pipeline(
-    stack: Stack | Network,
-    *,
+    model: Stack | Network,
     mesh: Mesh,
     schedule: str | Schedule | Ticks = BASELINE,
-    num_microbatches: int | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    *,
     batch: Tree,
-    optimizer: optax.GradientTransformation,
+    num_microbatches: int | None = None,
     executor: str = "spmd",
     partition: str | Sequence[int] = "uniform",
     vocab: str = "whole",
@@ -243,11 +269,10 @@ def pipeline(
     """Return a model pipelined over a mesh; ConfigError or ScheduleError before any compiling.
 
     Args:
-        stack: A `Stack`, a built-in model (`ppctl.transformer`, `ppctl.mlp`), or a `Network`, cut
-            into `num_layers` layers at its marks (layers="marks") or by clustering ("auto").
+        model: A `Stack`, or a `Network`, cut into `num_layers` layers: layers="marks" | "auto".
         mesh: As `ppctl.mesh` makes it.
         schedule: The name of a family, a custom `Schedule`, or `Ticks`, a lowered schedule.
-        num_microbatches: Microbatches of a step; required with a name, otherwise the schedule's.
+        num_microbatches: Of a step; required with a name, otherwise the schedule's.
         batch: {"inputs", "targets"}: a global batch, or its shapes and dtypes.
         optimizer: An optimizer of optax that treats each parameter by itself.
         executor: spmd (one program) | mpmd (one for each kind of task) | reference (no pipeline).
@@ -255,16 +280,17 @@ def pipeline(
         vocab: whole (embedding and head on first and last stage) | parallel (on all ranks).
         dtype: Of compute; parameters have the model's.
         clip_norm: Clip gradients by the global norm of the whole model; None: no clipping.
-        lr_schedule: Optax's learning rate of a step, for the metrics.
-        seed: Default of `init`.
+        lr_schedule, seed: The learning rate of a step, for the metrics; the default of `init`.
         options: Settings of the executor (remat, gather, ...) and of the schedule (num_chunks=2).
     """
+    optimizer = check_parts(model, mesh, optimizer)
     # 1. the request: executor, batch, schedule, model
+    seed, dtype = whole_number("seed", seed, 0), floating("dtype", dtype)
+    clip_norm, num_microbatches = checked_numbers(clip_norm, num_microbatches)
     execution, knobs = execution_of(executor, mesh, options)
-    shapes, dtype = request.shapes_of(batch), jnp.dtype(dtype)
-    plan = request.schedule_for(schedule, mesh.shape["pp"], num_microbatches, knobs)
-    request.check_batch_size(shapes, plan.num_microbatches, mesh)
-    stack = request.layered_stack(stack, shapes, num_layers, layers, dtype)
+    shapes = request.shapes_of(batch)
+    plan = request.schedule_for(schedule, mesh, num_microbatches, knobs, shapes)
+    stack = request.layered_stack(model, batch, num_layers, layers, dtype)
     # 2. the order of tasks by their relative costs; layers on stages, stages on devices
     work = _work(stack, shapes, dtype, schedule, plan, vocab, execution)
     plan, lowered, execution, costs, costs_of_layers = work
@@ -274,12 +300,12 @@ def pipeline(
     # 3. the state, and the engine that runs its steps
     optimizer = optim.clipped(optimizer, clip_norm)
     states = _states(stack, layout, optimizer, seed, by_rank=execution.dispatches_tasks)
-    model = model_of(divided, states, shapes, plan.num_microbatches, execution, dtype)
+    shown = model_of(divided, states, shapes, plan.num_microbatches, execution, dtype)
     if execution.is_pipelined:
-        request.check_split(stack, plan, layers_of, model)
+        request.check_split(stack, plan, layers_of, shown)
     how = optimizer, lr_schedule, execution, clip_norm, costs
-    engine = make_engine(stack, model, states, plan, lowered, shapes, *how)
-    parts = states, optimizer, dtype, shapes, engine, model, lr_schedule
+    engine = make_engine(stack, shown, states, plan, lowered, shapes, *how)
+    parts = states, optimizer, dtype, shapes, engine, shown, lr_schedule
     return Pipeline(stack, *work, *parts, few_examples(batch, shapes))
 
 

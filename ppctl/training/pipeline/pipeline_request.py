@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -39,6 +38,7 @@ from ppctl.schedule.partition.partition import Partition, explicit, uniform
 from ppctl.schedule.tick_lowering import Ticks
 from ppctl.schedule.validation import validate
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
+from ppctl.training.pipeline.call_checks import arrays_of, check_values
 from ppctl.training.pipeline.execution import Execution, in_arguments
 
 Tree = Any
@@ -47,13 +47,8 @@ XLA_AXES = axes_dividing("weights")  # over which XLA can divide a model by its 
 
 def shapes_of(batch: Tree) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shapes and dtypes of a global batch."""
-    if not isinstance(batch, Mapping) or not {"inputs", "targets"} <= set(batch):
-        found = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
-        raise ConfigError(
-            f'batch is {found}; it must be {{"inputs": [batch, ...], "targets": [batch, ...]}}.'
-        )
     shape = lambda a: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype))  # noqa: E731
-    shapes = {name: shape(batch[name]) for name in ("inputs", "targets")}
+    shapes = {name: shape(a) for name, a in arrays_of(batch).items()}
     sizes = {name: a.shape[:1] for name, a in shapes.items()}
     if sizes["inputs"] != sizes["targets"] or not sizes["inputs"]:
         inputs, targets = (shapes[name].shape for name in ("inputs", "targets"))
@@ -61,21 +56,25 @@ def shapes_of(batch: Tree) -> dict[str, jax.ShapeDtypeStruct]:
     return shapes
 
 
-def check_batch(batch: Mapping[str, Any], shapes: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Raise ConfigError where a batch has other names or shapes than these."""
-    actual = {name: tuple(np.shape(batch[name])) for name in shapes if name in batch}
-    wanted = {name: a.shape for name, a in shapes.items()}
-    if actual != wanted:
-        raise ConfigError(f"The batch has shapes {actual}, but the pipeline was made for {wanted}.")
-
-
 def schedule_for(
+    schedule: str | Schedule | Ticks,
+    mesh: Mesh,
+    num_microbatches: int | None,
+    knobs: Mapping[str, float],
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+) -> Schedule:
+    """Return the schedule of a request, validated, which divides a batch of these shapes."""
+    plan = _schedule_for(schedule, mesh.shape["pp"], num_microbatches, knobs)
+    check_batch_size(shapes, plan.num_microbatches, mesh)
+    return plan
+
+
+def _schedule_for(
     schedule: str | Schedule | Ticks,
     num_ranks: int,
     num_microbatches: int | None,
     knobs: Mapping[str, float],
 ) -> Schedule:
-    """Return the schedule of a request, validated."""
     if isinstance(schedule, str):
         if num_microbatches is None:
             example = 2 * num_ranks
@@ -110,13 +109,15 @@ def check_batch_size(
 
 def layered_stack(
     model: Stack | Network,
-    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    batch: Tree,
     num_layers: int | None,
     layers: str,
     dtype: jnp.dtype,
 ) -> Stack:
-    """Return a model as a stack of layers: a network is cut into them."""
+    """Return a model as a stack of layers, which takes the batch: a network is cut into them."""
+    shapes = shapes_of(batch)
     if isinstance(model, Stack):
+        check_values(arrays_of(batch), shapes, model)
         if num_layers not in (None, model.num_layers):
             why = f"num_layers={num_layers}, but the stack has {model.num_layers} layers"
             raise ConfigError(f"{why}. Leave it out.")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+from jax.sharding import NamedSharding
 
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
 from ppctl.executors.mpmd.rank_programs import SHARED
@@ -55,6 +56,14 @@ class Engine(Protocol):
 
     def share(self, rank: int) -> Tree:
         """Return the shapes of one device's share of a rank's {"params", "optimizer", "step"}."""
+
+    @property
+    def state_shapes(self) -> Tree:
+        """Shapes, dtypes and shardings of a state; None in place of other processes' ranks."""
+
+    @property
+    def batch_shardings(self) -> Mapping[Any, NamedSharding]:
+        """The shardings of the arrays of a placed batch."""
 
     @property
     def examples(self) -> Sequence[int]:

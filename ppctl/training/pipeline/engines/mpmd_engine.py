@@ -9,11 +9,13 @@ head all apply the same update.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import DictKey
 
@@ -121,6 +123,16 @@ class Mpmd:
     def share(self, rank: int) -> Tree:
         shapes = self.given.shapes()
         return shard_shapes({name: shapes[name, rank] for name in STATE})
+
+    @cached_property
+    def state_shapes(self) -> Tree:
+        shapes, placed = self.given.shapes(), self.runtime.placed
+        of_rank = lambda r: {name: placed(r, shapes[name, r]) for name in STATE}  # noqa: E731
+        return tuple(of_rank(r) if self.runtime.is_mine[r] else None for r in self.ranks)
+
+    @property
+    def batch_shardings(self) -> Mapping[Key, NamedSharding]:
+        return self.given.batch_shardings
 
     @property
     def examples(self) -> Sequence[int]:

@@ -58,6 +58,10 @@ class OneProgram:
         return shard_shapes(self.states.staged)
 
     @property
+    def state_shapes(self) -> Tree:
+        return self.states.staged
+
+    @property
     def examples(self) -> Sequence[int]:
         return self._examples
 
@@ -66,8 +70,11 @@ class OneProgram:
         return examples_of(self.batch_sharding, self._batch_size)
 
     def put(self, batch: Mapping[str, Any]) -> Tree:
-        shardings = dict.fromkeys(self.batch_shapes, self.batch_sharding)
-        return put_examples(shardings, self.examples, batch, self._batch_size)
+        return put_examples(self.batch_shardings, self.examples, batch, self._batch_size)
+
+    @property
+    def batch_shardings(self) -> dict[str, NamedSharding]:
+        return dict.fromkeys(self.batch_shapes, self.batch_sharding)
 
     @property
     def _batch_size(self) -> int:

@@ -44,19 +44,21 @@ class Given:
     @cached_property
     def examples(self) -> tuple[int, ...]:
         """The examples of a global batch that this process reads."""
-        held = (examples_of(sharding, self._batch_size) for sharding in self._shardings.values())
+        held = (
+            examples_of(sharding, self._batch_size) for sharding in self.batch_shardings.values()
+        )
         return tuple(sorted(set().union(*held)))
 
     def put(self, batch: Mapping[str, Any]) -> dict[Key, jax.Array]:
         """Return a batch of only `examples` on the submeshes of the ranks that read it."""
         found: dict[Key, jax.Array] = {}
-        for (name, rank), sharding in self._shardings.items():
+        for (name, rank), sharding in self.batch_shardings.items():
             put = put_examples({name: sharding}, self.examples, batch, self._batch_size)
             found[name, rank] = put[name]
         return found
 
     @cached_property
-    def _shardings(self) -> dict[Key, NamedSharding]:
+    def batch_shardings(self) -> dict[Key, NamedSharding]:
         mesh = self.division.submeshes
         pairs = ((name, rank) for name, ranks in self.readers.items() for rank in ranks)
         return {(name, rank): NamedSharding(mesh[rank], P(DATA_AXES)) for name, rank in pairs}
@@ -95,7 +97,7 @@ class Given:
         """Return the shapes of the values that plans start from, with shardings on a submesh."""
         shape, described = self.runtime.shape, self.division.described
         shapes: dict[Key, Tree] = {
-            key: shape(self.batch_shapes[key[0]], P(DATA_AXES)) for key in self._shardings
+            key: shape(self.batch_shapes[key[0]], P(DATA_AXES)) for key in self.batch_shardings
         }
         for name, tree in self.staged.items():
             path = (jax.tree_util.DictKey(name),)

@@ -1,0 +1,270 @@
+"""The checks of calls of the Python API: numbers, batches, and the state that a step takes."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from numbers import Real
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from ppctl.config.field_checks import LARGEST
+from ppctl.errors import ConfigError
+from ppctl.model.network import Network
+from ppctl.model.stack import Stack
+
+Tree = Any
+NUMBERS = "biuf"  # kinds of NumPy's dtypes that a batch may have, besides bfloat16
+X64 = 'call jax.config.update("jax_enable_x64", True) first'
+
+
+def check_parts(model: Any, mesh: Any, optimizer: Any) -> optax.GradientTransformation:
+    """Return the optimizer; ConfigError for arguments of `ppctl.pipeline` of other types."""
+    if not isinstance(model, Stack | Network):
+        what = "a ppctl.Stack or a ppctl.Network"
+        raise ConfigError(f"The model is {_short(model)}, not {what}. Use ppctl.transformer(...).")
+    if not isinstance(mesh, Mesh):
+        raise ConfigError(f"mesh={_short(mesh)} is no mesh. Use ppctl.mesh(dp=, pp=, fsdp=).")
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise ConfigError(
+            f"optimizer={_short(optimizer)} is no optax.GradientTransformation. Use one, such as "
+            "optax.adamw(1e-3)."
+        )
+    return optimizer
+
+
+def whole_number(name: str, value: Any, least: int) -> int:
+    """Return a whole number from `least` to `LARGEST`; ConfigError for any other value.
+
+    >>> whole_number("seed", np.int64(3), 0)
+    3
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or not least <= number <= LARGEST:
+        raise ConfigError(
+            f"{name}={_short(value)} is not a whole number from {least} to {LARGEST}. Use one."
+        )
+    return number
+
+
+def checked_numbers(
+    clip_norm: float | None, num_microbatches: int | None
+) -> tuple[float | None, int | None]:
+    """Return both; ConfigError for a norm that is not finite and above 0, or no whole number."""
+    if clip_norm is not None:
+        is_number = isinstance(clip_norm, Real) and 0 < clip_norm < float("inf")  # NaN fails
+        if not is_number:
+            raise ConfigError(f"clip_norm={_short(clip_norm)} must be a finite number above 0.")
+    if num_microbatches is not None:
+        num_microbatches = whole_number("num_microbatches", num_microbatches, 1)
+    return clip_norm, num_microbatches
+
+
+def floating(name: str, dtype: Any) -> jnp.dtype:
+    """Return a floating dtype that JAX computes in; ConfigError for any other."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        use = "Use float32, bfloat16 or float64"
+        raise ConfigError(f"{name}={_short(dtype)} is no dtype to compute in. {use}.")
+    if jax.dtypes.canonicalize_dtype(found) != found:
+        raise ConfigError(f"{name}={found}, and JAX has 32 bits: {X64}.")
+    return found
+
+
+def _short(value: Any) -> str:
+    """Return a value, or its type if that is long."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"<{type(value).__name__}>"
+
+
+# batches
+
+
+def arrays_of(batch: Any) -> dict[str, Any]:
+    """Return {"inputs", "targets"} of a batch as arrays, or as shapes and dtypes."""
+    if not isinstance(batch, Mapping) or not {"inputs", "targets"} <= set(batch):
+        found = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+        raise ConfigError(
+            f'batch is {found}; it must be {{"inputs": [batch, ...], "targets": [batch, ...]}}.'
+        )
+    return {name: _numbers(name, batch[name]) for name in ("inputs", "targets")}
+
+
+def _numbers(name: str, value: Any) -> Any:
+    """Return an array or a shape with a dtype of numbers."""
+    try:
+        array = value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
+    except ValueError:  # rows of different lengths
+        array = np.empty(0, object)
+    if array.dtype.kind not in NUMBERS and not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ConfigError(f"{name} are of dtype {array.dtype}, which no model computes with.")
+    return array
+
+
+def on_host(
+    batch: Any, shapes: Mapping[str, jax.ShapeDtypeStruct], stack: Stack
+) -> dict[str, np.ndarray]:
+    """Return a batch as arrays on the host of the dtypes of `shapes`.
+
+    ConfigError where its shapes or kinds of numbers differ from these, or its values are none that
+    the model takes (`Stack.check_batch`).
+    """
+    arrays = {name: np.asarray(a) for name, a in arrays_of(batch).items()}
+    actual = {name: a.shape for name, a in arrays.items()}
+    wanted = {name: a.shape for name, a in shapes.items()}
+    if actual != wanted:
+        raise ConfigError(f"The batch has shapes {actual}, but the pipeline was made for {wanted}.")
+    check_values(arrays, shapes, stack)
+    return {name: np.asarray(a, shapes[name].dtype) for name, a in arrays.items()}
+
+
+def check_values(
+    arrays: Mapping[str, Any], shapes: Mapping[str, jax.ShapeDtypeStruct], stack: Stack
+) -> None:
+    """Raise ConfigError for arrays of other kinds of numbers than `shapes`, or other values.
+
+    Values are those of NumPy's arrays: arrays on devices stay there.
+    """
+    for name, a in arrays.items():
+        dtype = shapes[name].dtype
+        if not np.can_cast(a.dtype, dtype, "same_kind"):
+            raise ConfigError(
+                f"{name} are {a.dtype}, but the pipeline was made for {dtype}. Give {dtype}."
+            )
+        is_narrowed = a.dtype.kind in "iu" and dtype.kind in "iu" and a.dtype != dtype
+        if (
+            is_narrowed
+            and isinstance(a, np.ndarray)
+            and a.size
+            and not (_fits(a.min(), dtype) and _fits(a.max(), dtype))
+        ):
+            raise ConfigError(f"{name} hold {_furthest(a)}, beyond {dtype}. Use smaller numbers.")
+    if stack.check_batch is not None:
+        stack.check_batch(arrays["inputs"], arrays["targets"])
+
+
+def _fits(value: Any, dtype: np.dtype) -> bool:
+    return np.iinfo(dtype).min <= int(value) <= np.iinfo(dtype).max
+
+
+def _furthest(a: np.ndarray) -> int:
+    return max(int(a.min()), int(a.max()), key=abs)
+
+
+# states
+
+
+@dataclass(frozen=True)
+class StateChecks:
+    """The checks of the states of one pipeline, by shapes, shardings and the order of layers.
+
+    wanted: shapes, dtypes and shardings of a state. order: the layers of each stage and its rank.
+    States of other pipelines may have the same shapes with layers in another order: states that a
+    pipeline returns are remembered, with their order, as long as they live.
+    """
+
+    wanted: Tree
+    order: Any
+    _made: dict[int, tuple[weakref.ref, Any]] = field(default_factory=lambda: _MADE, repr=False)
+
+    @cached_property
+    def _flat(self) -> tuple[list[Any], Any]:
+        return jax.tree.flatten(self.wanted)
+
+    def remember(self, state: Tree) -> Tree:
+        """Return a state that the pipeline made, and remember its order."""
+        leaf = _mark(state)
+        if isinstance(leaf, jax.Array):
+            key = id(leaf)
+            self._made[key] = weakref.ref(leaf, lambda _: self._made.pop(key, None)), self.order
+        return state
+
+    def check(self, state: Tree) -> None:
+        """Raise ConfigError for a state of another layout, or one that a step has taken."""
+        if isinstance(self.wanted, tuple) and isinstance(state, tuple):  # ranks of this process
+            pairs = zip(state, self.wanted, strict=False)
+            state = tuple(None if wanted is None else part for part, wanted in pairs)
+        leaves, tree = jax.tree.flatten(state)
+        wanted, wanted_tree = self._flat
+        if tree != wanted_tree or not all(map(_is_like, leaves, wanted)):
+            why = _difference(state, self.wanted) or "its arrays are on other devices"
+            raise ConfigError(
+                f"The state is not one of this pipeline: {why}. Use "
+                "pipe.init(), or pipe.from_natural(other.to_natural(state)) for a state of another "
+                "pipeline of the same model."
+            )
+        if any(isinstance(a, jax.Array) and a.is_deleted() for a in leaves):
+            raise ConfigError(
+                "The state was given to a step before, which reused its memory. Use the state that "
+                "the step returned: state, metrics = pipe.step(state, batch)."
+            )
+        leaf = _mark(state)
+        known = self._made.get(id(leaf))
+        if known is not None and known[0]() is leaf and known[1] != self.order:
+            raise ConfigError(
+                "The state is of a pipeline whose ranks hold other layers. Use "
+                "pipe.from_natural(other.to_natural(state))."
+            )
+
+
+_MADE: dict[int, tuple[weakref.ref, Any]] = {}
+
+
+def _mark(state: Tree) -> Any:
+    """Return the array by which a state is remembered: its count of steps."""
+    parts = state if isinstance(state, tuple) else (state,)
+    return next((each["step"] for each in parts if each and each["step"] is not None), None)
+
+
+def _is_like(a: Any, wanted: jax.ShapeDtypeStruct) -> bool:
+    if not isinstance(a, jax.Array):  # NumPy's are placed by the step
+        return _text_of("", a) == _text_of("", wanted)
+    return a.shape == wanted.shape and a.dtype == wanted.dtype and a.sharding == wanted.sharding
+
+
+def check_natural(state: Tree, wanted: Tree) -> None:
+    """Raise ConfigError for a state in natural order of another model or optimizer."""
+    difference = _difference(state, wanted)
+    if difference is not None:
+        raise ConfigError(
+            f"The state is not of this model and optimizer: {difference}. Use a state that "
+            "to_natural returned, or one that was restored in its shapes."
+        )
+
+
+def _difference(state: Tree, wanted: Tree) -> str | None:
+    """Return the first difference of a state's names, dtypes and shapes; None: equal."""
+    named = [jax.tree_util.tree_leaves_with_path(tree) for tree in (state, wanted)]
+    found, expected = (
+        {jax.tree_util.keystr(path, simple=True, separator="/"): a for path, a in each}
+        for each in named
+    )
+    missing = [name for name in expected if name not in found]
+    if missing or len(found) > len(expected):
+        other = next((name for name in found if name not in expected), None)
+        return f"it has no {missing[0]}" if missing else f"it has {other}"
+    for name, a in expected.items():
+        texts = _text_of(name, found[name]), _text_of(name, a)
+        if texts[0] != texts[1]:
+            return f"{name} is {texts[0]}, not {texts[1]}"
+    return None
+
+
+def _text_of(name: str, array: Any) -> str:
+    """Return dtype and shape of an array or a shape, as float32[2, 3]."""
+    array = _numbers(name, array)
+    return f"{array.dtype}{[*array.shape]}"

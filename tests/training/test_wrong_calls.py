@@ -1,0 +1,157 @@
+"""Wrong calls of the Python API are one line with the value and the remedy, before any compiling."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ppctl
+
+TOKENS = np.random.default_rng(0).integers(16, size=(8, 5), dtype=np.int32)
+BATCH = {"inputs": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
+
+
+def make(**request):
+    stack = ppctl.transformer(num_layers=2, d_model=8, num_heads=2, vocab_size=16)
+    usual = {"mesh": ppctl.mesh(pp=2), "schedule": "1f1b", "num_microbatches": 2, "batch": BATCH}
+    usual |= {"optimizer": optax.sgd(0.1), "dtype": "float32"}
+    return ppctl.pipeline(request.pop("model", stack), **(usual | request))
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"clip_norm": 0}, "clip_norm=0 must be a finite number above 0."),
+        ({"clip_norm": "1"}, "clip_norm='1' must be a finite number above 0."),
+        ({"seed": 2**31}, "seed=2147483648 is not a whole number from 0 to 2147483647. Use one."),
+        ({"seed": 1.5}, "seed=1.5 is not a whole number from 0 to 2147483647. Use one."),
+        ({"num_microbatches": 2.0}, "num_microbatches=2.0 is not a whole number from 1 to .*"),
+        ({"dtype": "int32"}, "dtype='int32' is no dtype to compute in. Use float32, .*"),
+        ({"mesh": None}, r"mesh=None is no mesh. Use ppctl.mesh\(dp=, pp=, fsdp=\)."),
+        ({"model": None}, "The model is None, not a ppctl.Stack or a ppctl.Network. .*"),
+        (
+            {"optimizer": "adamw"},
+            r"optimizer='adamw' is no optax.GradientTransformation. Use .* optax.adamw\(1e-3\).",
+        ),
+        ({"batch": None}, "batch is NoneType; it must be .*"),
+        (
+            {"batch": BATCH | {"inputs": TOKENS[:, 1:] + 0.5}},
+            "inputs are float64, not token ids. Use int32.",
+        ),
+        (
+            {"batch": BATCH | {"inputs": jax.ShapeDtypeStruct((8, 4), jnp.float32)}},
+            "inputs are float32, not token ids. Use int32.",
+        ),
+        (
+            {"batch": BATCH | {"targets": TOKENS[:, 1:] + 1}},
+            r"targets hold 16, but token ids are 0..15 \(vocab_size=16\). Use -1..15, where -1 is "
+            "no target.",
+        ),
+    ],
+    ids=str,
+)
+def test_a_wrong_request_is_refused(request_, message):
+    with pytest.raises(ppctl.PpctlError, match=f"^{message}$"):
+        make(**request_)
+
+
+def test_float64_is_refused_where_jax_has_32_bits():
+    with (
+        jax.enable_x64(False),
+        pytest.raises(ppctl.PpctlError, match=r"^dtype=float64, and JAX has 32 bits: call jax\."),
+    ):
+        make(dtype="float64")
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (None, "batch is NoneType; it must be .*"),
+        ({"inputs": TOKENS[:, :-1]}, "batch is inputs; it must be .*"),
+        (
+            BATCH | {"inputs": TOKENS[:, :-1] + 0.5},
+            "inputs are float64, but the pipeline was made for int32. Give int32.",
+        ),
+        (
+            BATCH | {"inputs": TOKENS[:, :-1].astype(str)},
+            "inputs are of dtype <U.*, which no model computes with.",
+        ),
+        (
+            BATCH | {"inputs": TOKENS[:, :-1] + np.int64(2**40)},
+            "inputs hold 10995116277.., beyond int32. Use smaller numbers.",
+        ),
+        (
+            BATCH | {"inputs": TOKENS[:, :-1] - 1},
+            r"inputs hold -1, but token ids are 0..15 \(vocab_size=16\). Use 0..15.",
+        ),
+        (
+            BATCH | {"targets": TOKENS[:, 1:] - 2},
+            r"targets hold -2, but token ids are 0..15 \(vocab_size=16\). Use -1..15, where -1 .*",
+        ),
+        (
+            {name: a[:4] for name, a in BATCH.items()},
+            "The batch has shapes .*, but the pipeline was made for .*",
+        ),
+    ],
+    ids=str,
+)
+def test_a_batch_that_the_model_does_not_take_is_refused(batch, message):
+    pipe = make()
+    with pytest.raises(ppctl.PpctlError, match=f"^{message}$"):
+        pipe.put(batch)
+
+
+def test_a_packed_model_takes_the_complements_of_ids():
+    stack = ppctl.transformer(num_layers=2, d_model=8, num_heads=2, vocab_size=16, packed=True)
+    pipe = make(model=stack, batch=BATCH | {"inputs": np.full((8, 4), ~15)})
+    with pytest.raises(ppctl.PpctlError, match=r"inputs hold -17, .* Use -16\.\.15\.$"):
+        pipe.put(BATCH | {"inputs": np.full((8, 4), ~16)})
+
+
+@pytest.mark.parametrize("executor", ["spmd", "mpmd"])
+def test_a_state_that_a_step_has_taken_is_refused(executor):
+    """JAX ends the process by SIGSEGV where a second program takes the same memory."""
+    pipe = make(executor=executor)
+    state, batch = pipe.init(), pipe.put(BATCH)
+    next_state, _ = pipe.step(state, batch)
+    for call in (
+        pipe.step,
+        pipe.loss,
+        pipe.loss_and_grads,
+        lambda state, _: pipe.to_natural(state),
+    ):
+        with pytest.raises(ppctl.PpctlError, match=r"given to a step before.* Use the state that"):
+            call(state, batch)
+    pipe.step(next_state, pipe.put(batch))  # placed once
+
+
+def test_a_state_of_another_pipeline_is_refused():
+    pipe = make(schedule="interleaved", num_chunks=1)
+    match = r"^The state is not one of this pipeline: {}.* Use pipe\.init\(\), or pipe\.from_nat"
+    others = {
+        "layers/attention/key/kernel is float32": make(mesh=ppctl.mesh(), executor="reference"),
+        "it has no params/embed_head/embedding": make(executor="mpmd"),
+        "its arrays are on other devices": make(mesh=ppctl.mesh(pp=2, dp=2)),
+    }
+    for difference, other in others.items():
+        with pytest.raises(ppctl.PpctlError, match=match.format(f".*{difference}")):
+            pipe.step(other.init(), BATCH)
+    state = pipe.from_natural(other.to_natural(other.init(seed=7)))
+    assert jax.tree.all(jax.tree.map(np.array_equal, state, pipe.init(seed=7)))
+    with pytest.raises(ppctl.PpctlError, match=r"not of this model and optimizer: it has no optim"):
+        make(optimizer=optax.adam(0.1)).from_natural(pipe.to_natural(state))
+
+
+def test_a_state_of_equal_shapes_with_layers_in_another_order_is_refused():
+    stack = ppctl.transformer(num_layers=4, d_model=8, num_heads=2, vocab_size=16)
+    looped = make(model=stack, schedule="interleaved", num_chunks=2)
+    v_shaped = make(model=stack, schedule="zb_v", executor="spmd")
+    with pytest.raises(ppctl.PpctlError, match="whose ranks hold other layers"):
+        v_shaped.loss(looped.init(), BATCH)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**31, "a"])
+def test_a_seed_that_is_no_int32_is_refused_as_on_the_command_line(seed):
+    with pytest.raises(ppctl.PpctlError, match=rf"^seed={seed!r} is not a whole number from 0 to"):
+        make().init(seed)
