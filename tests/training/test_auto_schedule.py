@@ -48,9 +48,11 @@ def test_bytes_of_ranks_are_those_that_the_engine_counts_along_its_walk(family, 
     assert not job.pipe.layout.is_even
     schedule, x = job.pipe.schedule, job.pipe.model.x
     placed = costs_of(job).layers(with_bytes=True).on(schedule.rank_of)
+    # the planner counts inputs of stages; the first stage of remat=full makes its again from tokens
+    spare = 7 if remat == "full" else 3
     for found, held in zip(placed.ledger(schedule).peaks(schedule), job.pipe.memory(), strict=True):
         exact = sum(size for part, size in held.items() if part != "temporaries")
-        assert found <= exact + 6 * x.size * x.dtype.itemsize, held
+        assert found <= exact + spare * x.size * x.dtype.itemsize, held
         assert found >= exact or not held["weights"], (
             "only the update, after all tasks, may need more"
         )

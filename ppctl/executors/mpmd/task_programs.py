@@ -59,7 +59,7 @@ def _head(model: Model, v: dict[str, Any], y: jax.Array) -> tuple[jax.Array, tup
 
 def add_to_sums(total: Tree, update: Tree) -> Tree:
     """Add `update` to a sum; only the sum has a leading axis."""
-    return jax.tree.map(lambda t, u: t + u.astype(t.dtype)[None], total, update)
+    return jax.tree.map(lambda t, u: t + jnp.asarray(u, t.dtype)[None], total, update)
 
 
 def add_device_dim(tree: Tree) -> Tree:
