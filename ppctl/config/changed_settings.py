@@ -5,7 +5,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, cast
 
 from ppctl.config.composed_config import Config
 from ppctl.config.groups.model_settings import Transformer
@@ -114,7 +114,9 @@ def shown(value: object) -> str:
     """
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    return f"[{','.join(map(shown, value))}]" if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return f"[{','.join(map(shown, cast('list[object]', value)))}]"
+    return str(value)
 
 
 # --- from stored settings -----------------------------------------------------------------------
