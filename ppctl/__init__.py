@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ppctl.model.layer_inputs import attach_loss
     from ppctl.model.lora import Lora
     from ppctl.model.network import Network, stage_boundary
+    from ppctl.model.random_keys import dropout
     from ppctl.model.stack import Stack, VocabularyParts
     from ppctl.reports.charts.draw_schedule import draw
     from ppctl.schedule.costs import Costs
@@ -44,6 +45,7 @@ __all__ = [
     "attention",
     "build_schedule",
     "draw",
+    "dropout",
     "load_run",
     "mesh",
     "mlp",
@@ -59,6 +61,7 @@ _HOMES = {  # public names by module
     "model.layer_inputs": "attach_loss",
     "model.lora": "Lora",
     "model.network": "Network stage_boundary",
+    "model.random_keys": "dropout",
     "model.stack": "Stack VocabularyParts",
     "reports.charts.draw_schedule": "draw",
     "schedule.costs": "Costs",

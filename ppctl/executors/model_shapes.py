@@ -99,14 +99,35 @@ class Model:
         layer = self.stack.layer, self.computed(self.layer), self.x
         return self.traced(lambda: LayerInputs.of(*layer))
 
+    def with_inputs(self, layer: Tree) -> Tree:
+        """Return the shapes of a layer with its inputs outside of a step."""
+        place, number = (jax.ShapeDtypeStruct((), dtype) for dtype in (self.master, jnp.int32))
+        return self.inputs.extended(layer, place, number)
+
     @cached_property
     def stage(self) -> Stage:
-        inputs, place, gather = self.inputs, jax.ShapeDtypeStruct((), self.master), None
+        """The stage in a step."""
+        keys = jax.ShapeDtypeStruct((self.num_examples, 2), jnp.uint32)
+        layer = self.with_inputs(self.computed(self.layer))
+        return self._stage(jax.eval_shape(self.inputs.with_keys, layer, keys))
+
+    @cached_property
+    def evaluation_stage(self) -> Stage:
+        """The stage in an evaluation, whose layers have no keys."""
+        layer = self.with_inputs(self.computed(self.layer))
+        return self._stage(layer) if self.inputs.has_key else self.stage
+
+    def _stage(self, layer: Tree) -> Stage:
+        inputs, gather = self.inputs, None
         if self.layer_specs is not None:
-            gather = partial(gather_shards, specs=inputs.extended(self.layer_specs, P()))
-        layer = inputs.extended(self.computed(self.layer), place)
+            gather = partial(gather_shards, specs=inputs.extended(self.layer_specs, P(), P()))
         how = gather, inputs.trainable(self.stack)["layers"], self.in_order
         return Stage(inputs.functions(self.stack.layer), self.remat, layer, self.x, *how)
+
+    @property
+    def num_examples(self) -> int:
+        """The number of a device's examples of a microbatch."""
+        return self.microbatch["inputs"].shape[0]
 
     @property
     def master(self) -> Any:

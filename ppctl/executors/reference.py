@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.model.layer_inputs import LOSS, LayerInputs
+from ppctl.model.random_keys import KEYS
 from ppctl.model.stack import Stack, divisor
 from ppctl.model.trainable_parameters import trained_part, with_trained
 from ppctl.schedule.remat import Remat
@@ -33,7 +34,8 @@ def reference(
 ) -> Callable[[Tree, Tree], tuple[Any, Tree]]:
     """Return the function (params, batch) -> (losses, gradients) of the un-pipelined model.
 
-    params: parameters in natural order; batch: {"inputs", "targets"}, arrays [batch, ...].
+    params: parameters in natural order; batch: {"inputs", "targets"}, arrays [batch, ...], and
+    "keys" of examples (`ppctl.model.random_keys`) for layers with a key.
 
     losses: {"loss": the mean over the batch, name: an attached loss, over the same number}. `dtype`
     is that of compute; gradients have the parameters', and are None for frozen ones. remat: none |
@@ -54,6 +56,7 @@ def reference(
 
         def loss_sum(params: Tree, microbatch: Tree) -> tuple[jax.Array, jax.Array]:
             params = inputs.computed(params, dtype)
+            params["layers"] = inputs.with_keys(params["layers"], microbatch.get(KEYS))
             x = _before_head(model, params, microbatch["inputs"], layer, unroll)
             return stack.head(params["embed_head"], x, microbatch["targets"])
 
@@ -81,7 +84,8 @@ def _accumulated(
         first = jax.tree.map(lambda a: a[0], microbatches)
         inputs = _layer_inputs(stack, params, first)
         places = jnp.zeros(stack.num_layers, jax.tree.leaves(params)[0].dtype)
-        params = params | {"layers": inputs.extended(params["layers"], places)}
+        numbers = jnp.arange(stack.num_layers)
+        params = params | {"layers": inputs.extended(params["layers"], places, numbers)}
         trained = trained_part(params, inputs.trainable(stack))
         # 2. the sums over microbatches
         loss_sum = loss_of(inputs)

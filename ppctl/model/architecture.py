@@ -53,6 +53,7 @@ class Architecture:
     logit_softcap: float | None = None
     window: int | None = None
     window_pattern: str = "W"
+    dropout: float = 0.0
     lora: Lora | None = None
 
     @property

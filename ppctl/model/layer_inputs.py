@@ -22,11 +22,16 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.errors import ConfigError
+from ppctl.model.random_keys import layer_keys, names_key, without_key, wrapped
 
 Tree = Any
 Place = Callable[[str], jax.Array]  # name of a loss -> its place
 LOSS = "loss"  # the name of the loss that is trained, among the losses of a step
-PARAMS, LOSSES = "ppctl_params", "ppctl_losses"  # parts of a layer's tree with inputs
+PARAMS, LOSSES, KEY = (
+    "ppctl_params",
+    "ppctl_losses",
+    "ppctl_key",
+)  # parts of a layer's tree with inputs
 # names of other numbers of a step
 RESERVED = re.compile(r"loss|grad_norm|lr|step|number|eval_.*|.*_(s|bytes|fraction)")
 
@@ -141,6 +146,7 @@ class LayerInputs:
     """
 
     losses: tuple[str, ...] = ()  # names of attached losses
+    has_key: bool = False  # whether a layer names a parameter `key`
 
     @classmethod
     def of(cls, layers: Callable | Sequence[Callable], w: Tree, x: Any) -> LayerInputs:
@@ -148,6 +154,8 @@ class LayerInputs:
         leaves, treedef = jax.tree.flatten(w)
         shapes = tuple((a.shape, jnp.dtype(a.dtype)) for a in (*leaves, x))
         functions = [layers] if callable(layers) else layers
+        has_key = any(map(names_key, functions))
+        functions = map(without_key, functions)
         names = dict.fromkeys(name for f in functions for name in _attached_in(f, treedef, shapes))
         taken = next((name for name in names if RESERVED.fullmatch(name)), None)
         if taken is not None:
@@ -155,29 +163,44 @@ class LayerInputs:
                 f"attach_loss({taken}): a step reports loss, grad_norm, lr, step and numbers that "
                 "begin with eval_ or end in a unit (_s, _bytes, _fraction). Use another name."
             )
-        return cls(tuple(names))
+        return cls(tuple(names), has_key)
 
     def __bool__(self) -> bool:
-        return bool(self.losses)
+        return bool(self.losses) or self.has_key
 
-    def extended(self, params: Tree, place: Any) -> Tree:
+    def extended(self, params: Tree, place: Any, number: Any) -> Tree:
         """Return a layer's tree with inputs; leaves may be arrays, shapes, specs or flags.
 
-        place: the leaf of each attached loss.
+        place: the leaf of each attached loss. number: the layer's number in the model, which
+        `with_keys` replaces in a step.
         """
-        return {PARAMS: params, LOSSES: dict.fromkeys(self.losses, place)} if self else params
+        if not self:
+            return params
+        tree = {PARAMS: params, LOSSES: dict.fromkeys(self.losses, place)}
+        return tree | {KEY: number} if self.has_key else tree
+
+    def with_keys(self, layers: Any, keys: jax.Array | None) -> Any:
+        """Return extended layers, listed, or one or stacked ones, with their keys of a microbatch.
+
+        keys: of its examples, data [examples, 2]; None, as in evaluations: no keys.
+        """
+        if keys is None or not self.has_key:
+            return layers
+        if isinstance(layers, list):
+            return [self.with_keys(layer, keys) for layer in layers]
+        return layers | {KEY: layer_keys(keys, layers[KEY])}
 
     def trainable(self, stack: Any) -> Tree:
         """Return `Stack.trainable` of parameters whose layers are extended."""
-        layers = self.extended(stack.trains("layers"), True)
+        layers = self.extended(stack.trains("layers"), True, False)
         return {"embed_head": stack.trains("embed_head"), "layers": layers}
 
     def computed(self, params: Tree, dtype: Any) -> Tree:
         """Return parameters, with extended layers, in the dtype of compute; inputs keep theirs."""
-        layers, places = self.separate(params["layers"])
+        layers, _ = self.separate(params["layers"])
         both = {"embed_head": params["embed_head"], "layers": layers}
         cast = jax.tree.map(lambda a: a.astype(dtype), both)
-        return cast | {"layers": {PARAMS: cast["layers"], LOSSES: places}} if self else cast
+        return cast | {"layers": params["layers"] | {PARAMS: cast["layers"]}} if self else cast
 
     def separate(self, tree: Tree) -> tuple[Tree, Mapping[str, Any]]:
         """Return (the tree of parameters, attached losses by name) of an extended tree."""
@@ -185,17 +208,20 @@ class LayerInputs:
 
     def functions(self, layers: Any) -> Any:
         """Return a layer, or several, as functions of extended trees."""
-        if not self:
-            return layers
-        if callable(layers):
-            return _with_inputs(layers)
-        return tuple(map(_with_inputs, layers))
+        convert = _with_inputs if self else without_key
+        return convert(layers) if callable(layers) else tuple(map(convert, layers))
 
 
 @lru_cache(1024)  # programs are kept by the identity of functions
 def _with_inputs(layer: Callable) -> Callable:
+    has_key = names_key(layer)
+
     def run(w: Tree, x: jax.Array) -> jax.Array:
+        key = w[KEY] if has_key else None
+        given = {"key": wrapped(key) if key is not None and key.ndim else None} if has_key else {}
+        if not w[LOSSES]:
+            return layer(w[PARAMS], x, **given)
         with placing(w[LOSSES]):
-            return layer(w[PARAMS], x)
+            return layer(w[PARAMS], x, **given)
 
     return run

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ppctl.model.architecture import ACTIVATIONS
+from ppctl.model.random_keys import dropout as drop
 from ppctl.model.stack import Stack, Tree
 
 
@@ -21,12 +22,14 @@ def mlp(
     input_dim: int,
     target_dim: int,
     dtype: jnp.dtype,
+    dropout: float = 0.0,
 ) -> Stack:
     """Return the stack activation(x W + b), num_layers times, between two linear maps.
 
     For regression: inputs [B, input_dim], targets [B, target_dim], floating; x: [B, d_model].
-    activation: of ACTIVATIONS. The loss is the squared error, one a target value, in at least
-    float32. dtype: of the parameters, drawn by He et al. (2015). KeyError for another activation.
+    dropout: rate of dropped outputs of layers in training. activation: of ACTIVATIONS. The loss is
+    the squared error, one a target value, in at least float32. dtype: of the parameters, drawn by
+    He et al. (2015). KeyError for another activation.
     """
     act = ACTIVATIONS[activation]
 
@@ -63,5 +66,8 @@ def mlp(
         errors_BO = predictions_BO.astype(wide) - targets_BO
         return jnp.square(errors_BO).sum(), jnp.asarray(errors_BO.size, errors_BO.dtype)
 
-    functions = init_embed_head, init_layer, embed, layer, head
+    def with_dropout(params: Tree, x: jax.Array, key: jax.Array | None) -> jax.Array:
+        return drop(key, layer(params, x), dropout)
+
+    functions = init_embed_head, init_layer, embed, with_dropout if dropout else layer, head
     return Stack(num_layers, *functions, mixes_examples=False, outputs=outputs)

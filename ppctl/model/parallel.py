@@ -162,3 +162,26 @@ def own_pieces(a: jax.Array, cp: int, dim: int) -> jax.Array:
 def on_first(value: jax.Array, axes: StageAxes) -> jax.Array:
     """Return a value on the first device along tp, zero on the others: it counts once."""
     return jnp.where(jax.lax.axis_index("tp") == 0, value, 0) if axes.tp > 1 else value
+
+
+def folded_keys(keys: jax.Array, numbers: Any) -> jax.Array:
+    """Return random keys with numbers folded in; their shapes broadcast."""
+    keys, numbers = jnp.broadcast_arrays(keys, jnp.asarray(numbers, jnp.uint32))
+    flat = jax.vmap(jax.random.fold_in)(keys.reshape(-1), numbers.reshape(-1))
+    return flat.reshape(keys.shape)
+
+
+def token_keys(key: jax.Array, num_tokens: int, axes: StageAxes = WHOLE) -> jax.Array:
+    """Return the keys of this device's tokens, [examples, num_tokens], from those of examples.
+
+    num_tokens: of the activation, [examples, num_tokens, ...], on a device of a divided stage. A
+    token's key depends on its position in the sequence.
+    """
+    num_examples, of_cp = len(key), num_tokens * axes.row_parts
+    places = jnp.arange(num_examples * of_cp)
+    if axes.divides_rows:
+        places = own_part(places, axes)
+    examples, positions = jnp.divmod(places, of_cp)
+    if axes.cp > 1:
+        positions = own_pieces(jnp.arange(of_cp * axes.cp), axes.cp, 0)[positions]
+    return folded_keys(key[examples], positions).reshape(num_examples, num_tokens)

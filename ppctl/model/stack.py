@@ -9,13 +9,14 @@ such as the parts of a network, are padded to the largest.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ppctl.model.parallel import StageAxes
+from ppctl.model.random_keys import names_key, without_key
 
 Tree = Any  # a pytree of arrays
 NO_DECAY = ("scale", "bias")  # last names of parameters that no optimizer decays: norms and biases
@@ -60,7 +61,9 @@ class Stack:
     key, or given, such as pretrained ones. l is traced: `jnp.asarray(weights)[l]`, not
     `weights[l]`.
     embed(embed_head, inputs) -> x: of one microbatch, inputs [batch, ...], without mixing examples.
-    layer(layer, x) -> x: one function for all layers, or a tuple with one for each.
+    layer(layer, x) -> x: one function for all layers, or a tuple with one for each. A layer that
+    names a parameter `key` gets a random key for each example, [batch], in training (a function of
+    seed, step, layer and example, whatever the layout), and None otherwise: `ppctl.dropout`.
     head(embed_head, x, targets) -> (sum of losses, number of losses): scalars, summed in at least
     float32; the training loss is sum / number over the global batch.
     initial(key) -> {"embed_head", "layers"}: all initial parameters at once, instead of
@@ -112,13 +115,25 @@ class Stack:
         return self.trainable[part] if isinstance(self.trainable, Mapping) else self.trainable
 
     @property
+    def takes_key(self) -> bool:
+        """Whether a layer names a parameter `key`."""
+        return any(map(names_key, self.layer if isinstance(self.layer, tuple) else (self.layer,)))
+
+    @property
     def are_alike(self) -> bool:
         """Whether all layers are the same function."""
         return not isinstance(self.layer, tuple)
 
+    def without_keys(self) -> Stack:
+        """Return the same model with layers as in evaluations."""
+        if not self.takes_key:
+            return self
+        functions = tuple(map(self.layer_of, range(self.num_layers)))
+        return replace(self, layer=functions[0] if self.are_alike else functions)
+
     def layer_of(self, l: int) -> Callable[[Tree, jax.Array], jax.Array]:
-        """Return the function of layer l."""
-        return self.layer[l] if isinstance(self.layer, tuple) else self.layer
+        """Return the function of layer l, as in evaluations."""
+        return without_key(self.layer[l] if isinstance(self.layer, tuple) else self.layer)
 
 
 def over_ranks(parts: VocabularyParts) -> tuple[Callable, Callable]:

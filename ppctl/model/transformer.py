@@ -34,8 +34,9 @@ from ppctl.model.cross_entropy import (
 from ppctl.model.lora import A, B, are_adapters, with_adapters
 from ppctl.model.packed_documents import documents_of, num_rows, split_starts, with_starts
 from ppctl.model.parallel import WHOLE, StageAxes, gather, on_first, own_tokens, scatter
+from ppctl.model.random_keys import dropout, token_keys
 from ppctl.model.stack import Stack, Tree, VocabularyParts, init, over_ranks
-from ppctl.model.transformer_blocks import Block, BlockSettings, norm
+from ppctl.model.transformer_blocks import Block, BlockSettings, Drop, norm
 
 EMBED_STD = 0.02
 Mix = Callable[[StageAxes, Scoring], Kernel]  # attention on a stage's axes
@@ -190,16 +191,27 @@ class _Transformer:
         new_block = lambda: Block(self._block(has_window), self.dtype, nnx.Rngs(0))  # noqa: E731
         graph = nnx.graphdef(nnx.eval_shape(new_block))
 
-        def layer(params: Tree, x_BTD: jax.Array) -> jax.Array:
-            block = nnx.merge(graph, params)
+        def with_key(params: Tree, x_BTD: jax.Array, key: jax.Array | None = None) -> jax.Array:
+            block, drop = nnx.merge(graph, params), self._drop(key, x_BTD)
             if not self.packed:
-                return block(x_BTD)
+                return block(x_BTD, drop=drop)
             rows = num_rows(x_BTD.shape, row_parts)
             x_BTD, marks = x_BTD[:, :rows], x_BTD[:, rows:]
-            x_BTD = block(x_BTD, documents_of(marks, rows * row_parts))
+            x_BTD = block(x_BTD, documents_of(marks, rows * row_parts), drop=drop)
             return jnp.concatenate([x_BTD, marks], axis=1)
 
-        return layer
+        def layer(params: Tree, x_BTD: jax.Array) -> jax.Array:
+            return with_key(params, x_BTD)
+
+        return with_key if self.sizes.dropout else layer
+
+    def _drop(self, key: jax.Array | None, x_BTD: jax.Array) -> Drop:
+        """Return the dropout of a block's two branches, drawn for this device's tokens."""
+        if key is None:
+            return lambda branch, number: branch
+        rows = num_rows(x_BTD.shape, self.axes.row_parts) if self.packed else x_BTD.shape[1]
+        keys = token_keys(key, rows, self.axes).reshape(-1)
+        return lambda branch, number: dropout(keys, branch, self.sizes.dropout, draw=number)
 
     # head
 

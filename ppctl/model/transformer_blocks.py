@@ -20,6 +20,8 @@ from ppctl.model.attention.attention_kernels import Kernel
 from ppctl.model.lora import Adapted, Lora
 from ppctl.model.parallel import StageAxes, gather, scatter
 
+Drop = Callable[[jax.Array, int], jax.Array]
+
 
 @dataclass(frozen=True)
 class BlockSettings:
@@ -142,7 +144,10 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Pre-norm residual block: attention, then MLP. [B, T, D] -> [B, T, D], of a device's rows."""
+    """Pre-norm residual block: attention, then MLP. [B, T, D] -> [B, T, D], of a device's rows.
+
+    drop: dropout of a branch, rows [M, D], by its number.
+    """
 
     def __init__(self, settings: BlockSettings, dtype: jnp.dtype, rngs: nnx.Rngs):
         sizes, self.axes = settings.sizes, settings.axes
@@ -154,12 +159,17 @@ class Block(nnx.Module):
         self.attention_post_norm = new_norm() if sizes.post_norms else None
         self.mlp_post_norm = new_norm() if sizes.post_norms else None
 
-    def __call__(self, x_BTD: jax.Array, documents_BT: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        documents_BT: jax.Array | None = None,
+        drop: Drop = lambda branch, number: branch,
+    ) -> jax.Array:
         B, T, D = x_BTD.shape
         x_MD = x_BTD.reshape(B * T, D)
         mixed = self.attention(self.attention_norm(x_MD), T * self.axes.row_parts, documents_BT)
         post_norm = self.attention_post_norm
-        x_MD = x_MD + (mixed if post_norm is None else post_norm(mixed))
+        x_MD = x_MD + drop(mixed if post_norm is None else post_norm(mixed), 0)
         out = self.mlp(self.mlp_norm(x_MD))
-        x_MD = x_MD + (out if self.mlp_post_norm is None else self.mlp_post_norm(out))
+        x_MD = x_MD + drop(out if self.mlp_post_norm is None else self.mlp_post_norm(out), 1)
         return x_MD.reshape(B, T, D)

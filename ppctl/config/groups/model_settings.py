@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Any, ClassVar, NamedTuple, cast
 
-from ppctl.config.field_checks import above_zero, at_least, choice, dotted, record_of
+from ppctl.config.field_checks import above_zero, at_least, choice, dotted, fraction, record_of
 from ppctl.errors import ConfigError
 
 
@@ -145,6 +145,7 @@ class Transformer(Layered):
     # last tokens that a token attends to, itself included; None: all before it
     window: int | None = None
     window_pattern: str = "W"  # cycle of layers with the window (W) and without (F): WWWWWF
+    dropout: float = 0.0  # rate of dropped entries of both branches of a block, in training
     rope: Rope = field(default_factory=Rope)
     # kernel: auto (by device, dtype and seq_len) | xla | chunked | cudnn | pallas
     attention: str = "auto"
@@ -198,6 +199,7 @@ class Transformer(Layered):
         choice("model.family", self.family, tuple(FAMILIES))
         for key in ("norm_eps", "query_pre_attn_scalar", "attention_softcap", "logit_softcap"):
             above_zero(f"model.{key}", getattr(self, key))
+        fraction("model.dropout", self.dropout, below_one=True)
         self.rope.check()
         self._check_widths()
         self._check_windows()
@@ -244,6 +246,7 @@ class MLP(Layered):
     name: str = "mlp"
     d_model: int = 64  # width of a layer
     activation: str = "relu"  # relu | tanh | gelu
+    dropout: float = 0.0  # rate of dropped outputs of layers, in training
 
     ACTIVATIONS: ClassVar[tuple[str, ...]] = ("relu", "tanh", "gelu")
 
@@ -251,6 +254,7 @@ class MLP(Layered):
         at_least("model.num_layers", self.num_layers, 1)
         at_least("model.d_model", self.d_model, 1)
         choice("model.activation", self.activation, self.ACTIVATIONS)
+        fraction("model.dropout", self.dropout, below_one=True)
 
 
 @dataclass

@@ -5,6 +5,7 @@ Values have names:
 w                               the layers of a stage
 embed_head_in, embed_head_out   parameters of the embedding and of the head, as tasks take them
 inputs, targets, m              the batch, and the number of a microbatch
+keys                            keys of the batch's examples, where layers have keys
 x, gx; y, gy                    a stage's input and output for a microbatch, and their gradients
 stash, pending                  values from a forward to its backward, and from I to W
 acc, acc_in, acc_out            sums of gradients: a stage's, the embedding's, the head's
@@ -24,10 +25,12 @@ own_gy, part_gy                 its summand of the last output's gradient; the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, Step, with_moves
+from ppctl.model.random_keys import KEYS
 from ppctl.schedule.ir import PART_KINDS, Kind, Schedule, Task
 from ppctl.schedule.partition.partition import Partition
 
@@ -35,7 +38,7 @@ FORWARD = "forward"  # the program of a forward that keeps nothing
 JOINS = TOTAL, TOTAL_LOG_SUMS = "total", "log_sums"  # programs that combine all parts' values
 TASKS = (FORWARD, "F", "B", "I", "W", *PART_KINDS, *JOINS)  # others run once a step
 OF_RANK = (
-    *("inputs", "targets", "losses", "embed_head_in", "embed_head_out", "acc_in", "acc_out"),
+    *("inputs", "targets", KEYS, "losses", "embed_head_in", "embed_head_out", "acc_in", "acc_out"),
     *("embed_head", "acc_embed_head", "part"),
 )
 
@@ -63,9 +66,12 @@ def roles(
     )
 
 
-def task_program(kind: str, role: Role, keeps_input: bool) -> ProgramId | None:
+def task_program(
+    kind: str, role: Role, keeps_input: bool, *, with_keys: bool = False
+) -> ProgramId | None:
     """Return the program of a task, or None if it has nothing to run.
 
+    with_keys: whether layers get keys, as in a step if they have any.
     keeps_input (remat=full): the stash is the stage's input, and the backward runs the stage again.
     So the last stage's forward is part of its backward, with the head, and the first stage's
     backward embeds its input again.
@@ -74,7 +80,7 @@ def task_program(kind: str, role: Role, keeps_input: bool) -> ProgramId | None:
     embedding = ("embed_head_in", "inputs", "m") if role.is_first else ("x",)
     head = ("embed_head_out", "targets", "m", "losses") if role.is_last else ()
     with_grad = ("acc_out",) if role.is_last else ()
-    reads: tuple[str, ...] = ("w",)
+    reads: tuple[str, ...] = ("w", KEYS, "m") if with_keys else ("w",)
     writes: tuple[str, ...] = ()
     # 2. the kinds of tasks
     if kind == "F" and keeps_input:
@@ -127,17 +133,26 @@ def part_program(kind: Kind, has_backward: bool) -> ProgramId:
 
 
 def task_entries(
-    schedule: Schedule, order: Iterable[Task], role: Sequence[Role], *, keeps_input: bool
+    schedule: Schedule,
+    order: Iterable[Task],
+    role: Sequence[Role],
+    *,
+    keeps_input: bool,
+    with_keys: bool = False,
 ) -> list[PlanEntry]:
     """Return the tasks of `schedule` in `order`, by their start, with moves between ranks.
 
-    role: of each stage. A schedule of only forwards keeps nothing.
+    role: of each stage. A schedule of only forwards keeps nothing. with_keys: of `task_program`.
     """
-    return with_moves(_steps(schedule, order, role, keeps_input))
+    of_stage = partial(task_program, keeps_input=keeps_input, with_keys=with_keys)
+    return with_moves(_steps(schedule, order, role, of_stage))
 
 
 def _steps(
-    schedule: Schedule, order: Iterable[Task], role: Sequence[Role], keeps_input: bool
+    schedule: Schedule,
+    order: Iterable[Task],
+    role: Sequence[Role],
+    of_stage: Callable[[str, Role], ProgramId | None],
 ) -> Iterator[Step]:
     """Yield the programs of tasks, and each join of all parts' values before its first reader."""
     has_backward = any(kind in "BI" for counts in schedule.counts for kind, _, _ in counts)
@@ -147,7 +162,7 @@ def _steps(
         if task.kind in PART_KINDS:
             program = part_program(task.kind, has_backward)
         else:
-            program = task_program(kind, role[task.stage], keeps_input)
+            program = of_stage(kind, role[task.stage])
         if program is None:
             continue
         rank = schedule.rank_at(task)

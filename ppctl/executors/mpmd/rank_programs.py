@@ -21,11 +21,15 @@ from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, transf
 from ppctl.executors.mpmd.plan_tasks import JOINS, TASKS, Role
 from ppctl.executors.mpmd.task_programs import drop_device_dim, joined, run_part, run_task
 from ppctl.executors.parameter_layout import Layout, gather_shards, is_spec, scatter_sums
+from ppctl.model.layer_inputs import LayerInputs
+from ppctl.model.random_keys import KEYS, SEED, example_keys
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.ir import PART_KINDS
 from ppctl.schedule.mesh_axes import DATA_AXES, RANK_AXES
 
 Tree = Any
+NUMBERS = ("m", "part", SEED, "layer_numbers")  # equal on all devices of a rank
+NO_INPUTS = LayerInputs()
 SHARED = ("given", "given_there", "shared_sum", "shared")  # values with gradients of shared leaves
 
 
@@ -75,12 +79,16 @@ def reductions(ranks: tuple[RankRole, ...], roles: Sequence[Role]) -> list[Progr
 
 
 def rank_entries(
-    layout: Layout, ranks: tuple[RankRole, ...], *, with_grads: bool, attached: bool = False
+    layout: Layout,
+    ranks: tuple[RankRole, ...],
+    *,
+    with_grads: bool,
+    inputs: LayerInputs = NO_INPUTS,
 ) -> tuple[list[PlanEntry], list[PlanEntry]]:
     """Return the entries before the tasks, from ("params", rank), and after, to ("grads", rank).
 
-    attached: whether layers attach losses, whose sums are then ("attached", rank). Gradients of
-    shared leaves go from the ranks that give them to the one that adds; the whole sum
+    inputs: of layers; attached losses are then ("attached", rank), keys of examples ("keys", rank).
+    Gradients of shared leaves go from the ranks that give them to the one that adds; the whole sum
     goes back as ("shared", rank).
     """
     before, after, back = {}, [], []
@@ -97,9 +105,15 @@ def rank_entries(
         writes: list[Key] = [*(("w", s) for s in stages), *((name, r) for name, _ in names)]
         writes += [("losses", r)] * (here.has_last or here.has_part)
         writes += [*(("acc", s) for s in stages), *acc] if with_grads else []
-        before[r] = rank_entry("prepare", here, r, [("params", r)], writes)
+        reads: list[Key] = [("params", r)]
+        if inputs.has_key:
+            reads.append(("layer_numbers", r))
+        if inputs.has_key and with_grads:
+            reads += [(SEED, r), ("step", r)]
+            writes.append((KEYS, r))
+        before[r] = rank_entry("prepare", here, r, reads, writes)
         # 2. after them: gradients; those of shared leaves go to the rank that adds, and back
-        reads: list[Key] = [*(("sum", s) for s in stages), *acc]
+        reads = [*(("sum", s) for s in stages), *acc]
         writes = [("grads", r)]
         if here.shared == "gives":
             writes.append(("given", r))
@@ -109,7 +123,7 @@ def rank_entries(
             back = [
                 transfer_entry(r, ("shared_sum",), giver, ("shared", giver)) for giver in givers
             ]
-        writes += [("attached", r)] * bool(attached)
+        writes += [("attached", r)] * bool(inputs.losses)
         after.append(rank_entry("finish", here, r, reads, writes))
         if here.shared == "gives":
             after.append(transfer_entry(r, ("given", r), adds, ("given_there", r)))
@@ -126,19 +140,22 @@ def rank_entry(
 
 
 def prepare_rank(
-    model: Model, here: RankRole, program: ProgramId, specs: Tree, params: Tree
+    model: Model, here: RankRole, program: ProgramId, specs: Tree, *values: Any
 ) -> tuple:
     """Return the first values of a rank's tasks: parameters in the compute dtype, sums of zero.
 
-    Parameters are by layer, and whole unless tasks gather them. `params` are the rank's:
-    {"embed_head": None where not used, "layers": [V, 1, K, ...]}, sharded by `specs`.
+    Parameters are by layer, and whole unless tasks gather them. values: of `program.reads`; the
+    parameters are the rank's: {"embed_head": None where not used, "layers": [V, 1, K, ...]},
+    sharded by `specs`.
     """
     # 1. the rank's parameters in the compute dtype
-    inputs, slots = model.inputs, jax.tree.leaves(params["layers"])[0].shape[:3]
+    v = dict(zip(program.reads, values, strict=True))
+    params, inputs = v["params"], model.inputs
+    places = jnp.zeros(jax.tree.leaves(params["layers"])[0].shape[:3], model.master)
     zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros((1, *a.shape), model.master), tree)  # noqa: E731
     shards = jax.tree.map(lambda a: a.astype(model.dtype), params)
     embed_head = gather_shards(shards["embed_head"], specs["embed_head"])
-    layers = inputs.extended(shards["layers"], jnp.zeros(slots, model.master))
+    layers = inputs.extended(shards["layers"], places, v.get("layer_numbers"))
 
     def stages(layers: Tree) -> list[Any]:
         take = lambda *index: jax.tree.map(lambda a: a[index], layers)  # noqa: E731
@@ -148,7 +165,7 @@ def prepare_rank(
             for v, n in enumerate(count)
         ]
 
-    whole = lambda: stages(gather_shards(layers, inputs.extended(specs["layers"], P())))  # noqa: E731
+    whole = lambda: stages(gather_shards(layers, inputs.extended(specs["layers"], P(), P())))  # noqa: E731
     # 2. the values by name, and the sums of their gradients
     by_embedding, by_head = model.uses
     found: dict[str, list] = {
@@ -166,6 +183,10 @@ def prepare_rank(
         found[name], found[acc] = [part], [zeros(model.trained_embed_head(part))]
     if here.has_part or here.has_last:
         found["losses"] = [tuple(jnp.zeros((1, *a.shape), a.dtype) for a in model.losses)]
+    if KEYS in program.writes:
+        number = model.num_examples * model.num_microbatches
+        first = number * jax.lax.axis_index(DATA_AXES)
+        found[KEYS] = [example_keys(v[SEED], v["step"], first, number)]
     return tuple(found[name].pop(0) for name in program.writes)
 
 
@@ -249,8 +270,7 @@ def _stacked(model: Model, num_layer_slots: int, acc: Any) -> Tree:
     """Return the sums of a stage's layers, [num_layer_slots, ...], padded with zeros."""
     if isinstance(acc, list):
         zero = lambda a: jnp.zeros((0, *a.shape), a.dtype)  # noqa: E731
-        place = jax.ShapeDtypeStruct((), model.master)
-        held = model.inputs.extended(model.held["layers"], place)
+        held = model.with_inputs(model.held["layers"])
         none = jax.tree.map(zero, model.trained_weights(held))
         acc = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), none, *acc)
     else:
@@ -306,7 +326,7 @@ class ProgramLibrary:
         if self.auto and name in ("embed_head_in", "embed_head_out", "acc_in", "acc_out"):
             return self._embed_head_specs(name)
         # gathered parameters: each device has its shard in the stage, or all have the same
-        is_gathered = name in ("embed_head_in", "embed_head_out", "embed_head", "m", "part")
+        is_gathered = name in ("embed_head_in", "embed_head_out", "embed_head", *NUMBERS)
         return P() if is_gathered else P(self.device_axes)
 
     def _embed_head_specs(self, name: str) -> Tree:
@@ -341,7 +361,7 @@ class ProgramLibrary:
             return P(self.device_axes)
         if one is None:
             return P()
-        one = model.inputs.extended(one, P())
+        one = model.inputs.extended(one, P(), P())
         stacked = jax.tree.map(lambda spec: P(None, *spec), one, is_leaf=is_spec)
         specs = stacked if number > model.unroll else [one] * number
         return specs if name == "w" else self._with_devices(model.trained_weights(specs))
@@ -350,7 +370,7 @@ class ProgramLibrary:
     def _sum_specs(self) -> Tree:
         """The specs of a stage's reduced sums of gradients, stacked."""
         layers = next(iter(self.param_specs.values()))["layers"]
-        staged = self.model.trained_weights(self.model.inputs.extended(layers, P()))
+        staged = self.model.trained_weights(self.model.inputs.extended(layers, P(), P()))
         return jax.tree.map(lambda spec: P(*spec[2:]), staged, is_leaf=is_spec)
 
     def function(self, program: ProgramId) -> Callable[..., tuple]:

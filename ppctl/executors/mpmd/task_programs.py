@@ -16,13 +16,14 @@ from ppctl.executors.model_shapes import Model
 from ppctl.executors.mpmd.plan_tasks import FORWARD, TOTAL, Role
 from ppctl.executors.stage.layer_programs import add_embedding_grad, add_head_grads
 from ppctl.executors.stage.stage import LayerSlots
+from ppctl.model.random_keys import KEYS
 from ppctl.model.stack import log_sums_of_parts
 
 Tree = Any
 
 
 def _microbatch_of(model: Model, v: dict[str, Any], name: str) -> jax.Array:
-    """Return microbatch v["m"] of this device's examples of "inputs" or "targets"."""
+    """Return microbatch v["m"] of this device's examples of "inputs", "targets" or "keys"."""
     batch = v[name].reshape(model.num_microbatches, -1, *v[name].shape[1:])
     return jax.lax.dynamic_index_in_dim(batch, v["m"], 0, False)
 
@@ -73,9 +74,12 @@ def drop_device_dim(tree: Tree) -> Tree:
 def run_task(model: Model, kind: str, role: Role, v: dict[str, Any]) -> dict[str, Any]:
     """Return the values that a task of this kind writes, by name, from those that it reads."""
     # 1. a forward
-    stage, first = model.stage, role.first_layer
+    first = role.first_layer
     numbers = None if first is None else range(first, first + role.num_layers)
-    args = v["w"], None if numbers is None else LayerSlots(numbers=numbers)
+    keys = _microbatch_of(model, v, KEYS) if KEYS in v else None
+    stage = model.evaluation_stage if keys is None else model.stage
+    w = model.inputs.with_keys(v["w"], keys)
+    args = w, None if numbers is None else LayerSlots(numbers=numbers)
     out: dict[str, Any] = {}
     if kind in (FORWARD, "F"):
         out["y"], stash = stage.forward(*args, _input(model, v, role))

@@ -15,6 +15,7 @@ from ppctl.executors.parameter_layout import gather_shards, layer_specs
 from ppctl.executors.stage.layer_programs import add_embedding_grad, add_head_grads, zeros_like
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.layer_inputs import LOSS, LayerInputs
+from ppctl.model.random_keys import KEYS
 from ppctl.model.stack import Stack
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.ir import Kind
@@ -74,6 +75,7 @@ class Device:
         specs: Tree,
         microbatches: Tree,
         layer_slots: Sequence[LayerSlots | None],  # one a chunk
+        numbers: jax.Array,  # of its layers in the model, as they are staged
     ):
         # 1. the arguments
         self.stack, self.ticks, self.options = stack, ticks, options
@@ -90,9 +92,9 @@ class Device:
             self.inputs = LayerInputs.of(stack.layer, jax.tree.map(of_layer, whole), self.x)
         self.trainable = self.inputs.trainable(stack)
         # 3. the layers, gathered here or by the stage
-        places = jnp.zeros(jax.tree.leaves(shards)[0].shape[:3], self.master)
-        shards = self.inputs.extended(shards, places)
-        layers = self.inputs.extended(specs["layers"], P(None, "pp"))
+        places, by_rank = jnp.zeros(numbers.shape, self.master), P(None, "pp")
+        shards = self.inputs.extended(shards, places, numbers)
+        layers = self.inputs.extended(specs["layers"], by_rank, by_rank)
         self.specs, by_layer = specs | {"layers": layers}, options.gather == "layer"
         gathered = lambda: self._chunks(gather_shards(shards, layers))  # noqa: E731
         self.whole = jax.eval_shape(gathered)  # shapes
@@ -100,6 +102,7 @@ class Device:
         # 4. the stage
         w0, of_chunk = self.whole[0], lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
         w0 = w0[0] if isinstance(w0, list) else jax.tree.map(of_chunk, w0)
+        w0 = jax.eval_shape(lambda: self.inputs.with_keys(zeros_like(w0), self.keys(0)))
         gather = partial(gather_shards, specs=layer_specs(layers)) if by_layer else None
         functions = self.inputs.functions(stack.layer)
         how = options.remat, w0, self.x, gather, self.trainable["layers"]
@@ -123,9 +126,16 @@ class Device:
             return [take(v, 0) for v in range(num_chunks)]
         return [[take(v, 0, k) for k in range(num_layers)] for v in range(num_chunks)]
 
-    def chunk(self, v: int) -> tuple[Any, LayerSlots | None]:
-        """Return (layers, their slots) of chunk v, the first arguments of a stage's tasks."""
-        return self.chunks[v], self.layer_slots[v]
+    def keys(self, m: Any) -> jax.Array | None:
+        """Return the keys of microbatch m's examples, if layers have keys."""
+        return self.microbatch(KEYS, m) if KEYS in self.microbatches else None
+
+    def chunk(self, v: int, m: Any = 0) -> tuple[Any, LayerSlots | None]:
+        """Return (layers, their slots) of chunk v, the first arguments of a task of microbatch m.
+
+        m: of a function's shapes, any.
+        """
+        return self.inputs.with_keys(self.chunks[v], self.keys(m)), self.layer_slots[v]
 
     def run_if(
         self,
@@ -338,7 +348,8 @@ class Device:
     def forward(self, place: Place, slots: jax.Array, slot: jax.Array) -> tuple[jax.Array, Tree]:
         """Return (output, stash) of the forward whose input is in a slot, or is embedded."""
         x = self.input(place, slots, slot)
-        return self.on_chunk(place.chunk, lambda v: self.stage.forward(*self.chunk(v), x))
+        run = lambda v: self.stage.forward(*self.chunk(v, place.microbatch), x)  # noqa: E731
+        return self.on_chunk(place.chunk, run)
 
     def stash_and_cotangent(
         self, place: Place, kept: Tree, slot: jax.Array, grads: jax.Array, grad: jax.Array
@@ -363,7 +374,7 @@ class Device:
 
         def run(v: int, sums: Tree) -> tuple[jax.Array, Tree]:
             args = stash, cotangent(sums), sums[3][v]
-            gx, layers, own = self.stage.backward(*self.chunk(v), *args)
+            gx, layers, own = self.stage.backward(*self.chunk(v, place.microbatch), *args)
             return gx, with_layers(with_own(sums, own), v, layers)
 
         gx, sums = self.add_on_chunk(place.chunk, run, zeros_like(self.x), sums)

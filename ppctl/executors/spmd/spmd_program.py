@@ -41,10 +41,10 @@ def spmd(
     """Return the function (params, batch) -> (losses, gradients) that runs ticks on layout's mesh.
 
     params: parameters in staged form (`Layout.to_staged`). batch: {"inputs", "targets"}, global
-    arrays [batch, ...]. losses: {"loss": the mean over the batch, name: an attached loss, over the
-    same number}; gradients have the parameters' layout, sharding and dtype, and are None for frozen
-    ones. With ticks of forwards only (`schedule.ticks.forward_only`) the function returns (loss,
-    number of losses in the mean).
+    arrays [batch, ...], and "keys" of examples for layers with a key. losses: {"loss": the mean
+    over the batch, name: an attached loss, over the same number}; gradients have the parameters'
+    layout, sharding and dtype, and are None for frozen ones. With ticks of forwards only
+    (`schedule.ticks.forward_only`) the function returns (loss, number of losses in the mean).
 
     ConfigError, before tracing, if ticks and options differ in remat, or ticks and layout in
     placement.
@@ -141,7 +141,7 @@ def _results(
     num_microbatches, chunks = ticks.schedule.num_microbatches, range(layout.num_chunks)
     microbatches = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), batch)
     slots = [_layer_slots(stack, layout, v, counts[v, 0], numbers[v, 0]) for v in chunks]
-    device = kind(stack, ticks, options, params, specs, microbatches, slots)
+    device = kind(stack, ticks, options, params, specs, microbatches, slots, numbers)
     run = run_fb_ticks if ticks.program == "fb" else run_op_ticks
     return device.results(run(device, table[0]), reduced, layout.mesh.shape["fsdp"] > 1)
 

@@ -243,7 +243,7 @@ class _SingleOpTicks:
         def run(v: int, held: tuple) -> tuple[jax.Array, tuple]:
             slots, own = held
             args = stash, cotangent(own), slots, keep
-            gx, slots, new = self.stage.input_grad(*device.chunk(v), *args)
+            gx, slots, new = self.stage.input_grad(*device.chunk(v, place.microbatch), *args)
             return gx, (slots, with_own(own, new))
 
         held, zero = (carry["pending"], carry["sums"][:3]), zeros_like(device.x)
@@ -256,7 +256,8 @@ class _SingleOpTicks:
         pending = read_slot(carry["pending"], at["pending"])
 
         def run(v: int, sums: Tree) -> tuple[None, Tree]:
-            layers = self.stage.weight_grad(*device.chunk(v), pending, sums[3][v])
+            chunk = device.chunk(v, place.microbatch)
+            layers = self.stage.weight_grad(*chunk, pending, sums[3][v])
             return None, with_layers(sums, v, layers)
 
         _, carry["sums"] = device.add_on_chunk(place.chunk, run, None, carry["sums"])

@@ -80,6 +80,8 @@ def _counted(job: TrainingJob, machine: Machine) -> Iterator[str]:
     if (shared := shared_cores_text(job.pipe.mesh.size, machine.cores)) is not None:
         yield shared
     yield from _links(job, machine)
+    if job.pipe.stack.takes_key:
+        yield "random numbers of layers not counted"
     task = "tick" if job.pipe.execution.in_ticks else "task"
     yield f"{_microseconds(machine.task_s)} to start a {task}"
 

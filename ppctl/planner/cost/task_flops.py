@@ -154,7 +154,7 @@ class CountedModel:
         self.model = replace(model, microbatch=shapes, remat=Remat.NONE)
         self.weights = [self._computed(model.layer)]  # of a stage of one layer
         of_stage, trainable = (self.weights[0], self.model.x), model.stack.trains("layers")
-        stage = partial(Stage, model.stack.layer, trainable=trainable)
+        stage = partial(Stage, model.stack.without_keys().layer, trainable=trainable)
         self.stages = {remat: stage(remat, *of_stage) for remat in Remat}
 
     def _computed(self, tree: Tree) -> Tree:

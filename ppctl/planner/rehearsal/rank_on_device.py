@@ -63,7 +63,8 @@ class RankOnDevice:
     def __init__(self, job: TrainingJob, part: RankPart, batch: Mapping[str, Any], copies: int = 1):
         # 1. the tasks, and the shapes of the values that they start from
         pipe, (role, prepare, entries) = job.pipe, part
-        self.model = replace(pipe.model, layer_specs=None)  # one device has whole layers
+        stack = pipe.model.stack.without_keys()  # random numbers are not timed
+        self.model = replace(pipe.model, stack=stack, layer_specs=None)  # whole layers
         self.device, self.entries = pipe.mesh.devices.flat[0], entries
         self.library = ProgramLibrary(self.model, {})
         self.options = dict(pipe.execution.xla_flags)

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from ppctl.errors import ConfigError
+from ppctl.model.random_keys import with_example_keys
 from ppctl.model.stack import NO_DECAY
 from ppctl.model.trainable_parameters import trained_part, with_trained
 
@@ -156,11 +157,12 @@ def train_step(
 ) -> Callable[..., tuple[Tree, dict[str, jax.Array]]]:
     """Return (state, batch) -> (next state, {"loss", attached losses, "grad_norm", "lr"}).
 
-    grad_norm is of all stages, before clipping; "lr" is missing without an lr_schedule.
+    batch: as in `with_example_keys`. grad_norm is of all stages, before clipping; "lr" is missing
+    without an lr_schedule.
     """
 
     def step(state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
-        losses, grads = loss_and_grads(state["params"], batch)
+        losses, grads = loss_and_grads(state["params"], with_example_keys(batch, state["step"]))
         norm = global_norm(grads)
         metrics: dict[str, Any] = losses | {"grad_norm": norm}
         if lr_schedule is not None:

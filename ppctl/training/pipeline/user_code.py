@@ -29,6 +29,7 @@ from ppctl.data.array_dataset import from_arrays
 from ppctl.errors import ConfigError
 from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.network import Network
+from ppctl.model.random_keys import without_key
 from ppctl.model.stack import Stack
 
 NUM_TRIED = 2  # examples of the batch that a model is tried on
@@ -224,6 +225,7 @@ def _check_stack(key: str, stack: Stack, batch: Batch, head: str) -> None:
     def shaped(what: str, *args: Any) -> Any:
         functions = getattr(stack, what)
         functions = functions if isinstance(functions, tuple) else (functions,)
+        functions = map(without_key, functions) if what == "layer" else functions
         calls = (partial(jax.eval_shape, function, *args) for function in functions)
         return [call_user_code(key, what, call) for call in calls][-1]
 

@@ -22,11 +22,11 @@ from ppctl.config import Config
 from ppctl.executors.compiler_options import cpu_options
 from ppctl.executors.reference import reference
 from ppctl.model.layer_inputs import LOSS
+from ppctl.model.random_keys import SEED, key_of_seed, with_example_keys
 from ppctl.model.stack import Stack, init
 from ppctl.model.trainable_parameters import trained_part, with_trained
 from ppctl.schedule.mesh_axes import DATA_AXES
 from ppctl.training.pipeline.job import TrainingJob, evaluate, make_optimizer
-from ppctl.training.pipeline.optimizers import LossAndGrads
 
 Tree = Any
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}  # max|difference|/max|reference|
@@ -72,8 +72,8 @@ class PlainModel:
 
     job: TrainingJob
     params: Tree
-    loss_and_grads: LossAndGrads  # of (params, batch)
-    losses: Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]  # (sum, number) of the same
+    loss_and_grads: Callable[[Tree, Tree, int], tuple[dict[str, jax.Array], Tree]]  # of a step
+    losses: Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]  # (params, batch) -> (sum, number)
 
     def run(self, num_steps: int, clip_norm: float | None, tolerance: float) -> PlainSteps:
         """Return the first train steps, clipped at this norm.
@@ -105,7 +105,7 @@ class PlainModel:
         states, numbers = [before] * len(SHIFTS), []
         compiled_update = _compiled(update)
         for k, batch in enumerate(islice(data.batches(), num_steps)):
-            losses, grads = jax.device_get(self.loss_and_grads(states[0]["params"], batch))
+            losses, grads = jax.device_get(self.loss_and_grads(states[0]["params"], batch, k))
             attached = {name: float(a) for name, a in losses.items()}
             loss, rate = attached.pop(LOSS), float(jnp.asarray(lr_schedule(k)))
             numbers.append(StepNumbers(loss, _norm(grads), rate, attached))
@@ -144,8 +144,13 @@ def plain_model(job: TrainingJob) -> PlainModel:
         means, numbers = jax.lax.map(partial(mean_loss, params), parts)
         return (means * numbers).sum(), numbers.sum()
 
-    functions = of_parts(num_microbatches=num_parts), losses
-    return PlainModel(job, params, *map(_compiled, functions))
+    summed = of_parts(num_microbatches=num_parts)
+    key = {SEED: key_of_seed(config.run.seed)} if pipe.stack.takes_key else {}
+
+    def loss_and_grads(params: Tree, batch: Tree, step: int) -> tuple[dict[str, jax.Array], Tree]:
+        return summed(params, with_example_keys({**batch, **key}, jnp.asarray(step)))
+
+    return PlainModel(job, params, *map(_compiled, (loss_and_grads, losses)))
 
 
 def _norm(tree: Tree) -> float:
@@ -235,7 +240,7 @@ def compare_gradients(job: TrainingJob, plain: PlainModel, state: Tree) -> Gradi
     """Return loss and gradients of the first batch, compared; state: the initial one, kept."""
     batch = next(job.data.batches())
     loss, grads = job.pipe.loss_and_grads(state, batch)
-    losses, expected = jax.device_get(plain.loss_and_grads(plain.params, batch))
+    losses, expected = jax.device_get(plain.loss_and_grads(plain.params, batch, 0))
     least = float(rounding_of(expected)) / tolerance_of(job)
     expected, grads = (of_author(job.pipe.stack, tree) for tree in (expected, grads))
     leaves = in_layers(job.pipe.stack, compare_trees(expected, grads, least=least))

@@ -67,7 +67,8 @@ def make_engine(
         functions = _in_ticks(model, states.layout, schedule, lowered, execution, costs)
         gather = tick_options(states.layout, execution, model.dtype).gather
         held = spmd_bytes(model, states.layout, lowered, gather, states.staged["params"]["layers"])
-    return OneProgram(states, shapes, *functions, *how, held, execution.xla_flags)
+    options = execution.xla_flags, stack.takes_key
+    return OneProgram(states, shapes, *functions, *how, held, *options)
 
 
 def model_of(

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -41,6 +42,7 @@ from ppctl.executors.mpmd.rank_programs import (
 from ppctl.executors.mpmd.rank_trees import Division
 from ppctl.executors.parameter_layout import sharded_over, tree_specs
 from ppctl.model.layer_inputs import LOSS
+from ppctl.model.random_keys import SEED, key_of_seed
 from ppctl.model.stack import divisor
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.ir import Schedule, Task
@@ -94,10 +96,19 @@ class Mpmd:
             *(self.division, self.runtime, states.staged, batch_shapes),
             dict.fromkeys(readers, self.ranks) if self.has_parts else readers,
             *(model.num_microbatches, self.has_parts),
+            self._key_numbers(),
         )
         # 4. the rank whose copy of a step's numbers this process reads
         self.read_at = next(r for r in (self.last, *self.ranks) if self.runtime.is_mine[r])
         self.walks: dict[str, Walk] = {}
+
+    def _key_numbers(self) -> dict[Key, np.ndarray]:
+        """Return the numbers from which ranks make keys: the seed's key, layers in the model."""
+        if not self.model.inputs.has_key:
+            return {}
+        numbers, seed = self.layout.numbers, key_of_seed(self.states.seed)
+        layers = {("layer_numbers", r): numbers[:, r : r + 1] for r in self.ranks}
+        return layers | {(SEED, r): seed for r in self.ranks}
 
     # states
 
@@ -227,10 +238,11 @@ class Mpmd:
         if what == "redo":
             return self._updates("update", "numbers"), self.state_keys
         schedule, order = self.evaluation if what == "loss" else self.training
-        how = {"with_grads": what != "loss", "attached": bool(self.model.inputs.losses)}
-        before, after = rank_entries(self.layout, self.roles, **how)
-        keeps_input = self.model.stage.keeps_input
-        tasks = task_entries(schedule, order, self.stage_roles, keeps_input=keeps_input)
+        inputs, has_step = self.model.inputs, what != "loss"
+        before, after = rank_entries(self.layout, self.roles, with_grads=has_step, inputs=inputs)
+        how = {"keeps_input": self.model.remat.keeps_input_only}
+        how["with_keys"] = has_step and inputs.has_key
+        tasks = task_entries(schedule, order, self.stage_roles, **how)
         if what != "loss":
             tasks = with_reductions(tasks, reductions(self.roles, self.stage_roles))
         ops = [*before, *tasks, *self._mean()]

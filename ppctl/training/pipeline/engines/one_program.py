@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from ppctl.executors.compiler_options import Flags, temp_bytes, total_bytes
 from ppctl.executors.model_shapes import shard_bytes, shard_shapes
 from ppctl.model.layer_inputs import LOSS
+from ppctl.model.random_keys import SEED, key_of_seed, with_example_keys
 from ppctl.schedule.mesh_axes import DATA_AXES
 from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporaries
 from ppctl.training.pipeline.engines.step_programs import Choose, StepPrograms, one_program
@@ -42,6 +44,7 @@ class OneProgram:
     lr_schedule: optax.Schedule | None = None
     held: Mapping[str, int] = field(default_factory=dict)  # bytes of the executor on a device
     flags: Flags = ()  # compiler options
+    takes_key: bool = False  # whether layers have a key
     compiled: dict[str, jax.stages.Compiled] = field(default_factory=dict)
 
     def new_state(self, seed: int | None = None) -> Tree:
@@ -91,6 +94,11 @@ class OneProgram:
         shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)  # noqa: E731
         return jax.tree.map(shape, self.batch_shapes)
 
+    @cached_property
+    def _seed_key(self) -> dict[str, np.ndarray]:
+        """The key of the seed, beside a batch, for layers with a key."""
+        return {SEED: key_of_seed(self.states.seed)} if self.takes_key else {}
+
     @property
     def train_step(self) -> Callable[..., tuple[Tree, dict[str, jax.Array]]]:
         return train_step(self.loss_and_grads_of, self.optimizer, self.lr_schedule)
@@ -100,7 +108,8 @@ class OneProgram:
         everywhere = NamedSharding(self.states.layout.mesh, P())
         out = shardings_of(self.states.staged), everywhere
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
-        return step.trace(self.states.staged, self.placed_batch)
+        key = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self._seed_key)
+        return step.trace(self.states.staged, self.placed_batch | key)
 
     def lower_train_step(self) -> jax.stages.Lowered:
         """Return the train step lowered, ready to compile."""
@@ -138,11 +147,13 @@ class OneProgram:
         return one_program(self.trace_train_step(), mesh, self.compile_program)
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
-        return self.compiled["step"](state, batch)
+        return self.compiled["step"](state, batch | self._seed_key)
 
     def loss(self, state: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
         return self.compiled["loss"](state["params"], batch)
 
     def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        with_keys = lambda batch, step: with_example_keys(batch, step)  # noqa: E731
+        batch = jax.jit(with_keys)(batch | self._seed_key, state["step"])
         losses, grads = jax.jit(self.loss_and_grads_of)(state["params"], batch)
         return losses[LOSS], jax.jit(self.states.layout.to_natural)(grads)

@@ -34,6 +34,7 @@ class Given:
     readers: Mapping[str, Sequence[int]]  # ranks that read "inputs", and "targets"
     num_microbatches: int
     has_parts: bool  # whether each rank has a part of the vocabulary
+    key_numbers: Mapping[Key, np.ndarray]  # numbers from which ranks make keys, if layers have any
 
     @property
     def ranks(self) -> range:
@@ -74,12 +75,13 @@ class Given:
         """Numbers of microbatches on the ranks that read them, and of parts."""
         numbers = [np.asarray(m, np.int32) for m in range(self.num_microbatches)]
         readers = {rank for ranks in self.readers.values() for rank in ranks}
+        readers = self.ranks if self.key_numbers else readers
         found: dict[Key, np.ndarray] = {
             ("m", r, m): number for r in readers for m, number in enumerate(numbers)
         }
         if self.has_parts:
             found |= {("part", r): np.asarray(r, np.int32) for r in self.ranks}
-        return found
+        return found | {**self.key_numbers}
 
     @cached_property
     def _numbers_there(self) -> dict[Key, jax.Array | None]:

@@ -1,0 +1,184 @@
+"""Dropout is the same for every mesh, schedule, executor, remat and number of microbatches."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.cases import make_params
+from support.equality import SMALL, make_batch, make_pipe
+
+import ppctl
+
+TOLERANCE = 1e-12
+STEP = 3
+
+
+@cache
+def dropping(rate=0.3, model="transformer"):
+    how = {"dtype": jnp.float64, "dropout": rate}
+    if model == "mlp":
+        return ppctl.mlp(num_layers=4, d_model=16, input_dim=5, target_dim=3, **how)
+    return ppctl.transformer(**SMALL, vocab_size=32, num_kv_heads=2, **how)
+
+
+def batch_of(model):
+    if model == "transformer":
+        return make_batch(12, 32)
+    rng = np.random.default_rng(0)
+    return {"inputs": rng.standard_normal((8, 5)), "targets": rng.standard_normal((8, 3))}
+
+
+def state_of(pipe, step=STEP):
+    params = jax.tree.map(jnp.asarray, make_params(pipe.stack))
+    state = {"params": params, "optimizer": pipe.optimizer.init({}), "step": jnp.int32(step)}
+    return pipe.from_natural(state)
+
+
+def losses_and_grads(mesh, model, **how):
+    batch = batch_of(model)
+    pipe = make_pipe(dropping(model=model), batch, mesh, **how)
+    loss, grads = pipe.loss_and_grads(state_of(pipe), batch)
+    return float(loss), jax.tree.map(np.asarray, grads)
+
+
+@cache
+def expected(model):
+    return losses_and_grads({}, model, executor="reference", num_microbatches=1)
+
+
+def error(found, wanted):
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    return max(float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in pairs)
+
+
+CASES = [
+    ({"pp": 2}, "mlp", {"schedule": "1f1b", "num_microbatches": 4}),
+    ({"pp": 2, "dp": 2}, "mlp", {"schedule": "zb_h1", "executor": "mpmd", "remat": "layer"}),
+    ({"tp": 2, "cp": 2}, "transformer", {"schedule": "gpipe", "executor": "mpmd"}),
+]
+ALL = [
+    ({"pp": 2}, {"schedule": "1f1b", "num_microbatches": 4, "remat": "none"}),
+    ({}, {"executor": "reference", "num_microbatches": 4, "remat": "layer"}),
+    ({"pp": 2}, {"schedule": "gpipe", "remat": "full"}),
+    ({"pp": 2}, {"schedule": "interleaved", "remat": "full", "num_chunks": 2}),
+    ({"pp": 2}, {"schedule": "zb_v", "remat": "layer"}),
+    ({"pp": 2}, {"schedule": "zb_h1", "remat": "none", "unroll": 0}),
+    ({"pp": 2}, {"schedule": "zb_h1", "remat": "full", "executor": "mpmd", "unroll": 0}),
+    ({"pp": 2, "fsdp": 2}, {"schedule": "1f1b", "gather": "layer"}),
+    ({"pp": 2, "fsdp": 2}, {"schedule": "zb_h1", "executor": "mpmd", "gather": "layer"}),
+    ({"pp": 2, "tp": 2}, {"schedule": "1f1b"}),
+    ({"pp": 2, "tp": 2}, {"schedule": "1f1b", "sequence_parallel": False}),
+    ({"pp": 2, "cp": 2}, {"schedule": "1f1b", "remat": "layer"}),
+    ({"pp": 2, "tp": 2}, {"schedule": "zb_h1", "executor": "mpmd"}),
+    ({"pp": 2}, {"schedule": "1f1b", "vocab": "parallel"}),
+    ({"pp": 3}, {"schedule": "1f1b", "partition": [1, 2, 1]}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "model", "how"), CASES)
+def test_equals_the_model_without_a_pipeline(mesh, model, how):
+    assert error(losses_and_grads(mesh, model, **how), expected(model)) <= TOLERANCE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("mesh", "how"), ALL)
+def test_equals_the_model_without_a_pipeline_everywhere(mesh, how):
+    wanted = expected("transformer")
+    assert error(losses_and_grads(mesh, "transformer", **how), wanted) <= TOLERANCE
+
+
+def test_seed_and_step_enter_and_evaluations_drop_nothing():
+    batch, how = batch_of("mlp"), {"mesh": {"pp": 2}, "schedule": "1f1b"}
+    pipe = make_pipe(dropping(model="mlp"), batch, **how)
+    other = make_pipe(dropping(model="mlp"), batch, **how, seed=1)
+    plain = make_pipe(dropping(0.0, "mlp"), batch, **how)
+    losses = [
+        pipe.step(state_of(pipe, STEP), batch)[1]["loss"],
+        pipe.step(state_of(pipe, STEP + 1), batch)[1]["loss"],
+        other.step(state_of(other, STEP), batch)[1]["loss"],
+        plain.step(state_of(plain, STEP), batch)[1]["loss"],
+    ]
+    assert len({float(loss) for loss in losses}) == 4
+    assert float(losses[0]) == pytest.approx(expected("mlp")[0], rel=TOLERANCE)
+    evaluated = [float(each.loss(state_of(each), batch)) for each in (pipe, plain)]
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-13)
+    assert evaluated[1] == pytest.approx(float(losses[3]), rel=1e-12)
+
+
+def test_a_step_that_is_taken_again_from_a_state_is_the_same():
+    batch, found, stack = batch_of("mlp"), [], dropping(model="mlp")
+    first = make_pipe(stack, batch, {"pp": 2}, schedule="1f1b", num_microbatches=4)
+    again = make_pipe(stack, batch, {"dp": 2, "pp": 2}, schedule="zb_h1", executor="mpmd")
+    state, _ = first.step(state_of(first), batch)
+    natural = jax.device_get(first.to_natural(state))
+    for pipe in (first, again):
+        state = pipe.from_natural(jax.tree.map(jnp.asarray, natural))
+        found.append(float(pipe.step(state, batch)[1]["loss"]))
+    assert found[0] == pytest.approx(found[1], rel=TOLERANCE)
+
+
+# --- keys and draws -----------------------------------------------------------------------------
+
+
+def noting_stack(num_layers=2):
+    """A layer adds noise of its key; the loss of an example is the sum of its noise, to a power."""
+
+    def layer(w, x, key):
+        noise = jax.vmap(lambda k: jax.random.normal(k, x.shape[1:]))(key) if key is not None else 0
+        return 2 * x + w["one"] * noise
+
+    def head(embed_head, x, targets):
+        return jnp.vdot(x[:, 0], targets), jnp.float64(1)
+
+    return ppctl.Stack(
+        num_layers,
+        lambda key: {"zero": jnp.zeros(1)},
+        lambda key, l: {"one": jnp.ones(1)},
+        lambda embed_head, inputs: inputs + embed_head["zero"],
+        layer,
+        head,
+        mixes_examples=False,
+    )
+
+
+def test_layers_and_examples_have_keys_of_their_own():
+    batch = {"inputs": np.zeros((4, 1)), "targets": np.eye(4)[0] * 0 + 1.0}
+    noise = {}
+    for example in range(4):
+        batch["targets"] = np.eye(4)[example]
+        pipe = make_pipe(noting_stack(), batch, {}, executor="reference")
+        _, grads = pipe.loss_and_grads(pipe.init(), batch)
+        noise[example] = np.asarray(grads["layers"]["one"]).ravel().tolist()
+    # d loss / d one of layer 0 is twice its noise, of layer 1 its noise
+    draws = [value for first, second in noise.values() for value in (first / 2, second)]
+    assert len({round(value, 9) for value in draws}) == 8
+
+
+def test_dropout_drops_the_rate_and_keeps_the_mean():
+    keys, x = jax.random.split(jax.random.key(0), 8), jnp.ones((8, 50, 100))
+    once, again, other = (np.asarray(ppctl.dropout(keys, x, 0.25, draw=d)) for d in (0, 0, 1))
+    np.testing.assert_array_equal(once, again)
+    assert np.mean(once != other) > 0.3
+    assert set(np.unique(once)) == {0.0, np.float64(1 / 0.75)}
+    assert np.mean(once == 0) == pytest.approx(0.25, abs=0.01)
+    rows = once.reshape(-1, 100)
+    assert len({row.tobytes() for row in rows}) == len(rows)  # every token draws
+    assert ppctl.dropout(None, x, 0.25) is x
+
+
+def test_a_token_is_drawn_the_same_whatever_part_of_the_sequence_is_here():
+    keys = jax.random.split(jax.random.key(1), 3)
+    whole = jax.random.key_data(ppctl.parallel.token_keys(keys, 6))
+    assert whole.shape == (3, 6, 2)
+    longer = jax.random.key_data(ppctl.parallel.token_keys(keys, 9))
+    np.testing.assert_array_equal(longer[:, :6], whole)
+
+
+@pytest.mark.parametrize("rate", [1.0, -0.1])
+def test_a_rate_that_is_none_is_refused(rate):
+    with pytest.raises(ppctl.PpctlError, match=r"0 <= rate < 1|must lie in \[0, 1\)"):
+        ppctl.dropout(None, jnp.ones(2), rate)
+    with pytest.raises(ppctl.PpctlError, match=r"model.dropout=.* must lie in \[0, 1\)"):
+        ppctl.mlp(input_dim=2, target_dim=2, dropout=rate)
