@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ppctl.config.schedule_from_config import read as read_schedule
     from ppctl.errors import PpctlError
     from ppctl.model import parallel
     from ppctl.model.layer_inputs import attach_loss
@@ -22,9 +23,12 @@ if TYPE_CHECKING:
     from ppctl.reports.charts.draw_schedule import draw
     from ppctl.schedule.costs import Costs
     from ppctl.schedule.families.registry import build as build_schedule
+    from ppctl.schedule.families.registry import family
     from ppctl.schedule.ir import Schedule, Task
     from ppctl.schedule.simulator import Timeline, simulate
+    from ppctl.schedule.tick_lowering import Ticks, ticks
     from ppctl.training.pipeline.built_in_models import attention, mlp, transformer
+    from ppctl.training.pipeline.execution import mpmd, reference, spmd
     from ppctl.training.pipeline.jax_start import mesh
     from ppctl.training.pipeline.pipeline import Pipeline, pipeline
     from ppctl.training.run.saved_run import SavedRun, load_run
@@ -39,6 +43,7 @@ __all__ = [
     "Schedule",
     "Stack",
     "Task",
+    "Ticks",
     "Timeline",
     "VocabularyParts",
     "attach_loss",
@@ -46,13 +51,19 @@ __all__ = [
     "build_schedule",
     "draw",
     "dropout",
+    "family",
     "load_run",
     "mesh",
     "mlp",
+    "mpmd",
     "parallel",
     "pipeline",
+    "read_schedule",
+    "reference",
     "simulate",
+    "spmd",
     "stage_boundary",
+    "ticks",
     "transformer",
 ]
 
@@ -65,20 +76,28 @@ _HOMES = {  # public names by module
     "model.stack": "Stack VocabularyParts",
     "reports.charts.draw_schedule": "draw",
     "schedule.costs": "Costs",
+    "schedule.families.registry": "family",
     "schedule.ir": "Schedule Task",
     "schedule.simulator": "Timeline simulate",
+    "schedule.tick_lowering": "Ticks ticks",
     "training.pipeline.built_in_models": "attention mlp transformer",
+    "training.pipeline.execution": "mpmd reference spmd",
     "training.pipeline.jax_start": "mesh",
     "training.pipeline.pipeline": "Pipeline pipeline",
     "training.run.saved_run": "SavedRun load_run",
+}
+_RENAMED = {  # public names of another name inside
+    "build_schedule": "schedule.families.registry.build",
+    "read_schedule": "config.schedule_from_config.read",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name == "parallel":
         return import_module("ppctl.model.parallel")
-    if name == "build_schedule":
-        return import_module("ppctl.schedule.families.registry").build
+    if name in _RENAMED:
+        module, _, inside = _RENAMED[name].rpartition(".")
+        return getattr(import_module(f"ppctl.{module}"), inside)
     for module, names in _HOMES.items():
         if name in names.split():
             return getattr(import_module(f"ppctl.{module}"), name)

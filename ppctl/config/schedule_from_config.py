@@ -183,10 +183,15 @@ def settled(request: settings.Schedule) -> settings.Schedule:
     return request
 
 
-def read(path: Path) -> Schedule:
-    """Return the schedule in a CSV file. ConfigError if unreadable, ScheduleError if invalid."""
+def read(path: str | Path) -> Schedule:
+    """Return the schedule in a CSV file: a line a rank, cells such as 2F0 in program order.
+
+    F, B, I and W are a forward, a backward, and its gradients of inputs and weights; 2F0 is that of
+    stage 2 and microbatch 0. A stage is on the first rank that names it. PyTorch's pipelining reads
+    and writes the same text. ConfigError if unreadable, ScheduleError if invalid.
+    """
     try:
-        return from_csv(path.read_text(), str(path))
+        return from_csv(Path(path).read_text(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"{path} cannot be read: {reason}.") from None

@@ -169,6 +169,61 @@ def test_a_schedule_of_ones_own_is_validated_and_run():
         make(schedule=broken)
 
 
+def test_executor_and_schedule_are_values_too():
+    by_value = make(
+        schedule=ppctl.family("interleaved", num_chunks=2),
+        num_microbatches=4,
+        executor=ppctl.mpmd(remat="layer", post_validation=True),
+    )
+    by_name = make(
+        schedule="interleaved", num_chunks=2, executor="mpmd", remat="layer", post_validation=True
+    )
+    assert by_value.schedule == by_name.schedule
+    assert by_value.execution == by_name.execution
+    assert make(executor=ppctl.reference(), mesh=ppctl.mesh()).execution.executor == "reference"
+
+
+def test_a_schedule_of_a_file_is_that_which_was_written(tmp_path):
+    schedule = of(2)
+    read = ppctl.read_schedule(ppctl.draw(schedule, tmp_path / "order.csv"))
+    assert (read.ranks, read.rank_of) == (schedule.ranks, schedule.rank_of)
+    with pytest.raises(ppctl.PpctlError, match=r"none\.csv cannot be read: No such file"):
+        ppctl.read_schedule(str(tmp_path / "none.csv"))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            lambda: ppctl.spmd(remt="layer"),
+            "remt=layer is no option of executor=spmd. Did you mean remat?",
+        ),
+        (
+            lambda: ppctl.reference(gather="step"),
+            "gather=step is no option of executor=reference. It has remat, xla_flags.",
+        ),
+        (lambda: ppctl.spmd(remat="some"), "remat=some is not one of none, layer, full."),
+        (
+            lambda: ppctl.spmd(unroll="all"),
+            "unroll='all' is of another type than the default, unroll=16.",
+        ),
+        (lambda: ppctl.family("pipe"), "schedule=pipe is not one of gpipe, .*"),
+        (
+            lambda: ppctl.family("interleaved", num_chunk=2),
+            "num_chunk=2 is no setting of schedule=interleaved .* Did you mean num_chunks?",
+        ),
+        (
+            lambda: ppctl.family("interleaved", num_chunks=2.5),
+            r"num_chunks=2.5 is not a whole number \(schedule=interleaved\). Use one.",
+        ),
+    ],
+    ids=range(7),
+)
+def test_a_wrong_option_of_a_value_is_one_line(value, message):
+    with pytest.raises(ppctl.PpctlError, match=f"^{message}$".replace("?$", r"\?$")):
+        value()
+
+
 def of(num_ranks):
     return ppctl.build_schedule("1f1b", num_ranks=num_ranks, num_microbatches=4)
 
@@ -198,7 +253,17 @@ def of(num_ranks):
             {"schedule": ticks(of(2), ppctl.Costs(), "none"), "executor": "mpmd"},
             "Ticks are run by executor=spmd, not .*",
         ),
-        ({"executor": "xla"}, "executor=xla is not one of spmd, mpmd, reference."),
+        ({"executor": "xla"}, "executor=xla is not one of spmd, mpmd, reference, or a value .*"),
+        (
+            {"executor": ppctl.spmd(), "remat": "layer"},
+            r"remat=layer is an option of the executor. Use executor=ppctl.spmd\(remat='layer'\).",
+        ),
+        ({"remt": "layer"}, "remt=layer is no option of executor=spmd .* Did you mean remat.*"),
+        ({"schedule": 1}, r"schedule=1 is no schedule. Use the name of a family, ppctl.family\(.*"),
+        (
+            {"schedule": ppctl.family("interleaved"), "num_microbatches": 4, "num_chunks": 2},
+            r"num_chunks=2 is a setting of the schedule. Use schedule=ppctl.family\(.*num_chunks=2.*",
+        ),
         (
             {"executor": "reference"},
             "executor=reference is the un-pipelined model on one device, but the mesh has 2. .*",

@@ -9,8 +9,13 @@ a second copy would be a special case in validation, transfers and memory. DualP
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
+from numbers import Integral, Real
 from typing import Any
 
 from ppctl.errors import ScheduleError
@@ -51,22 +56,53 @@ def also_called(name: str) -> list[str]:
     return [family.name for family in FAMILIES.values() if plain in family.also_called]
 
 
+@dataclass(frozen=True)
+class FamilyWithKnobs:
+    """A schedule family with its settings. Made by `family`."""
+
+    name: str
+    knobs: Mapping[str, float]
+
+    def build(self, num_ranks: int, num_microbatches: int) -> Schedule:
+        """Return its validated schedule. ScheduleError for sizes it cannot serve."""
+        require_at_least(self.name, "num_ranks", num_ranks, 1)
+        require_at_least(self.name, "num_microbatches", num_microbatches, 1)
+        made = FAMILIES[self.name].generate(num_ranks, num_microbatches, **self.knobs)
+        return validate(made)
+
+
+def family(name: str, **knobs: Any) -> FamilyWithKnobs:
+    """Return a schedule family with its settings, for `ppctl.pipeline` with any mesh.
+
+    ScheduleError for an unknown family or setting.
+
+    >>> family("interleaved", num_chunks=2).build(num_ranks=2, num_microbatches=4).num_stages
+    4
+    """
+    if name not in FAMILIES:
+        raise ScheduleError(f"schedule={name} is not one of {', '.join(FAMILIES)}.")
+    known = FAMILIES[name].knobs
+    for knob, value in knobs.items():
+        if knob not in known:
+            near = difflib.get_close_matches(knob, known, n=1)
+            remedy = f" Did you mean {near[0]}?" if near else ""
+            what = f"{knob}={value} is no setting of schedule={name}"
+            raise ScheduleError(f"{what} (settings: {', '.join(known) or 'none'}).{remedy}")
+        parameter = inspect.signature(FAMILIES[name].generate).parameters[knob]
+        kind = Integral if parameter.annotation == "int" else Real
+        if not isinstance(value, kind):
+            what = "a whole number" if kind is Integral else "a number"
+            raise ScheduleError(f"{knob}={value!r} is not {what} (schedule={name}). Use one.")
+    return FamilyWithKnobs(name, knobs)
+
+
 def build(name: str, num_ranks: int, num_microbatches: int, **knobs: Any) -> Schedule:
     """Return the validated schedule of a family. ScheduleError for sizes it cannot serve.
 
     >>> [str(task) for task in build("1f1b", 2, 2).ranks[1]]
     ['1F0', '1B0', '1F1', '1B1']
     """
-    if name not in FAMILIES:
-        raise ScheduleError(f"schedule={name} is not one of {', '.join(FAMILIES)}.")
-    require_at_least(name, "num_ranks", num_ranks, 1)
-    require_at_least(name, "num_microbatches", num_microbatches, 1)
-    unknown = [knob for knob in knobs if knob not in FAMILIES[name].knobs]
-    if unknown:
-        known, wrong = ", ".join(FAMILIES[name].knobs) or "none", unknown[0]
-        what = f"{wrong}={knobs[wrong]} is no setting of schedule={name}"
-        raise ScheduleError(f"{what} (settings: {known}).")
-    return validate(FAMILIES[name].generate(num_ranks, num_microbatches, **knobs))
+    return family(name, **knobs).build(num_ranks, num_microbatches)
 
 
 def advice(schedule: Schedule, costs: Costs) -> str | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from jax.sharding import Mesh
 
@@ -18,6 +19,7 @@ from ppctl.schedule.mesh_axes import AXES, STAGE_AXES
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.tick_lowering import Ticks
 
+T = TypeVar("T", bound=Reference)
 EXECUTORS: dict[str, type[Reference]] = {each.name: each for each in (Spmd, Mpmd, Reference)}
 ARGUMENTS = (  # settings of the command line, and arguments of `ppctl.pipeline` that replace them
     ("executor.", ""),
@@ -79,39 +81,112 @@ class Execution:
         return EXECUTORS[self.executor].DISPATCHES_TASKS
 
 
-def _settings_of(executor: type[Reference]) -> set[str]:
-    return {each.name for each in fields(executor)} - {"name"}
+def spmd(**options: Any) -> Spmd:
+    """Return executor=spmd with options, for `ppctl.pipeline`: one XLA program, a scan over ticks.
+
+    Args:
+        options: remat: none | layer | full, what the backward recomputes. gather: step | layer,
+            when layers are gathered over fsdp. unroll: layers of a device up to which they are
+            unrolled, and scanned above. sequence_parallel: with tp, divide the tokens between
+            layers. xla_flags: auto | none. `ppctl train --help executor=spmd` lists all, with
+            their defaults.
+
+    ConfigError: an option is unknown or impossible.
+    """
+    return _with_options(Spmd, options)
+
+
+def mpmd(**options: Any) -> Mpmd:
+    """Return executor=mpmd with options: a program for each stage and kind of task.
+
+    Args:
+        options: Those of `spmd`, and post_validation: update before the global norm is known, and
+            again if that was wrong. `ppctl train --help executor=mpmd` lists all.
+
+    ConfigError: an option is unknown or impossible.
+    """
+    return _with_options(Mpmd, options)
+
+
+def reference(**options: Any) -> Reference:
+    """Return executor=reference with options (remat, xla_flags): the un-pipelined model.
+
+    ConfigError: an option is unknown or impossible.
+    """
+    return _with_options(Reference, options)
+
+
+def _with_options(executor: type[T], options: Mapping[str, Any]) -> T:
+    """Return an executor with checked options. ConfigError for unknown or impossible ones."""
+    known = _options_of(executor)
+    for name, value in options.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            remedy = f"Did you mean {near[0]}?" if near else f"It has {', '.join(known)}."
+            raise ConfigError(f"{name}={value} is no option of executor={executor.name}. {remedy}")
+        if type(value) is not type(known[name]):
+            usual = f"{name}={known[name]!r}"
+            raise ConfigError(f"{name}={value!r} is of another type than the default, {usual}.")
+    made = executor(**options)
+    with in_arguments():
+        made.check()
+    return made
+
+
+def _options_of(executor: type[Reference]) -> dict[str, Any]:
+    """Return the options of an executor with their defaults."""
+    return {each.name: each.default for each in fields(executor) if each.name != "name"}
 
 
 def execution_of(
-    executor: str, mesh: Mesh, options: Mapping[str, Any]
+    executor: str | Reference, mesh: Mesh, options: Mapping[str, Any]
 ) -> tuple[Execution, dict[str, Any]]:
     """Return how an executor runs a schedule on a mesh, and the options that are not executors'.
 
-    ConfigError for an executor or setting that is unknown, inapplicable, or does not fit the mesh.
+    ConfigError for an executor or option that is unknown, inapplicable, or does not fit the mesh.
     """
-    if executor not in EXECUTORS:
-        raise ConfigError(f"executor={executor} is not one of {', '.join(EXECUTORS)}.")
-    # 1. options that are settings of this executor, of others, or of a schedule's family
-    of_this, of_any = _settings_of(EXECUTORS[executor]), set[str]()
-    of_any = of_any.union(*map(_settings_of, EXECUTORS.values()))
-    settings = {name: value for name, value in options.items() if name in of_this}
-    foreign = [f"{name}={value}" for name, value in options.items() if name in of_any - of_this]
-    if foreign:
-        what = f"{', '.join(foreign)} does not apply to executor={executor}"
-        raise ConfigError(f"{what}. Leave it out.")
-    # 2. the settings, checked
-    config = EXECUTORS[executor](**settings)
-    with in_arguments():
-        config.check()
+    config, rest = _configured(executor, options)
     given = asdict(config)
     division = {name: given[name] for name in ("sequence_parallel", "context") if name in given}
     axes = StageAxes.of(mesh.shape, **division)
     how = {name: given[name] for name in ("unroll", "gather", "post_validation") if name in given}
     flags = flags_for(config.xla_flags, mesh.devices.flat[0])
-    execution = Execution(executor, Remat.of(config.remat), xla_flags=flags, axes=axes, **how)
+    execution = Execution(config.name, Remat.of(config.remat), xla_flags=flags, axes=axes, **how)
     _check_mesh(execution, mesh)
-    return execution, {name: value for name, value in options.items() if name not in of_any}
+    return execution, rest
+
+
+def _configured(
+    executor: str | Reference, options: Mapping[str, Any]
+) -> tuple[Reference, dict[str, Any]]:
+    """Return an executor with its options, and the others: those of a schedule's family."""
+    of_any = {name: each for each in EXECUTORS.values() for name in _options_of(each)}
+    rest = {name: value for name, value in options.items() if name not in of_any}
+    named = {name: value for name, value in options.items() if name in of_any}
+    # 1. a value, which has its options
+    if isinstance(executor, Reference):
+        if named:
+            name, value = next(iter(named.items()))
+            call = f"ppctl.{executor.name}({name}={value!r})"
+            raise ConfigError(f"{name}={value} is an option of the executor. Use executor={call}.")
+        return executor, rest
+    # 2. a name, with options among those of the family
+    if executor not in EXECUTORS:
+        call = 'ppctl.spmd(remat="layer")'
+        names = ", ".join(EXECUTORS)
+        raise ConfigError(f"executor={executor} is not one of {names}, or a value such as {call}.")
+    foreign = [
+        f"{n}={value}" for n, value in named.items() if n not in _options_of(EXECUTORS[executor])
+    ]
+    if foreign:
+        what = f"{', '.join(foreign)} does not apply to executor={executor}"
+        raise ConfigError(f"{what}. Leave it out.")
+    for name, value in rest.items():
+        near = difflib.get_close_matches(name, of_any, n=1)
+        if near:
+            what = f"{name}={value} is no option of executor={executor} or of a schedule"
+            raise ConfigError(f"{what}. Did you mean {near[0]}?")
+    return _with_options(EXECUTORS[executor], named), rest
 
 
 def _check_mesh(execution: Execution, mesh: Mesh) -> None:

@@ -189,8 +189,7 @@ def assemble(
     data, dtype = open_data(config), jnp.dtype(dtype_name)
     stack = make_stack(config, data, dtype, device)
     optimizer, lr_schedule = make_optimizer(config)
-    how = {key: value for key, value in asdict(config.executor).items() if key != "name"}
-    how |= {"executor": config.executor.name, "dtype": dtype, "seed": config.run.seed}
+    how: dict[str, Any] = {"executor": config.executor, "dtype": dtype, "seed": config.run.seed}
     how |= {"clip_norm": config.optim.clip_norm, "lr_schedule": lr_schedule}
     shapes = batch_shapes(data)
     pipelined = partial(pipeline, stack, mesh=mesh, batch=shapes, optimizer=optimizer, **how)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from ppctl.config import Reference
 from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.parameter_layout import Layout
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts, relative_costs
@@ -250,12 +251,12 @@ class Pipeline:
 def pipeline(
     model: Stack | Network,
     mesh: Mesh,
-    schedule: str | Schedule | Ticks = BASELINE,
+    schedule: request.AnySchedule = BASELINE,
     optimizer: optax.GradientTransformation | None = None,
     *,
     batch: Tree,
     num_microbatches: int | None = None,
-    executor: str = "spmd",
+    executor: str | Reference = "spmd",
     partition: str | Sequence[int] = "uniform",
     vocab: str = "whole",
     dtype: Any = jnp.float32,
@@ -271,11 +272,11 @@ def pipeline(
     Args:
         model: A `Stack`, or a `Network`, cut into `num_layers` layers: layers="marks" | "auto".
         mesh: As `ppctl.mesh` makes it.
-        schedule: The name of a family, a custom `Schedule`, or `Ticks`, a lowered schedule.
+        schedule: The name of a family, `ppctl.family(...)`, a `Schedule`, or `Ticks`.
         num_microbatches: Of a step; required with a name, otherwise the schedule's.
         batch: {"inputs", "targets"}: a global batch, or its shapes and dtypes.
         optimizer: An optimizer of optax that treats each parameter by itself.
-        executor: spmd (one program) | mpmd (one for each kind of task) | reference (no pipeline).
+        executor: spmd | mpmd | reference, or a value: `ppctl.spmd(...)`.
         partition: uniform | balanced (by FLOPs) | the number of layers of each stage.
         vocab: whole (embedding and head on first and last stage) | parallel (on all ranks).
         dtype: Of compute; parameters have the model's.
@@ -329,7 +330,7 @@ def _work(
     stack: Stack,
     shapes: Mapping[str, jax.ShapeDtypeStruct],
     dtype: jnp.dtype,
-    requested: str | Schedule | Ticks,
+    requested: request.AnySchedule,
     plan: Schedule,
     vocab: str,
     execution: Execution,

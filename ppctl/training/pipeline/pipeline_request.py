@@ -30,7 +30,7 @@ from ppctl.model.network import Network
 from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import Stack, init
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.families.registry import build
+from ppctl.schedule.families.registry import FamilyWithKnobs, family
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.mesh_axes import DATA_AXES, SHARD_AXES, MeshSizes, axes_dividing, product_text
 from ppctl.schedule.partition.divisibility import check_sequences
@@ -42,6 +42,7 @@ from ppctl.training.pipeline.call_checks import arrays_of, check_values
 from ppctl.training.pipeline.execution import Execution, in_arguments
 
 Tree = Any
+AnySchedule = str | FamilyWithKnobs | Schedule | Ticks
 XLA_AXES = axes_dividing("weights")  # over which XLA can divide a model by its sharding
 
 
@@ -57,7 +58,7 @@ def shapes_of(batch: Tree) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def schedule_for(
-    schedule: str | Schedule | Ticks,
+    schedule: AnySchedule,
     mesh: Mesh,
     num_microbatches: int | None,
     knobs: Mapping[str, float],
@@ -70,16 +71,27 @@ def schedule_for(
 
 
 def _schedule_for(
-    schedule: str | Schedule | Ticks,
+    schedule: AnySchedule,
     num_ranks: int,
     num_microbatches: int | None,
     knobs: Mapping[str, float],
 ) -> Schedule:
     if isinstance(schedule, str):
+        schedule, knobs = family(schedule, **knobs), {}
+    if isinstance(schedule, FamilyWithKnobs) and not knobs:
         if num_microbatches is None:
-            example = 2 * num_ranks
-            raise ConfigError(f"schedule={schedule} needs num_microbatches, such as {example}.")
-        return build(schedule, num_ranks, num_microbatches, **knobs)
+            name, example = schedule.name, 2 * num_ranks
+            raise ConfigError(f"schedule={name} needs num_microbatches, such as {example}.")
+        return schedule.build(num_ranks, num_microbatches)
+    if not isinstance(schedule, FamilyWithKnobs | Schedule | Ticks):
+        raise ConfigError(
+            f"schedule={schedule} is no schedule. Use the name of a family, ppctl.family(name), or "
+            "a ppctl.Schedule."
+        )
+    if isinstance(schedule, FamilyWithKnobs):
+        (name, value), *_ = knobs.items()
+        call = f'ppctl.family("{schedule.name}", {name}={value!r})'
+        raise ConfigError(f"{name}={value} is a setting of the schedule. Use schedule={call}.")
     plan = schedule.schedule if isinstance(schedule, Ticks) else validate(schedule)
     if knobs:
         why = f"knobs of a named schedule, but {plan.name} is made already"
@@ -142,7 +154,7 @@ def divided_vocabulary(
     """Return a family's schedule with embedding and head on all ranks; ConfigError for others."""
     if vocab != "parallel":
         raise ConfigError(f"vocab={vocab} is not one of whole, parallel.")
-    if not isinstance(schedule, str):
+    if not isinstance(schedule, str | FamilyWithKnobs):
         why = f"vocab=parallel is of a schedule family, not of a custom {type(schedule).__name__}"
         raise ConfigError(f"{why}. Give it with_vocabulary(schedule).")
     return with_vocabulary(plan, 0 if execution.in_ticks else None, costs)
