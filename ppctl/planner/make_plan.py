@@ -19,15 +19,8 @@ from ppctl.config.schedule_from_config import label
 from ppctl.executors.axes_over_hosts import over_hosts
 from ppctl.executors.device_mesh import hosts_text
 from ppctl.planner.cost.assumptions import assumptions
-from ppctl.planner.cost.predict_step import JobPrediction, predict_job
-from ppctl.planner.cost.rank_memory import DeviceLimit, device_limit
-from ppctl.planner.cost.step_time import (
-    as_run,
-    device_kind,
-    hardware_of,
-    mesh_peak_flops,
-    op_times_of,
-)
+from ppctl.planner.cost.predict_step import JobPrediction, predict_job, target_of
+from ppctl.planner.cost.target_devices import DeviceLimit, Target
 from ppctl.planner.rehearsal.timed_runs import out_of_memory
 from ppctl.planner.search.token_budget import TokenBudget, check_tokens, token_budget
 from ppctl.schedule.costs import Costs
@@ -36,7 +29,6 @@ from ppctl.schedule.partition.partition import Partition
 from ppctl.schedule.simulator import simulate
 from ppctl.training.pipeline.jax_start import MOST_MEMORY_FRACTION
 from ppctl.training.pipeline.job import TrainingJob, assemble, model_flops, unit_of_work
-from ppctl.training.pipeline.known_hardware import described_only, host_devices
 from ppctl.training.pipeline.mfu import mfu
 from ppctl.training.pipeline.pipeline import Pipeline
 
@@ -121,7 +113,8 @@ def predicted(job: TrainingJob) -> Prediction:
     step_tokens = count if unit == "tokens_per_s" else None
     check_tokens("plan.tokens", plan.tokens, step_tokens)
     found = predict_job(job)
-    flops, peak, hardware = model_flops(job), mesh_peak_flops(job), hardware_of(job)
+    target, flops = target_of(job), model_flops(job)
+    peak, hardware = target.peak_flops, target.known_hardware
     step_s = None if found.time is None else found.time.total_s
     return Prediction(
         schedule=label(config.schedule),
@@ -133,7 +126,7 @@ def predicted(job: TrainingJob) -> Prediction:
         predicted_bubble_fraction=found.bubble,
         num_parameters=pipe.num_parameters,
         step_flops=flops.full,
-        devices=_devices_text(job),
+        devices=_devices_text(job, target),
         hardware=None if hardware is None else hardware.name,
         step_time_s=step_s,
         per_step_overhead_s=None if found.time is None else found.time.overhead_s,
@@ -146,8 +139,8 @@ def predicted(job: TrainingJob) -> Prediction:
         predicted_bytes=found.total_bytes,
         assumes=assumptions(job, is_timed=found.time is not None),
         proposal=propose(pipe),
-        **_stages(job, is_timed=found.time is not None),
-        **_memory(job, found),
+        **_stages(job, found.costs),
+        **_memory(job, target, found),
     )
 
 
@@ -164,12 +157,11 @@ def _network_layers(pipe: Pipeline) -> tuple[LayerPart, ...]:
     )
 
 
-def _stages(job: TrainingJob, *, is_timed: bool) -> dict[str, Any]:
-    """Return Prediction's stages and transfer_s."""
+def _stages(job: TrainingJob, costs: Costs | None) -> dict[str, Any]:
+    """Return Prediction's stages and transfer_s, by the costs of tasks."""
     pipe = job.pipe
     if not pipe.execution.is_pipelined:
         return {"stages": (), "transfer_s": None}
-    costs = as_run(pipe, op_times_of(job))[0] if is_timed else None
     stages, is_described = list[StagePart](), job.config.plan.only_predicts_topology
     for s, (layers, rank) in enumerate(zip(pipe.partition, pipe.layout.rank_of, strict=True)):
         submesh = () if is_described else pipe.mesh.devices[:, rank, :].flat
@@ -179,7 +171,7 @@ def _stages(job: TrainingJob, *, is_timed: bool) -> dict[str, Any]:
     return {"stages": tuple(stages), "transfer_s": None if costs is None else costs.transfer_s}
 
 
-def _memory(job: TrainingJob, found: JobPrediction) -> dict[str, Any]:
+def _memory(job: TrainingJob, target: Target, found: JobPrediction) -> dict[str, Any]:
     """Return Prediction's fields of memory, as compiled with plan.compile."""
     # 1. the memory of each rank
     memory, needed, compile_s, refusal = found.memory, found.total_bytes, None, None
@@ -190,7 +182,7 @@ def _memory(job: TrainingJob, found: JobPrediction) -> dict[str, Any]:
             memory, needed, is_compiled = job.pipe.memory(), total, True
 
     # 2. whether it fits
-    limit, fits = _fit(job, needed, refusal, is_compiled=is_compiled)
+    limit, fits = _fit(target, needed, refusal, is_compiled=is_compiled)
     size_bytes, source, fraction = (None, None, None) if limit is None else limit
     most = None if limit is None or max(needed) <= limit.size_bytes else limit.most_bytes
     would_fit = most is not None and max(needed) <= most
@@ -222,45 +214,44 @@ def _compile(pipe: Pipeline) -> tuple[tuple[int, ...] | None, float, str | None]
 
 
 def _fit(
-    job: TrainingJob, needed: Sequence[int], refusal: str | None, *, is_compiled: bool
+    target: Target, needed: Sequence[int], refusal: str | None, *, is_compiled: bool
 ) -> tuple[DeviceLimit | None, bool | None]:
     """Return (memory of a device, whether the ranks fit); None for what is unknown."""
-    limit = _limit(job, refusal)
+    limit = _limit(target, refusal)
     if refusal is not None:
         return limit, False
     if limit is None:  # the compiler for TPUs refuses programs that do not fit
-        return None, True if is_compiled and job.config.plan.topology is not None else None
+        return None, True if is_compiled and target.topology is not None else None
     return limit, max(needed) <= limit.size_bytes
 
 
-def _limit(job: TrainingJob, refusal: str | None) -> DeviceLimit | None:
+def _limit(target: Target, refusal: str | None) -> DeviceLimit | None:
     """Return the memory of a device; where the compiler refuses, what it says there is."""
     stated = None if refusal is None else AVAILABLE.search(refusal)
-    if job.config.plan.memory_gib is None and stated is not None:
+    if target.memory_gib is None and stated is not None:
         return DeviceLimit(round(float(stated[1]) * UNITS[stated[2]]), "stated by the compiler")
-    return device_limit(job.config, job.pipe.mesh.devices.flat[0])
+    return target.limit
 
 
-def _devices_text(job: TrainingJob) -> str:
+def _devices_text(job: TrainingJob, target: Target) -> str:
     """Return the number and kind of the devices, and which axes of the mesh go over hosts, if any.
 
     Devices that hardware= or plan.topology describes, and for which nothing is compiled, are named
     as these name them: "64 x h100 (described), 8 hosts: pp over 8".
     """
-    config, pipe = job.config, job.pipe
-    number, kind, plan = pipe.mesh.size, device_kind(pipe), config.plan
-    is_there = plan.topology is not None and not plan.only_predicts_topology
-    if is_there or (plan.topology is None and described_only(config.hardware, kind) is None):
-        return ", ".join(filter(None, (f"{number} x {kind}", hosts_text(pipe.mesh))))
-    hardware = hardware_of(job)
+    mesh, number, topology = job.pipe.mesh, target.number, target.topology
+    is_there = target.compiles if topology is not None else not target.is_away
+    if is_there:
+        return ", ".join(filter(None, (f"{number} x {target.kind}", hosts_text(mesh))))
+    hardware = target.known_hardware
     if hardware is None:
-        assert plan.topology is not None, "hardware= that is described is known"
-        return f"{number} x {plan.topology.partition(':')[0]}"
-    text, of_host = f"{number} x {hardware.name} (described)", host_devices(hardware, plan.topology)
+        assert topology is not None, "hardware= that is described is known"
+        return f"{number} x {topology.partition(':')[0]}"
+    text, of_host = f"{number} x {hardware.name} (described)", target.host_devices
     if of_host is None or number <= of_host or number % of_host:
         return text
     hosts = number // of_host
-    over = over_hosts(dict(pipe.mesh.shape), config.mesh.order, hosts)
+    over = over_hosts(dict(mesh.shape), target.order, hosts)
     axes = ", ".join(f"{axis} over {n}" for axis, n in over.items() if n > 1)
     return f"{text}, {hosts} hosts: {axes}"
 

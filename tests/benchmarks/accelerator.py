@@ -270,9 +270,8 @@ def rehearsals(bench: Bench):
         command = f"ppctl rehearse {' '.join(bench.words(words))}"
         name = " ".join(words.split()[:3])
         bench.row(f"rehearse {name}", found["step_time_s"], "s", command)
-        if found["analytic_step_time_s"] is not None:
-            ratio = found["step_time_s"] / found["analytic_step_time_s"]
-            bench.row(f"rehearse {name}: over ppctl plan", ratio, "", command)
+        ratio = found["step_time_s"] / found["analytic_step_time_s"]
+        bench.row(f"rehearse {name}: over ppctl plan", ratio, "", command)
         if (
             "mesh=1x1" in words
             and (ran := bench.trained("spmd none", LAYOUTS["spmd none"][0])) is not None

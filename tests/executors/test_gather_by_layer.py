@@ -22,7 +22,7 @@ from ppctl import config
 from ppctl.executors.hlo_text import computations, path_of
 from ppctl.executors.reference import reference
 from ppctl.model.mlp import mlp
-from ppctl.planner.cost.rank_memory import predicted_memory
+from ppctl.planner.cost.predict_step import predict_job
 from ppctl.training.pipeline.job import assemble
 
 SMALL = {"gather": "layer", "model": "mlp", "num_microbatches": 2, "batch_size": 8}
@@ -135,7 +135,7 @@ def test_two_of_eight_layers_are_whole_in_memory_and_the_plan_says_so(executor):
     compiled, planned, held = {}, {}, {}
     for gather in ("step", "layer"):
         job = assemble(request(executor, gather))
-        of_ranks = predicted_memory(job)
+        of_ranks = predict_job(job).memory
         planned[gather] = max(sum(of_rank.values()) for of_rank in of_ranks)
         held[gather] = max(sum(of_rank.values()) - of_rank["temporaries"] for of_rank in of_ranks)
         job.pipe.engine.compile(evaluate=False)

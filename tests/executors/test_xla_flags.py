@@ -11,7 +11,7 @@ from support.cuda_plugin import needs_cuda_plugin
 from ppctl import config
 from ppctl.executors import compiler_options
 from ppctl.executors.compiler_options import GPU_FLAGS, flags_for, text_of, total_bytes
-from ppctl.planner.cost.rank_memory import predicted_memory
+from ppctl.planner.cost.predict_step import predict_job
 from ppctl.training.pipeline.job import assemble
 
 H100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
@@ -151,7 +151,9 @@ def test_one_layer_is_recomputed_at_a_time_and_cublas_adds_the_gradients_of_all_
     )
     job = assemble(request)
     compiled = job.pipe.engine.compile_program(job.pipe.engine.lower_train_step())
-    assert sum(predicted_memory(job)[0].values()) == pytest.approx(total_bytes(compiled), rel=0.05)
+    assert sum(predict_job(job).memory[0].values()) == pytest.approx(
+        total_bytes(compiled), rel=0.05
+    )
     products = [
         line for line in compiled.as_text().splitlines() if "cublas" in line and " = (f32[" in line
     ]

@@ -9,16 +9,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.steps import planned_step
 
 from ppctl.executors.device_mesh import laid_out
-from ppctl.planner.cost.counted_costs import (
-    Machine,
-    ParamBytes,
-    PlannedLayout,
-    op_times,
-    overhead_s,
-)
-from ppctl.planner.cost.op_times import LayerGathers, OpTimes, PieceTimes
+from ppctl.planner.cost import op_times as counting
+from ppctl.planner.cost.op_times import LayerGathers, OpTimes, PieceTimes, op_times
+from ppctl.planner.cost.planned_step import Machine, ParamBytes, PlannedLayout
 from ppctl.planner.cost.roofline import Link, ModelWork, Op, PieceWork, Speed
 from ppctl.schedule.mesh_axes import MeshSizes
 
@@ -32,9 +28,12 @@ PARAMS = ParamBytes(layer=120, embed_head=480, moments=2.0, compute_ratio=0.5)
 
 
 def counted(layout, machine=MACHINE, examples=2, remat="none", **options):
-    return op_times(
-        WORK, PARAMS, machine, layout, microbatch_examples=examples, remat=remat, **options
-    )
+    step = planned_step(WORK, PARAMS, machine, layout, examples=examples, remat=remat, **options)
+    return op_times(step)
+
+
+def overhead_s(params, machine, layout, **options):
+    return counting.overhead_s(planned_step(WORK, params, machine, layout, **options))
 
 
 def test_what_weight_gradients_send_travels_beside_their_products_where_gathers_go_ahead():
@@ -43,15 +42,13 @@ def test_what_weight_gradients_send_travels_beside_their_products_where_gathers_
         WORK,
         layer=PieceWork((*LAYER.forward, sends), LAYER.input_grad, (*LAYER.weight_grad, sends)),
     )
-    one = partial(
-        op_times,
-        params=PARAMS,
-        layout=PlannedLayout(MeshSizes(tp=2), 1, 1),
-        microbatch_examples=2,
-        remat="none",
-    )
-    alone, waits = one(WORK, machine=MACHINE).layer, one(work, machine=MACHINE).layer
-    beside = one(work, machine=replace(MACHINE, gathers_ahead=True)).layer
+    layout = PlannedLayout(MeshSizes(tp=2), 1, 1)
+
+    def one(work, machine=MACHINE):
+        return op_times(planned_step(work, PARAMS, machine, layout, examples=2)).layer
+
+    alone, waits = one(WORK), one(work)
+    beside = one(work, replace(MACHINE, gathers_ahead=True))
     sent_s = NEAR.gather_s(200.0, 2)
     assert waits == PieceTimes(
         alone.forward_s + sent_s, alone.input_grad_s, alone.weight_grad_s + sent_s
@@ -85,9 +82,10 @@ def test_an_axis_has_the_slow_link_where_any_of_its_groups_leaves_a_host(host_de
             "fsdp": hosts.reshape(-1, fsdp),
             "both": hosts.reshape(dp, -1),
         }
-        ring_of = PlannedLayout(MeshSizes(*sizes), 1, 1).ring_of(machine)
+        layout = PlannedLayout(MeshSizes(*sizes), 1, 1)
+        step = planned_step(WORK, PARAMS, machine, layout)
         for name, line in lines.items():
-            link, size = ring_of(("pp", "fsdp") if name == "both" else (name,))
+            link, size = step.ring(("pp", "fsdp") if name == "both" else (name,))
             assert size == line.shape[1]
             if not (line != line[:, :1]).any():
                 assert link == NEAR, (name, sizes)
@@ -133,18 +131,16 @@ def test_pieces_take_their_operations_and_a_backward_what_it_recomputes():
 
 def test_products_of_a_scan_over_layers_add_to_no_sum():
     layer = replace(LAYER, weight_grad=(Op(500.0, 5.0, sum_bytes=25.0),))
-    machine = replace(MACHINE, speed=replace(MACHINE.speed, adds=True), unroll=4)
-    times = {
-        layers: op_times(
-            replace(WORK, layer=layer),
-            PARAMS,
-            machine,
-            PlannedLayout(MeshSizes(1, 2, 1), layers, layers),
-            microbatch_examples=2,
-            remat="none",
-        ).layer.weight_grad_s
-        for layers in (4, 5)
-    }
+    step = planned_step(
+        replace(WORK, layer=layer),
+        PARAMS,
+        MACHINE,
+        PlannedLayout(MeshSizes(1, 2, 1), 4, 4),
+        examples=2,
+        unroll=4,
+        adds=True,
+    )
+    times = {n: op_times(step.with_layers(n, n)).layer.weight_grad_s for n in (4, 5)}
     assert times == {4: 1.0, 5: 1.0 + 25 / 50}
 
 
@@ -153,7 +149,7 @@ def test_a_backward_recomputes_of_a_layer_what_it_needs_and_of_a_stage_all():
     layout = PlannedLayout(MeshSizes(1, 2, 1), 4, 4)
     again = {
         remat: op_times(
-            work, PARAMS, MACHINE, layout, microbatch_examples=2, remat=remat
+            planned_step(work, PARAMS, MACHINE, layout, examples=2, remat=remat)
         ).layer.input_grad_s
         for remat in ("none", "layer", "full")
     }

@@ -6,14 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.steps import planned_step
 
 from ppctl import config
-from ppctl.executors.model_shapes import tree_bytes
-from ppctl.planner.cost.array_sizes import Microbatch, held_bytes, reference_bytes, workspace_bytes
-from ppctl.planner.cost.counted_costs import ParamBytes, PlannedLayout
-from ppctl.planner.cost.rank_memory import predicted_memory
+from ppctl.planner.cost.planned_step import ParamBytes, PlannedLayout
+from ppctl.planner.cost.predict_step import predict_job, step_of
 from ppctl.planner.cost.roofline import Extent, ModelWork, PieceWork
-from ppctl.planner.cost.step_time import layout_of, param_bytes_of
+from ppctl.planner.cost.step_bytes import array_bytes, reference_bytes, workspace_bytes
 from ppctl.planner.cost.task_flops import work_of
 from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.training.pipeline.job import assemble
@@ -65,17 +64,6 @@ CASES = {
 }
 
 
-def sized(pipe):
-    """(the sizes of a request, bytes of temporaries)."""
-    example_bytes = tree_bytes(pipe.model.microbatch) // pipe.model.microbatch["inputs"].shape[0]
-    examples, remat = pipe.model.microbatch["inputs"].shape[0], pipe.execution.remat
-    microbatch = Microbatch(examples, pipe.schedule.num_microbatches, example_bytes, remat)
-    params = param_bytes_of(pipe)
-    work = work_of(pipe.model)
-    held = held_bytes(work, params, layout_of(pipe), microbatch, pipe.ticks.num_slots)
-    return held, workspace_bytes(work, params, layout_of(pipe), microbatch)
-
-
 QUICK = ("interleaved full", "uneven zb_h2", "dp, fsdp, bfloat16", "one rank", "regression")
 
 
@@ -84,9 +72,9 @@ QUICK = ("interleaved full", "uneven zb_h2", "dp, fsdp, bfloat16", "one rank", "
     [pytest.param(c, id=n, marks=() if n in QUICK else pytest.mark.full) for n, c in CASES.items()],
 )
 def test_every_part_is_what_its_arrays_take(asked):
-    pipe = assemble(asked).pipe
-    held, _ = sized(pipe)
-    shapes = pipe.memory()[0]
+    job = assemble(asked)
+    held = array_bytes(step_of(job, None), job.pipe.ticks.num_slots)
+    shapes = job.pipe.memory()[0]
     assert held.keys() == shapes.keys()
     for part, size in shapes.items():
         # arrays that an axis does not divide are whole on each device; numbers of steps come with
@@ -101,10 +89,8 @@ def test_adapters_take_the_memory_that_is_predicted_as_compiled(executor):
     if executor == "mpmd":
         asked = replace(asked, executor=config.Mpmd(remat="none"))
     job = assemble(asked)
-    predicted = max(sum(of_rank.values()) for of_rank in predicted_memory(job))
-    whole = max(
-        sum(each.values()) for each in predicted_memory(assemble(replace(asked, optim=TINY.optim)))
-    )
+    predicted = max(predict_job(job).total_bytes)
+    whole = max(predict_job(assemble(replace(asked, optim=TINY.optim))).total_bytes)
     compiled = max(job.pipe.compile().total_bytes)
     assert predicted == pytest.approx(compiled, rel=0.25)
     assert predicted < 0.85 * whole
@@ -156,12 +142,12 @@ BY_HAND = {
 
 @pytest.mark.parametrize(("remat", "adds"), BY_HAND)
 def test_temporaries_by_hand(remat, adds):
-    microbatch = Microbatch(examples=2, number=4, example_bytes=1, remat=remat)
-    assert workspace_bytes(WORK, PARAMS, LAYOUT, microbatch, adds=adds) == BY_HAND[remat, adds]
+    step = planned_step(WORK, PARAMS, None, LAYOUT, examples=2, remat=remat, adds=adds)
+    assert workspace_bytes(step) == BY_HAND[remat, adds]
 
 
 def test_the_reference_holds_all_layers():
     whole = (6 * 40 + 100) * 1.5  # in the dtype of compute, and the sums of gradients
     for remat, kept in (("none", 16), ("layer", 2), ("full", 16)):
-        microbatch = Microbatch(examples=2, number=4, example_bytes=1, remat=remat)
-        assert reference_bytes(WORK, PARAMS, LAYOUT, microbatch) == whole + 6 * kept * 2 + HEAD
+        step = planned_step(WORK, PARAMS, None, LAYOUT, examples=2, remat=remat)
+        assert reference_bytes(step) == whole + 6 * kept * 2 + HEAD

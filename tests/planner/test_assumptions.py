@@ -8,10 +8,11 @@ import pytest
 
 from ppctl import config
 from ppctl.errors import ConfigError
+from ppctl.model.parallel import StageAxes
 from ppctl.planner.cost.assumptions import assumptions
-from ppctl.planner.cost.device_models import divisions
-from ppctl.planner.cost.step_time import device_kind, machine_of
+from ppctl.planner.cost.predict_step import target_of
 from ppctl.planner.cost.task_flops import work_of
+from ppctl.planner.search.device_models import DividedModels
 from ppctl.training.pipeline.job import assemble
 from ppctl.training.pipeline.known_hardware import known
 
@@ -103,32 +104,22 @@ def test_collectives_that_xla_puts_in_are_said_not_to_be_counted():
     assert work.flops(4) == whole.flops(4) / 2
 
 
-def test_a_search_does_not_take_them_for_free():
-    request = replace(
-        OF_ITS_OWN,
-        mesh=config.Mesh(1, 2),
-        tune=config.Tune(devices=4, tp=[2]),
-        hardware=known()["h100"],
-    )
+def test_a_search_does_not_take_them_for_free(monkeypatch):
+    request = replace(OF_ITS_OWN, mesh=config.Mesh(1, 2), hardware=known()["h100"])
     pipe = assemble(request, only_planned=True).pipe
-    with pytest.raises(
-        ConfigError, match=r"tune.tp: 2 has XLA divide this model .* Use tune.tp=\[1\]"
-    ):
-        divisions(
-            request,
-            pipe.stack,
-            pipe.model.embed_head,
-            pipe.batch_shapes,
-            8,
-            lambda *sizes: pytest.fail("counted"),
-        )
+    shapes = pipe.states.natural, pipe.batch_shapes, pipe.dtype
+    models = DividedModels(pipe.stack, *shapes, StageAxes())
+    monkeypatch.setattr(DividedModels, "__call__", lambda *sizes: pytest.fail("counted"))
+    message = r"tune.tp: 2 has XLA divide this model .* Use tune.tp=\[1\]"
+    with pytest.raises(ConfigError, match=message):
+        models.divisions({"tp": [2], "cp": None}, 4, 8)
 
 
 def test_speeds_and_links_are_those_that_seconds_are_counted_with():
     job = assemble(
         replace(TOKENS, mesh=config.Mesh(2, 4, 2)), only_planned=True, on_one_device=True
     )
-    machine = machine_of(job.config, device_kind(job.pipe), str(job.pipe.dtype))
+    machine = target_of(job).machine
     text = "; ".join(assumptions(job, is_timed=True))
     links = machine.links(job.pipe.mesh.shape)
     assert (links["pp"], links["dp"], links["fsdp"]) == (

@@ -7,19 +7,15 @@ from dataclasses import replace
 import jax
 import pytest
 from support.cases import Case, make_batch, make_stack, staged_step
+from support.steps import planned_step
 
 from ppctl.executors.model_shapes import tree_bytes
 from ppctl.executors.stage.jaxpr_flops import inner_jaxprs
 from ppctl.model.stack import init
-from ppctl.planner.cost.counted_costs import (
-    Machine,
-    ParamBytes,
-    PlannedLayout,
-    op_times,
-    overhead_s,
-)
-from ppctl.planner.cost.op_times import costs_of_stages
+from ppctl.planner.cost.op_times import op_times, overhead_s
+from ppctl.planner.cost.planned_step import Machine, ParamBytes, PlannedLayout
 from ppctl.planner.cost.roofline import Link, ModelWork, PieceWork, Speed
+from ppctl.planner.cost.step_time import costs_of_stages
 from ppctl.schedule.mesh_axes import MeshSizes
 
 LINK = Link(latency_s=0.0, bytes_per_s=3.0)
@@ -27,6 +23,7 @@ MACHINE = Machine(
     Speed(float("inf"), float("inf")), LINK, network=None, host_devices=None, task_s=0.0
 )
 NOTHING = PieceWork((), (), ())
+NO_WORK = ModelWork(NOTHING, NOTHING, NOTHING, x_bytes=0, stash_bytes={}, pending_bytes={})
 COLLECTIVES = ("all_gather", "reduce_scatter", "psum", "ppermute")
 
 
@@ -54,9 +51,7 @@ def traced(case):
     jaxpr = jax.make_jaxpr(staged_step(case))(params, make_batch(case.model, case.batch_size)).jaxpr
     layer_bytes = tree_bytes(params["layers"]) // layout.counts.size // int(layout.counts.max())
     most = int(layout.counts.max())
-    plan = PlannedLayout(
-        MeshSizes(*case.mesh), rank_layers=most * layout.num_chunks, chunk_layers=most
-    )
+    plan = PlannedLayout(MeshSizes(*case.mesh), most * layout.num_chunks, chunk_layers=most)
     sizes = ParamBytes(
         layer_bytes, tree_bytes(params["embed_head"]), moments=2.0, compute_ratio=1.0
     )
@@ -106,7 +101,8 @@ def test_collectives_of_a_step_take_what_those_of_the_program_take(case):
     plan, sizes, found = traced(case)
     per_step = [each for each in found if each[0] != "ppermute"]
     assert not any(in_loop for *_, in_loop in per_step)
-    assert overhead_s(sizes, MACHINE, plan) == pytest.approx(ring_s(per_step, case.mesh), rel=1e-12)
+    step = planned_step(NO_WORK, sizes, MACHINE, plan)
+    assert overhead_s(step) == pytest.approx(ring_s(per_step, case.mesh), rel=1e-12)
 
 
 @pytest.mark.parametrize("remat", ["none", "layer", "full"])
@@ -124,14 +120,11 @@ def test_gathering_by_layer_moves_each_layer_in_each_task_that_reads_it(remat, u
     )
     plan, sizes, found = traced(case)
     per_step = [each for each in found if each[0] != "ppermute" and not each[3]]
-    assert overhead_s(sizes, MACHINE, plan, gather="layer") == pytest.approx(
-        ring_s(per_step, case.mesh), rel=1e-12
-    )
+    how = {"remat": remat, "gather": "layer", "unroll": unroll}
+    step = planned_step(NO_WORK, sizes, MACHINE, plan, **how)
+    assert overhead_s(step) == pytest.approx(ring_s(per_step, case.mesh), rel=1e-12)
     gathers = ring_s([each for each in found if each[0] == "all_gather" and each[3]], case.mesh)
-    work = ModelWork(NOTHING, NOTHING, NOTHING, x_bytes=0, stash_bytes={}, pending_bytes={})
-    machine = replace(MACHINE, unroll=unroll)
-    times = op_times(work, sizes, machine, plan, microbatch_examples=1, remat=remat, gather="layer")
-    costs = costs_of_stages(times, (3, 3), keeps_input=remat == "full")
+    costs = costs_of_stages(op_times(step), (3, 3), keeps_input=remat == "full")
     assert costs.forward_s[0] + costs.input_grad_s[0] == pytest.approx(gathers, rel=1e-12)
 
 
@@ -140,9 +133,7 @@ def test_a_hop_is_of_one_microbatch_between_layers(family):
     case = Case(family, (2, 2, 2), 4, num_layers=4, batch_size=32)
     plan, sizes, found = traced(case)
     x_bytes = 8 * 16 * 8  # of an example: tokens, d_model, float64
-    work = ModelWork(NOTHING, NOTHING, NOTHING, x_bytes=x_bytes, stash_bytes={}, pending_bytes={})
-    found_times = op_times(
-        work, sizes, MACHINE, plan, microbatch_examples=32 // 4 // 4, remat="full"
-    )
+    work, examples = replace(NO_WORK, x_bytes=x_bytes), 32 // 4 // 4
+    found_times = op_times(planned_step(work, sizes, MACHINE, plan, examples=examples))
     hops = [num_bytes for name, _, num_bytes, _ in found if name == "ppermute"]
     assert set(hops) == {found_times.hop_s * 3.0}

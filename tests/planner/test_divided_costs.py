@@ -7,12 +7,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from support.steps import planned_step
 
 import ppctl
 from ppctl.executors.model_shapes import Model
 from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import init
-from ppctl.planner.cost.counted_costs import Machine, ParamBytes, PlannedLayout, op_times
+from ppctl.planner.cost.op_times import op_times
+from ppctl.planner.cost.planned_step import Machine, ParamBytes, PlannedLayout
 from ppctl.planner.cost.roofline import Link, Speed
 from ppctl.planner.cost.task_flops import work_of
 from ppctl.schedule.mesh_axes import MeshSizes
@@ -86,13 +88,7 @@ def test_what_is_sent_takes_its_time_on_the_axes_link():
     near = Link(latency_s=1.0, bytes_per_s=64.0)
     machine = Machine(Speed(1e30, 1e30), near, None, None, task_s=0.0)
     params = ParamBytes(layer=8, embed_head=8, moments=2.0, compute_ratio=1.0)
-    times = op_times(
-        work,
-        params,
-        machine,
-        PlannedLayout(MeshSizes(tp=2), 2, 2),
-        microbatch_examples=3,
-        remat="none",
-    )
+    layout = PlannedLayout(MeshSizes(tp=2), 2, 2)
+    times = op_times(planned_step(work, params, machine, layout, examples=3))
     of_one = 1.0 + 3 * TOKENS * WIDTH * 4 / 2 / 64.0  # half of the rows goes to the other device
     assert times.layer.forward_s == pytest.approx(4 * of_one)

@@ -2,14 +2,14 @@
 H100".
 """
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 from support.selection import full_except
 
 from ppctl.cli.compose import compose
-from ppctl.planner.cost.predict_step import predict_step
-from ppctl.planner.cost.step_time import machine_of, predicted_time
+from ppctl.planner.cost.predict_step import predict_job, predict_step, target_of
 from ppctl.planner.cost.task_flops import work_of
 from ppctl.training.pipeline.job import assemble
 
@@ -35,7 +35,7 @@ def all_ops():
 
 def seconds(kernel):
     """(FLOPs, seconds) of the operations of a kernel in a step."""
-    speed = machine_of(job().config, "", "bfloat16").speed
+    speed = replace(target_of(job()).machine.speed, adds=True)
     ops = [(op, number) for op, number in all_ops() if op.kernel == kernel]
     flops = sum(number * EXAMPLES * op.flops for op, number in ops)
     return flops, sum(number * speed.seconds([op], EXAMPLES) for op, number in ops)
@@ -58,7 +58,7 @@ def test_the_step_is_one_that_an_h100_can_take(remat):
     """0.379 to 0.411 s were measured with more element-wise work than there is now, of which 0.345
     may be left.
     """
-    time, _ = predicted_time(job("executor=spmd", f"executor.remat={remat}"))
+    time = predict_job(job("executor=spmd", f"executor.remat={remat}")).time
     assert 0.33 < time.total_s < 0.40
 
 

@@ -6,22 +6,22 @@ import gc
 import random
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import islice, pairwise, product
 from math import inf
 
 import pytest
 from support.selection import full_except
 
-from ppctl.planner.cost.array_sizes import Microbatch
-from ppctl.planner.cost.counted_costs import Machine, ParamBytes
-from ppctl.planner.cost.op_times import costs_of_stages
+from ppctl.planner.cost import step_time
+from ppctl.planner.cost.planned_step import Machine, Microbatch, ParamBytes
 from ppctl.planner.cost.roofline import Link, ModelWork, Op, PieceWork, Speed
+from ppctl.planner.cost.step_time import costs_of_stages
 from ppctl.planner.search import layout_candidate as candidates
-from ppctl.planner.search.layout_candidate import LayoutPredictor
-from ppctl.planner.search.layout_search import LayoutSearch, uncollected
+from ppctl.planner.search.layout_search import LayoutSearch, ascending, uncollected
 from ppctl.planner.search.layout_space import DeviceModel, Space
 from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.mesh_axes import MeshSizes
+from ppctl.schedule.remat import Remat
 from ppctl.schedule.search.extrapolated_cost import along
 
 EPSILON = 1 + 1e-9
@@ -131,88 +131,87 @@ def in_parts(model, ranks):
 
 @cache
 def all_of(seed):
-    """Every layout of a search with its prediction and its bounds."""
-    predictor, found = LayoutPredictor(), []
-    for layout in LayoutSearch(*some(seed)).layouts():
-        candidate = predictor.candidate(*layout)
-        if candidate is not None:
-            found.append((candidate, layout.bounds))
-    return found
+    """Every layout of a search in its three forms: bounded, placed, simulated."""
+    placed = [(layout, layout.placed()) for layout in LayoutSearch(*some(seed)).layouts]
+    return [(layout, each, each.simulated()) for layout, each in placed if each is not None]
+
+
+def simulated(seed):
+    return [candidate for *_, candidate in all_of(seed)]
+
+
+def first(search, number=10):
+    return list(islice(search.fastest(), number))
 
 
 seeds = pytest.mark.parametrize("seed", full_except(range(12), 0))
 
 
-def assert_none_is_missed(found, layouts, keep=10):
-    """`found` are the fastest of `layouts`, but for those that are no better than another schedule
+def assert_none_is_missed(best, layouts, keep=10):
+    """`best` are the fastest of `layouts`, but for those that are no better than another schedule
     on the same mesh.
     """
-    best = found.best
-    assert [c.time.total_s for c in best] == sorted(c.time.total_s for c in best)
+    assert all(a.seconds <= b.seconds * EPSILON for a, b in pairwise(best))
     assert set(best) <= set(layouts)
-    assert best[0].time.total_s == min(c.time.total_s for c in layouts)
-    last_s = best[-1].time.total_s if len(best) == keep else inf
+    assert best[0].seconds == min(c.seconds for c in layouts)
+    last_s = best[-1].seconds if len(best) == keep else inf
     for candidate in layouts:
-        if candidate.time.total_s < last_s:
-            assert candidate in best or any(candidate.is_like(other) for other in best)
-    alone = [c.time.total_s for c in layouts if c.mesh.pp == 1]
-    assert (found.without_pipeline and found.without_pipeline.time.total_s) == min(
-        alone, default=None
-    )
+        if candidate.seconds < last_s:
+            faster = [c for c in best if c.seconds <= candidate.seconds * EPSILON]
+            assert candidate in best or any(map(candidate.is_like, faster))
+
+
+def test_items_come_in_order_and_those_behind_the_last_are_not_refined():
+    refined = []
+
+    def closer(item):
+        refined.append(item)
+        return item if isinstance(item, float) else None if item == 3 else 2.0 * item
+
+    found = ascending([5, 1, 3, 2], lambda item: item, closer)
+    assert [next(found), next(found)] == [2.0, 4.0]
+    assert 5 not in refined
 
 
 @seeds
 def test_the_best_are_those_of_all_layouts(seed):
-    layouts = [candidate for candidate, _ in all_of(seed)]
-    found = LayoutSearch(*some(seed)).run()
-    assert_none_is_missed(found, layouts)
-    assert found.num_simulated < found.num_layouts
-    assert found.smallest is None
+    search, layouts = LayoutSearch(*some(seed)), simulated(seed)
+    assert_none_is_missed(first(search), layouts)
+    assert search.num_simulated < len(search.layouts)
+    alone = next(search.fastest(with_pipeline=False), None)
+    least_s = min((c.seconds for c in layouts if c.mesh.pp == 1), default=None)
+    assert (alone and alone.seconds) == least_s
 
 
 @seeds
 def test_under_a_limit_too(seed):
-    layouts = [candidate for candidate, _ in all_of(seed)]
-    sizes = sorted(c.total_bytes for c in layouts)
-    first = LayoutSearch(*some(seed)).run().best[0]
-    for limit in {
-        sizes[0],
-        sizes[len(sizes) // 8],
-        sizes[len(sizes) // 2],
-        first.total_bytes,
-        first.total_bytes - 1,
-    }:
-        inside = [c for c in layouts if c.total_bytes <= limit]
-        found = LayoutSearch(*some(seed)).run(room_bytes=limit)
+    layouts = simulated(seed)
+    sizes = sorted(c.least_bytes for c in layouts)
+    best, *_ = first(LayoutSearch(*some(seed)))
+    middle, last = sizes[len(sizes) // 2], best.least_bytes
+    for limit in {sizes[0], sizes[len(sizes) // 8], middle, last, last - 1}:
+        inside = [c for c in layouts if c.least_bytes <= limit]
+        found = first(LayoutSearch(*some(seed), room_bytes=limit))
         if inside:
             assert_none_is_missed(found, inside)
-        assert (first in found.best) == (first.total_bytes <= limit)
+        assert (best in found) == (best.least_bytes <= limit)
 
 
 @seeds
-def test_where_nothing_fits_the_smallest_is_named(seed):
-    smallest = min(candidate.total_bytes for candidate, _ in all_of(seed))
-    found = LayoutSearch(*some(seed)).run(room_bytes=smallest - 1)
-    assert (found.best, found.without_pipeline) == ((), None)
-    assert found.smallest is not None
-    assert found.smallest.total_bytes == smallest
+def test_where_nothing_fits_the_smallest_comes_first(seed):
+    sizes = sorted(candidate.least_bytes for candidate in simulated(seed))
+    search = LayoutSearch(*some(seed), room_bytes=sizes[0] - 1)
+    assert first(search) == []
+    assert [c.least_bytes for c in islice(search.smallest(), 5)] == sizes[:5]
 
 
 @seeds
 def test_bounds_are_not_above_what_they_bound(seed):
-    for candidate, bounds in all_of(seed):
-        bound_s = bounds.step_s(is_whole=not FAMILIES[candidate.family].is_split)
-        assert bound_s <= candidate.time.total_s * EPSILON, candidate
-        assert sum(bounds.memory.values()) <= candidate.total_bytes, candidate
-        knobs = candidates.knobs_of(candidate.family, candidate.num_chunks)
-        peak = FAMILIES[candidate.family].peak_activations(
-            candidate.mesh.pp, candidate.num_microbatches, **knobs
-        )
-        if peak is not None:
-            share = candidates.least_share(bounds, candidate.family)
-            assert sum(bounds.with_stashes(share * peak).values()) <= candidate.total_bytes, (
-                candidate
-            )
+    for layout, placed, candidate in all_of(seed):
+        assert layout.seconds <= candidate.seconds * EPSILON, candidate
+        assert placed.seconds <= candidate.seconds * EPSILON, candidate
+        assert layout.bounds.least_bytes <= candidate.least_bytes, candidate
+        assert layout.least_bytes <= candidate.least_bytes, candidate
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -221,7 +220,7 @@ def test_a_family_is_predicted_with_split_backwards_exactly_where_its_tasks_are_
 ):
     space, models, machine = some(0)
     space = replace(space, num_layers=16, in_ticks=False, families=(family,))
-    microbatch = Microbatch(1, 8, space.example_bytes, "layer")
+    microbatch = Microbatch(1, 8, space.example_bytes, Remat.LAYER)
     bounds = LayoutSearch(space, models, machine).bounds(MeshSizes(1, 4, 1), microbatch)
     splits = []
 
@@ -229,9 +228,9 @@ def test_a_family_is_predicted_with_split_backwards_exactly_where_its_tasks_are_
         splits.append(split)
         return costs_of_stages(*args, split=split, **kwargs)
 
-    monkeypatch.setattr(candidates, "costs_of_stages", recorded)
+    monkeypatch.setattr(step_time, "costs_of_stages", recorded)
     for _, chunks in space.kinds(4):
-        assert LayoutPredictor().candidate(bounds, family, chunks) is not None
+        candidates.Layout(bounds, family, chunks).placed().simulated()
         schedule = build(family, 4, 8, **candidates.knobs_of(family, chunks))
         assert splits.pop() == any(task.kind == "W" for tasks in schedule.ranks for task in tasks)
     assert not splits
@@ -243,24 +242,19 @@ def test_a_family_is_predicted_with_split_backwards_exactly_where_its_tasks_are_
 def what(candidate):
     """All of a candidate but its partition and what follows from it."""
     how = candidate.num_microbatches, candidate.remat, candidate.vocab
-    return (candidate.mesh.shape, candidate.family, candidate.num_chunks, *how)
+    return (candidate.mesh, candidate.family, candidate.num_chunks, *how)
 
 
 @seeds
 def test_partitions_by_simulation_are_no_slower_and_fit(seed):
-    first = LayoutSearch(*some(seed)).run()
-    limit = max(candidate.total_bytes for candidate in first.best)
-    search = LayoutSearch(*some(seed))
-    found = search.run(room_bytes=limit)
-    better = search.improved(found)
-    before = {what(candidate): candidate for candidate in found.best}
-    assert sorted(map(what, better.best)) == sorted(before)
-    assert [c.time.total_s for c in better.best] == sorted(c.time.total_s for c in better.best)
-    for candidate in better.best:
-        assert candidate.time.total_s <= before[what(candidate)].time.total_s
-        assert sum(candidate.partition) == search.space.num_layers
-        assert candidate.total_bytes <= limit
-    assert better.without_pipeline == found.without_pipeline
+    limit = max(candidate.least_bytes for candidate in first(LayoutSearch(*some(seed))))
+    search = LayoutSearch(*some(seed), room_bytes=limit)
+    for candidate in first(search):
+        better = search.improved(candidate)
+        assert what(better) == what(candidate)
+        assert better.seconds <= candidate.seconds
+        assert sum(better.partition) == search.space.num_layers
+        assert better.least_bytes <= limit
 
 
 @pytest.mark.full
@@ -268,9 +262,7 @@ def test_some_partitions_by_simulation_are_faster():
     gained = 0
     for seed in range(12):
         search = LayoutSearch(*some(seed))
-        found = search.run()
-        improved = {what(c): c.time.total_s for c in search.improved(found).best}
-        gained += sum(improved[what(c)] < 0.99 * c.time.total_s for c in found.best)
+        gained += sum(search.improved(c).seconds < 0.99 * c.seconds for c in first(search))
     assert gained >= 5
 
 
@@ -320,16 +312,17 @@ def test_a_long_schedule_is_extrapolated_from_shorter_ones(family, executor, mon
         # anew
         near = 0.1 if (vocab, executor) == ("parallel", "mpmd") else 0.01
         for _, chunks in space.kinds(mesh.pp):
+            layout = candidates.Layout(bounds, family, chunks)
             monkeypatch.setattr(candidates, "MOST_TASKS", inf)
-            whole = LayoutPredictor().candidate(bounds, family, chunks)
+            whole = layout.placed()
             monkeypatch.setattr(candidates, "MOST_TASKS", 0)
             assert len(candidates.shorter(mesh.pp, microbatch.number, chunks)) == 2
-            short = LayoutPredictor().candidate(bounds, family, chunks)
+            short = layout.placed()
             assert (short is None) == (whole is None)
             if whole is not None:
-                assert short is not None
-                assert short.time.total_s == pytest.approx(whole.time.total_s, rel=0.01)
-                assert short.total_bytes == pytest.approx(whole.total_bytes, rel=near)
+                found, exact = short.simulated(), whole.simulated()
+                assert found.seconds == pytest.approx(exact.seconds, rel=0.01)
+                assert found.least_bytes == pytest.approx(exact.least_bytes, rel=near)
 
 
 def test_what_grows_by_equal_steps_is_continued():

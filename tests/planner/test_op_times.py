@@ -9,7 +9,8 @@ from math import inf
 
 import pytest
 
-from ppctl.planner.cost.op_times import OpTimes, PieceTimes, costs_of_stages, step_time
+from ppctl.planner.cost.op_times import OpTimes, PieceTimes
+from ppctl.planner.cost.step_time import costs_of_stages, step_time
 from ppctl.schedule.families.registry import FAMILIES, ON_RING, build
 from ppctl.schedule.simulator import simulate
 from ppctl.schedule.tick_lowering import ticks
@@ -112,7 +113,7 @@ def test_the_bubble_of_free_running_ranks_is_the_simulated_one(family, keeps_inp
     assert time.pipeline_s == timeline.makespan_s
     assert time.total_s == timeline.makespan_s + 3.0
     assert time.bubble_fraction == pytest.approx(timeline.bubble_fraction, rel=1e-12)
-    assert time.work_s == time.tasks_s == pytest.approx(2 * tasks_s(schedule, costs))
+    assert time.tasks_s == pytest.approx(2 * tasks_s(schedule, costs))
 
 
 @pytest.mark.parametrize("family", ON_RING)
@@ -122,10 +123,9 @@ def test_the_bubble_of_lockstep_is_that_of_the_ticks(family, keeps_input, hop_s)
     op_times, schedule, sizes = some(family, hop_s=hop_s)
     costs = costs_of_stages(op_times, sizes, keeps_input=keeps_input)
     table = lowered(schedule, costs, keeps_input)
-    time = step_time(op_times, schedule, table, costs, copies=1)
+    time = step_time(op_times, schedule, table.packing.counted, costs, copies=1)
     assert time.pipeline_s == pytest.approx(table.makespan_s(costs), rel=1e-12)
     assert time.bubble_fraction == pytest.approx(table.bubble_fraction(costs), rel=1e-12)
-    assert time.work_s == pytest.approx(tasks_s(schedule, costs) + 4 * table.num_ticks * hop_s)
     assert time.tasks_s == pytest.approx(tasks_s(schedule, costs))
 
 
@@ -134,7 +134,7 @@ def test_the_bubble_of_lockstep_is_that_of_the_ticks(family, keeps_input, hop_s)
 def test_shared_cores_that_are_never_idle_have_no_bubble(family, is_lockstep):
     op_times, schedule, sizes = some(family)
     costs = costs_of_stages(op_times, sizes, keeps_input=False)
-    table = lowered(schedule, costs, keeps_input=False) if is_lockstep else None
+    table = lowered(schedule, costs, keeps_input=False).packing.counted if is_lockstep else None
     before = inf
     for capacity, copies in itertools.product((0.5, 1.0, 2.5, 4.0, inf), (1, 2)):
         time = step_time(

@@ -11,7 +11,6 @@ from ppctl.cli.compose import compose
 from ppctl.config import Config
 from ppctl.errors import ConfigError
 from ppctl.planner.cost import predict_step as predict
-from ppctl.planner.cost.step_time import predicted_time
 from ppctl.planner.cost.task_flops import work_of
 from ppctl.training.pipeline.job import assemble
 from ppctl.training.pipeline.known_hardware import known
@@ -29,7 +28,7 @@ KNOWN = StepPrediction(0.5, 3 * 2**20, "hardware=host")
 
 def step_s(job):
     """The seconds of a step that are predicted."""
-    time, _ = predicted_time(job)
+    time = predict.predict_job(job).time
     assert time is not None
     return time.total_s
 
@@ -122,7 +121,9 @@ def test_a_dtype_without_a_stated_peak_predicts_no_time_and_is_refused_where_har
     request = compose(WORDS.split(), [], [])
     assert isinstance(request, Config)
     job = assemble(request)
-    monkeypatch.setattr("ppctl.planner.cost.step_time.peak_flops", lambda hardware, dtype: None)
+    monkeypatch.setattr(
+        "ppctl.planner.cost.target_devices.peak_flops", lambda hardware, dtype: None
+    )
     assert predict.predict_step(job).step_time_s is None
     job = replace(job, config=replace(request, hardware=known()["host"]))
     with pytest.raises(ConfigError, match=r"^hardware=host states no peak for float32\."):

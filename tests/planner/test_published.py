@@ -29,7 +29,8 @@ from benchmarks.published.show import (
 from benchmarks.published.step import chosen, memory_gib
 
 from ppctl.errors import ConfigError
-from ppctl.planner.cost.op_times import OpTimes, PieceTimes, costs_of_stages, ticking_s
+from ppctl.planner.cost.op_times import OpTimes, PieceTimes
+from ppctl.planner.cost.step_time import costs_of_stages, step_time
 from ppctl.planner.search.layout_search import MOST_SIMULATIONS
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.partition.cut_layers import divided_evenly, improved
@@ -292,7 +293,7 @@ def test_the_search_of_partitions_tries_megatron_bridges_layout_of_llama_70b():
     def step_s(partition):
         sizes = tuple(map(len, partition))
         costs = costs_of_stages(op_times, sizes, keeps_input=False)
-        tried[sizes] = ticking_s(op_times, schedule, None, costs, 1).total_s
+        tried[sizes] = step_time(op_times, schedule, None, costs, 1).total_s
         return tried[sizes]
 
     published = tuple(map(len, explicit(80, pp * chunks, MEGATRON_BRIDGE)))

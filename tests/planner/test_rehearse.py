@@ -14,9 +14,9 @@ from support.selection import full_except
 from ppctl import cli, config
 from ppctl.errors import ConfigError
 from ppctl.executors.mpmd.plan_tasks import TASKS
-from ppctl.planner.cost.counted_costs import Machine
+from ppctl.planner.cost.planned_step import Machine
+from ppctl.planner.cost.predict_step import times_of
 from ppctl.planner.cost.roofline import Link, Speed
-from ppctl.planner.cost.step_time import counted_op_times
 from ppctl.planner.rehearsal import rehearse_ranks as rehearse
 from ppctl.planner.rehearsal.rank_on_device import RankOnDevice, RankTimes, in_ticks
 from ppctl.planner.rehearsal.timed_runs import Timing, examples_of_device
@@ -175,7 +175,7 @@ def test_what_devices_of_a_stage_send_is_counted_beside_what_one_of_them_compute
     slow = replace(found, machine=replace(FREE, link=Link(1.0, 1e30)))  # a second a message
     along_tp, along_cp = 4, 2  # two gathers and two scatters of a block; its keys and its values
     assert slow.costs.forward_s[1] == pytest.approx(1.0 + along_tp + along_cp)
-    layer = counted_op_times(slow.job, slow.machine).layer
+    layer = times_of(slow.job, slow.machine).layer
     assert slow.costs.seconds("B", 1, 1) == pytest.approx(
         2.0 + layer.input_grad_s + layer.weight_grad_s
     )

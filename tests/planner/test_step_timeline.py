@@ -7,7 +7,9 @@ from math import inf
 
 import pytest
 
-from ppctl.planner.cost.op_times import OpTimes, PieceTimes, costs_of_stages, step_time
+from ppctl.planner.cost import step_time as timing
+from ppctl.planner.cost.op_times import OpTimes, PieceTimes
+from ppctl.planner.cost.step_time import costs_of_stages
 from ppctl.schedule.families.registry import FAMILIES, ON_RING, build
 from ppctl.schedule.ir import Task, reads, writes
 from ppctl.schedule.simulator import simulate
@@ -32,6 +34,11 @@ def some(family, capacity, *, hop_s=0.0, keeps_input=False, lockstep=True):
     costs = costs_of_stages(op_times, sizes, keeps_input=keeps_input)
     table = ticks(schedule, costs, "full" if keeps_input else "none") if lockstep else None
     return op_times, schedule, table, costs, 2
+
+
+def step_time(op_times, schedule, table, costs, copies):
+    counted = None if table is None else table.packing.counted
+    return timing.step_time(op_times, schedule, counted, costs, copies)
 
 
 def step_timeline(op_times, schedule, table, costs, copies):

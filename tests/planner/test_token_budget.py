@@ -110,7 +110,7 @@ def test_the_page_has_a_card_of_it():
 
 def test_where_the_step_is_not_known_neither_are_the_tokens(capsys, monkeypatch):
     monkeypatch.setattr(
-        "ppctl.planner.cost.predict_step.predicted_time", lambda job, *_: (None, "unknown devices")
+        "ppctl.training.pipeline.known_hardware.of_device", lambda device_kind: None
     )
     assert cli.main(["plan", *WORDS.split(), "plan.tokens=1e12"]) == 0
     assert "tokens    not known, as the step\n" in capsys.readouterr().out

@@ -11,7 +11,7 @@ import pytest
 from support.tuning import composed, layout, request
 
 from ppctl import cli
-from ppctl.planner.cost.step_time import predicted_time
+from ppctl.planner.cost.predict_step import predict_job
 from ppctl.planner.rehearsal.timed_runs import Timing
 from ppctl.planner.search.layout_search import Found
 from ppctl.planner.search.layout_space import Space
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("machine")
 
 def step_s(job):
     """The seconds of a step that are predicted."""
-    time, _ = predicted_time(job)
+    time = predict_job(job).time
     assert time is not None
     return time.total_s
 

@@ -138,7 +138,6 @@ def rehearsal() -> str:
         ranks=ranks,
         analytic_step_time_s=1.1,
         analytic_per_step_overhead_s=0.01,
-        analytic_unknown=None,
     )
     return plan_page.rehearsal_page(
         found, schedule.timeline, Config(mesh=Mesh(2, 4), schedule=Plain("1f1b", 8))

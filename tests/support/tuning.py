@@ -2,8 +2,8 @@
 
 from ppctl import config
 from ppctl.cli.compose import compose
-from ppctl.planner.cost.op_times import StepTime
-from ppctl.planner.search.layout_search import Candidate
+from ppctl.planner.cost.step_time import StepTime
+from ppctl.planner.search.layout_candidate import Candidate
 from ppctl.schedule.mesh_axes import MeshSizes
 
 WORDS = (
@@ -24,7 +24,7 @@ def request(*words):
 
 
 def layout(mesh, seconds):
-    time = StepTime(seconds, 0.0, seconds, seconds, 1.0)
+    time = StepTime(seconds, 0.0, seconds, 1.0)
     return Candidate(
         MeshSizes(*mesh), "1f1b", 1, 4, "none", (5,) * mesh[1], time, 0.0, {"parameters": 1}
     )

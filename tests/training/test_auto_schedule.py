@@ -9,7 +9,8 @@ from support.selection import full_except
 
 from ppctl import config as c
 from ppctl.errors import ConfigError, ScheduleError
-from ppctl.planner.cost.op_times import OpTimes, PieceTimes, costs_of_stages
+from ppctl.planner.cost.op_times import OpTimes, PieceTimes
+from ppctl.planner.cost.step_time import costs_of_stages
 from ppctl.schedule.partition.partition import stage_costs
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.simulator import simulate

@@ -8,7 +8,7 @@ import pytest
 
 from ppctl import config
 from ppctl.errors import ConfigError
-from ppctl.planner.cost.rank_memory import device_limit
+from ppctl.planner.cost.predict_step import target_devices
 from ppctl.training.pipeline.jax_start import check_memory_fraction, set_memory_fraction
 from ppctl.training.pipeline.known_hardware import known
 
@@ -77,6 +77,10 @@ def test_of_a_topology_its_devices_count(topology, is_gpu):
         return
     with pytest.raises(ConfigError, match="the devices are hardware=v5e"):
         check_memory_fraction(asked, CPU, only_planned=True)
+
+
+def device_limit(asked, device):
+    return target_devices(asked, device, asked.mesh.num_devices, "float32").limit
 
 
 def test_a_limit_says_which_share_of_the_memory_it_is_and_what_says_so(monkeypatch):

@@ -174,7 +174,7 @@ def _memory(config: Config, device: Any) -> list[Finding]:
     known = of_device(device.device_kind)
     if not is_gpu(device):
         return [Finding("memory", True, text)]
-    asked = memory_share(config, here=True)
+    asked = memory_share(config.run.memory_fraction, here=True)
     if known is not None and known.gpu is not None:
         share = stated / known.gpu.memory_bytes
         text += f", {share:.0%} of its {size_text(known.gpu.memory_bytes)}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ppctl.config import Transformer
-from ppctl.planner.cost.counted_costs import Machine
+from ppctl.planner.cost.planned_step import Machine
+from ppctl.planner.cost.predict_step import target_of
 from ppctl.planner.cost.roofline import Link
-from ppctl.planner.cost.step_time import device_kind, machine_of
 from ppctl.reports.bubble_names import shared_cores_text
 from ppctl.schedule.axis_table import MESH_AXES, Divided
 from ppctl.training.pipeline.built_in_models import attention_kernels
@@ -33,7 +33,7 @@ def assumptions(job: TrainingJob, *, is_timed: bool) -> tuple[str, ...]:
     """Return the assumptions of a job's prediction in words. is_timed: its step time is known."""
     lines = [*_of_the_layout(job)]
     if is_timed:
-        machine = machine_of(job.config, device_kind(job.pipe), str(job.pipe.dtype))
+        machine = target_of(job).machine
         lines += [*_counted(job, machine), *_overlap(job, machine)]
         lines.append("no time for reading data, evaluations and checkpoints")
     if not job.config.plan.compiles:

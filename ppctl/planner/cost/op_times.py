@@ -1,20 +1,17 @@
-"""The time of a step: seconds of the pieces of a model, put together as stages, tasks and ticks.
+"""Seconds of the pieces of a step, by counting: embedding, a layer, head, and per-step overhead.
 
-They are counted (`counted_costs`), or measured by a rehearsal. Standard library only.
+A rehearsal measures tasks instead, and counts only exchanges. Standard library only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
-from ppctl.schedule.costs import OF_PARTS, Costs
-from ppctl.schedule.ir import Kind, Schedule
-from ppctl.schedule.lockstep_ticks import Rows, rows_s
-from ppctl.schedule.tick_lowering import Ticks
-from ppctl.schedule.timeline import free_running, together_s
+from ppctl.planner.cost.planned_step import Step
+from ppctl.planner.cost.roofline import Op, PieceWork
+from ppctl.schedule.mesh_axes import COPY_AXES
 
 
 @dataclass(frozen=True)
@@ -92,111 +89,83 @@ class OpTimes:
         return layers * layer_s if self.gathers is None else self.gathers.through_s(layers, layer_s)
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of a step: tasks with their bubble, and per-step overhead."""
+def op_times(step: Step) -> OpTimes:
+    """Return the op times of a step."""
+    # 1. pieces
+    machine, examples, layer = step.known_machine, step.microbatch.examples, step.work.layer
+    speed = replace(machine.speed, adds=step.adds_in_place(step.layout.rank_layers))
 
-    pipeline_s: float
-    overhead_s: float
-    work_s: float  # of all devices, in seconds of one that works alone; with transfers of ticks
-    tasks_s: float  # likewise, only of tasks
-    width: float  # devices that can work at full speed at the same time
+    def sent_s(op: Op) -> float:
+        """Return the seconds of sends between devices that divide a stage."""
+        return op.sent_s(examples, *step.ring(op.axes)) if op.axes else 0.0
 
-    @property
-    def total_s(self) -> float:
-        return self.pipeline_s + self.overhead_s
+    def seconds(piece: PieceWork, again: tuple[Op, ...] = ()) -> PieceTimes:
+        parts = piece.forward, (*again, *piece.input_grad), piece.weight_grad
+        f, i, w = ((speed.seconds(ops, examples), sum(map(sent_s, ops))) for ops in parts)
+        # products wait for sends, but in W: gathers travel while its other products are computed
+        return PieceTimes(sum(f), sum(i), max(w) if machine.gathers_ahead else sum(w))
 
-    @property
-    def bubble_fraction(self) -> float:
-        """The share of the devices' joint capacity that no task uses while tasks run, 0..1."""
-        return max(0.0, 1 - self.tasks_s / (self.pipeline_s * self.width))
+    remat, again = step.microbatch.remat, ()
+    if remat.recomputes:  # of a stage (remat=full) the input of each layer is recomputed too
+        again = layer.forward if layer.redo is None or remat.keeps_input_only else layer.redo
+
+    # 2. transfers, gathers and per-step overhead
+    ranks, x_bytes = step.ring(("pp",)), examples * step.work.x_bytes
+    return OpTimes(
+        embed=seconds(step.work.embed),
+        layer=seconds(layer, again),
+        head=seconds(step.work.head),
+        task_s=machine.task_s,
+        hop_s=ranks.link.hop_s(x_bytes) if ranks.size > 1 else 0.0,
+        overhead_s=overhead_s(step),
+        capacity=inf if machine.cores is None else float(machine.cores),
+        gathers=_gathers(step),
+    )
 
 
-def costs_of_stages(
-    op_times: OpTimes,
-    sizes: Sequence[float],
-    *,
-    keeps_input: bool,
-    split: bool = False,
-    num_parts: int = 0,
-) -> Costs:
-    """Return the costs of each stage's tasks; sizes: its layers, or their relative cost.
+def _gathers(step: Step) -> LayerGathers | None:
+    """Return the gathers of layers within tasks, or None."""
+    (link, size), params = step.ring(("fsdp",)), step.params
+    if step.gather == "step" or size == 1:
+        return None
+    layer_s = link.gather_s(params.layer * params.compute_ratio, size)
+    is_scanned = step.layout.rank_layers > step.unroll
+    return LayerGathers(layer_s, step.known_machine.gathers_ahead, once_more=is_scanned)
 
-    The last stage's forward runs the head forward and backward. With keeps_input (remat=full) it is
-    a part of the backward, and the first stage embeds again. split: W is a separate task, not a
-    part of B. num_parts: ranks with a part of the vocabulary each (`seconds_of_part`).
 
-    >>> free, one, two = (PieceTimes(s, s, s) for s in (0.0, 1.0, 2.0))
-    >>> op_times = OpTimes(free, one, two, task_s=0.0, hop_s=0.0, overhead_s=0.0)
-    >>> costs_of_stages(op_times, (2, 1), keeps_input=False).forward_s
-    (2.0, 7.0)
+def overhead_s(step: Step) -> float:
+    """Return the per-step overhead: `exchange_s` and the optimizer."""
+    # gradients are read twice, once for their norm
+    update = step.trained_bytes * (2 * (1 + step.params.moments) + 2)
+    return exchange_s(step) + update / step.known_machine.speed.bytes_per_s
+
+
+def exchange_s(step: Step) -> float:
+    """Return the seconds in which parameters are cast and gathered, gradients summed over replicas.
+
+    Parameters travel in the dtype of compute, gradients in that of the parameters. Tasks read
+    copies of layers, whole unless each task gathers them (gather=layer). Embedding and head are
+    divided over pp and fsdp (a part of a divided vocabulary over fsdp), a rank's layers over fsdp.
+    Sums over copies are of each device's shards. Collectives of single arrays count as one, as
+    compilers combine them.
     """
-    last, free = len(sizes) - 1, PieceTimes(0.0, 0.0, 0.0)
-    embed, head = (free, free) if num_parts else (op_times.embed, op_times.head)
-    forward, input_grad, weight_grad = list[float](), list[float](), list[float]()
+    # 1. gathers of parameters, and sums of gradients that are scattered
+    params, layout = step.params, step.layout
+    layers, embed_head = layout.rank_layers * params.layer, params.embed_head
 
-    # 1. layers, with embedding and head at the ends
-    for s, n in enumerate(sizes):
-        f = op_times.forward_s(n) + op_times.task_s + (embed.forward_s if s == 0 else 0.0)
-        i = op_times.input_grad_s(n, keeps_input=keeps_input, split=split) + op_times.task_s
-        if s == 0:
-            i += embed.input_grad_s + embed.weight_grad_s
-            i += embed.forward_s if keeps_input else 0.0
-        if s == last and keeps_input and not num_parts:
-            f, i = 0.0, i + head.all_s
-        elif s == last:
-            f += head.all_s
-        forward.append(f)
-        input_grad.append(i)
-        weight_grad.append(n * op_times.layer.weight_grad_s + (op_times.task_s if split else 0.0))
+    def moved_s(axes: tuple[str, ...], there: float | None, back: float) -> float:
+        link, size = step.ring(axes)
+        there_s = 0.0 if there is None else link.gather_s(there * params.compute_ratio, size)
+        return there_s + (link.gather_s(back, size) if back else 0.0)
 
-    # 2. parts of the vocabulary
-    costs = Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer_s=op_times.hop_s)
-    parts = seconds_of_part(op_times, num_parts) if num_parts else {}
-    return replace(costs, **{OF_PARTS[kind]: each_s for kind, each_s in parts.items()})
+    gathered = layers if step.gather == "step" else None
+    trained = layout.rank_layers * params.trained_layer
+    seconds = moved_s(("fsdp",), gathered, trained)
+    seconds += moved_s(layout.end_axes, embed_head, params.trained_embed_head)
 
-
-def seconds_of_part(op_times: OpTimes, num_parts: int) -> dict[Kind, float]:
-    """Return the seconds of each kind of task of a vocabulary part; op_times are those of one part.
-
-    Of the head's three products S makes one, T two; and each task sums an activation over the
-    ranks, round the ring.
-    """
-    embed, head = op_times.embed, op_times.head
-    summed_s = 2 * (num_parts - 1) / num_parts * op_times.hop_s
-    return {
-        "E": embed.forward_s + summed_s,
-        "S": head.all_s / 3 + summed_s,
-        "T": head.all_s * 2 / 3 + summed_s,
-        "G": embed.input_grad_s + embed.weight_grad_s + summed_s,
-    }
-
-
-def step_time(
-    op_times: OpTimes, schedule: Schedule, ticks: Ticks | None, costs: Costs, copies: int
-) -> StepTime:
-    """Return the time of a step. copies: the devices of a rank, which do the same at once.
-
-    Ranks run freely if there are no ticks. Otherwise each tick lasts as long as its slowest rank,
-    plus a hop. The bubble is the unused share of the ranks' joint `capacity`; if that is enough for
-    all, their idle share.
-    """
-    rows = None if ticks is None else rows_s(ticks.packing.counted, costs, schedule.num_chunks)
-    return ticking_s(op_times, schedule, rows, costs, copies)
-
-
-def ticking_s(
-    op_times: OpTimes, schedule: Schedule, rows: Rows | None, costs: Costs, copies: int
-) -> StepTime:
-    """Return `step_time` of rows of ticks, transfers not counted; None: of free-running ranks."""
-    tasks, chunks = [count for rank in schedule.counts for count in rank], schedule.num_chunks
-    tasks_s = work_s = sum(number * costs.seconds(kind, s, chunks) for kind, s, number in tasks)
-    capacity, hop_s = op_times.capacity / copies, costs.transfer_s
-    if rows is None:
-        pipeline_s = free_running(schedule, costs, capacity).makespan_s
-    else:
-        ticks = [([s + hop_s for s in row], number) for row, number in rows]
-        pipeline_s = sum(number * together_s(row, capacity) for row, number in ticks)
-        work_s = sum(number * (sum(row) + hop_s * len(row)) for row, number in rows)
-    width = min(schedule.num_ranks, capacity) * copies
-    return StepTime(pipeline_s, op_times.overhead_s, work_s * copies, tasks_s * copies, width)
+    # 2. sums over replicas, and casts
+    copies = step.ring(COPY_AXES)
+    sum_s = copies.link.sum_s(step.trained_bytes, copies.size)
+    copied = layers / layout.mesh.fsdp if step.gather == "layer" else layers
+    cast = step.casts * (copied + embed_head) * (1 + params.compute_ratio)
+    return seconds + sum_s + cast / step.known_machine.speed.bytes_per_s

@@ -1,28 +1,52 @@
-"""The prediction for a request before anything is compiled: memory, step time and bubble of `plan`,
-`train` and `tune`.
+"""The prediction for a job before anything is compiled: `plan`, `train`, `tune` and `rehearse`.
 
-There are two kinds of bubble. The ideal one follows from the schedule and its executor alone: equal
-stages with
+A job gives a `Step`; its seconds and bytes are those of `step_time` and `memory_of`. There are two
+kinds of bubble. The ideal one follows from the schedule and its executor alone: equal stages with
 F = I = W, and nothing else takes time. The predicted one is by the seconds of layers, embedding and
 head, and of transfers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from ppctl.planner.cost.op_times import StepTime
-from ppctl.planner.cost.rank_memory import predicted_memory
-from ppctl.planner.cost.step_time import (
-    hardware_of,
-    op_times_of,
-    predicted_time,
-    timeline_of,
+import jax
+import jax.numpy as jnp
+
+from ppctl.config import Config
+from ppctl.errors import ConfigError
+from ppctl.executors.model_shapes import Model, tree_bytes
+from ppctl.executors.mpmd.dispatch_plan import ProgramId
+from ppctl.executors.mpmd.plan_tasks import JOINS, TASKS
+from ppctl.model.trainable_parameters import trained_part
+from ppctl.planner.cost.op_times import OpTimes, op_times
+from ppctl.planner.cost.planned_step import (
+    Machine,
+    Microbatch,
+    ParamBytes,
+    PlannedLayout,
+    Step,
+    layers_of_ranks,
 )
+from ppctl.planner.cost.step_bytes import reference_bytes, task_bytes, workspace_bytes
+from ppctl.planner.cost.step_time import StepTime, costs_of, costs_of_stages, step_time
+from ppctl.planner.cost.target_devices import Target
+from ppctl.planner.cost.task_flops import work_of
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.families.registry import BASELINE, build
+from ppctl.schedule.ir import PART_KINDS
+from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.search.extrapolated_cost import MOST_TASKS
+from ppctl.schedule.simulator import Timeline
+from ppctl.schedule.timeline import timeline_at
 from ppctl.training.pipeline.job import TrainingJob
+from ppctl.training.pipeline.pipeline import Pipeline
 from ppctl.training.run.run_lines import StepPrediction
+
+Tree = Any
 
 
 @dataclass(frozen=True)
@@ -34,6 +58,7 @@ class JobPrediction:
     unknown: str | None  # why the time is not known
     ideal_bubble: float | None  # 0..1; None without a pipeline
     bubble: float | None  # 0..1: by the same seconds as the time; None where these are not known
+    costs: Costs | None = None  # of the stages' tasks; None without a pipeline or a time
 
     @property
     def total_bytes(self) -> tuple[int, ...]:
@@ -42,36 +67,183 @@ class JobPrediction:
 
 
 def predict_job(job: TrainingJob) -> JobPrediction:
-    """Return the prediction for a job."""
-    time, unknown = predicted_time(job)
-    bubble = None if time is None else _bubble(job, time)
-    return JobPrediction(predicted_memory(job), time, unknown, job.pipe.bubble(), bubble)
+    """Return the prediction for a job. ConfigError where the request's hardware is wrong."""
+    pipe, target = job.pipe, target_of(job)
+    machine, unknown = None, None
+    try:
+        machine = target.machine
+    except ConfigError as error:
+        if job.config.hardware.name != "auto":
+            raise
+        unknown = str(error)
+    step = step_of(job, machine)
+    memory, ideal = memory_of(pipe, step), pipe.bubble()
+    if machine is None:
+        return JobPrediction(memory, None, unknown, ideal, None)
+    times = op_times(step)
+    time, costs = time_of(pipe, times), job_costs(pipe, times)
+    return JobPrediction(memory, time, None, ideal, _bubble(pipe, times, time), costs)
 
 
 def predict_step(job: TrainingJob) -> StepPrediction:
     """Return the prediction for a run, as `ppctl train` prints it."""
-    found, hardware = predict_job(job), hardware_of(job)
+    found, hardware = predict_job(job), target_of(job).known_hardware
     name = "unknown hardware" if hardware is None else f"hardware={hardware.name}"
-    return StepPrediction(
-        None if found.time is None else found.time.total_s,
-        max(found.total_bytes),
-        name,
-        found.ideal_bubble,
-        found.bubble,
-    )
+    step_s = None if found.time is None else found.time.total_s
+    return StepPrediction(step_s, max(found.total_bytes), name, found.ideal_bubble, found.bubble)
 
 
-def _bubble(job: TrainingJob, time: StepTime) -> float | None:
+def _bubble(pipe: Pipeline, times: OpTimes, time: StepTime) -> float | None:
     """Return the idle share of the ranks in the predicted step, as a timeline would measure it.
 
     Devices that share cores, as simulated ones do, are busy for longer while others work: of these
     it takes a timeline, None where that is too long.
     """
-    pipe = job.pipe
     if not pipe.execution.is_pipelined:
         return None
     if time.width >= pipe.mesh.size:
         return time.bubble_fraction
     if sum(map(len, pipe.schedule.ranks)) > MOST_TASKS:
         return None
-    return timeline_of(pipe, op_times_of(job)).bubble_fraction
+    return timeline_of(pipe, times).bubble_fraction
+
+
+# from a job to a step
+
+
+def target_of(job: TrainingJob) -> Target:
+    """Return the devices that a job's plan is for."""
+    mesh = job.pipe.mesh
+    return target_devices(job.config, mesh.devices.flat[0], mesh.size, str(job.pipe.dtype))
+
+
+def target_devices(config: Config, device: Any, number: int, dtype: str) -> Target:
+    """Return the devices of a request; device: an attached one; dtype: of compute."""
+    return Target(
+        config.hardware,
+        device,
+        number,
+        dtype,
+        config.plan.topology,
+        config.plan.compiles,
+        config.mesh.order,
+        config.executor.xla_flags,
+        config.plan.memory_gib,
+        config.run.memory_fraction,
+    )
+
+
+def step_of(job: TrainingJob, machine: Machine | None) -> Step:
+    """Return the step of a job on a machine."""
+    pipe, execution, model = job.pipe, job.pipe.execution, job.pipe.model
+    examples, number = model.microbatch["inputs"].shape[0], pipe.schedule.num_microbatches
+    example_bytes = tree_bytes(model.microbatch) // examples
+    # the reference adds whole gradients of a microbatch, and each microbatch casts parameters
+    is_alone = not execution.is_pipelined
+    return Step(
+        work_of(job.counted_model),
+        param_bytes(pipe.states.natural, model),
+        layout_of(pipe),
+        Microbatch(examples, number, example_bytes, execution.remat),
+        machine,
+        execution.gather,
+        execution.unroll,
+        adds=target_of(job).adds_products and not is_alone,
+        casts=number if is_alone else 1,
+    )
+
+
+def times_of(job: TrainingJob, machine: Machine | None = None) -> OpTimes:
+    """Return the op times of a job on a machine, None: that of its request."""
+    return op_times(step_of(job, machine or target_of(job).machine))
+
+
+def layout_of(pipe: Pipeline) -> PlannedLayout:
+    """Return how the model lies on the mesh."""
+    sizes, schedule = [len(layers) for layers in pipe.partition], pipe.schedule
+    in_ticks, of_ranks = pipe.execution.in_ticks, layers_of_ranks(sizes, schedule.rank_of)
+    largest = max(sizes) * schedule.num_chunks if in_ticks else max(of_ranks)
+    mesh = MeshSizes.of(pipe.mesh.shape)
+    return PlannedLayout(mesh, largest, max(sizes), has_parts=schedule.divides_vocabulary)
+
+
+def param_bytes(state: Tree, model: Model) -> ParamBytes:
+    """Return the sizes of one device's parameters; state: shapes of all, in natural order."""
+    # 1. of one device's shards, where tp divides the model
+    held, trained = model.held, trained_part(model.held, model.stack.trainable)
+    layer, embed_head = tree_bytes(held["layers"]), tree_bytes(held["embed_head"])
+
+    # 2. ratios, of all parameters
+    params = state["params"]
+    all_trained = trained_part(params, model.stack.trainable)
+    num_computed = sum(math.prod(a.shape) for a in jax.tree.leaves(params))
+    return ParamBytes(
+        layer=layer,
+        embed_head=embed_head,
+        moments=tree_bytes(state["optimizer"]) / tree_bytes(all_trained),
+        compute_ratio=num_computed * jnp.dtype(model.dtype).itemsize / tree_bytes(params),
+        frozen_layer=layer - tree_bytes(trained["layers"]),
+        frozen_embed_head=embed_head - tree_bytes(trained["embed_head"]),
+    )
+
+
+# the bytes and the seconds of a job
+
+
+def memory_of(pipe: Pipeline, step: Step) -> tuple[Mapping[str, int], ...]:
+    """Return each rank's bytes of one device by part, temporaries counted; compiles nothing."""
+    params, layout = step.params, step.layout
+    layer_bytes = round(params.layer * params.compute_ratio)
+    whole_before_tasks = pipe.model.layer_specs is None
+
+    def task(kind: str, role: Any) -> int:
+        layers = role.num_layers
+        gathered = 0 if whole_before_tasks or kind == "W" else min(2, layers) * layer_bytes
+        return gathered + task_bytes(step, kind, layers, has_head=role.is_last)
+
+    def of_program(program: ProgramId | None) -> int:
+        """Return the temporaries of one of executor=mpmd's programs, or of a whole step (None)."""
+        if program is None:
+            return workspace_bytes(step) if pipe.execution.is_pipelined else reference_bytes(step)
+        if program.kind in (*PART_KINDS, *JOINS):
+            return round(step.head_bytes) if program.kind == "T" else 0
+        if program.kind in TASKS:
+            return task(program.kind, program.shape)
+        if program.kind == "prepare" and layout.mesh.fsdp > 1 and whole_before_tasks:  # gathered
+            return sum(role.num_layers for role in program.shape.stages) * layer_bytes
+        if program.kind == "reduce":  # stacked, to be summed
+            return program.shape.num_layers * params.trained_layer
+        return 0
+
+    return pipe.engine.memory(of_program)
+
+
+def time_of(pipe: Pipeline, times: OpTimes, costs: Costs | None = None) -> StepTime:
+    """Return the seconds of a train step; costs: of the stages' tasks, None: by op times."""
+    if not pipe.execution.is_pipelined:
+        alone = build(BASELINE, 1, pipe.schedule.num_microbatches)
+        whole = costs_of_stages(times, [pipe.stack.num_layers], keeps_input=False)
+        return step_time(times, alone, None, whole, 1)
+    counted = None if pipe.ticks is None else pipe.ticks.packing.counted
+    costs = costs or job_costs(pipe, times)
+    return step_time(times, pipe.schedule, counted, costs, _copies(pipe))
+
+
+def timeline_of(pipe: Pipeline, times: OpTimes, costs: Costs | None = None) -> Timeline:
+    """Return when each task of a step runs, by the rules of `time_of`, without per-step overhead.
+
+    Not for executor=reference, which has no stages.
+    """
+    costs = costs or job_costs(pipe, times)
+    return timeline_at(pipe.schedule, pipe.ticks, costs, times.capacity / _copies(pipe))
+
+
+def job_costs(pipe: Pipeline, times: OpTimes) -> Costs:
+    """Return the costs of the stages' tasks."""
+    layers = None if pipe.stack.are_alike else pipe.relative_costs.layers
+    return costs_of(times, pipe.schedule, pipe.partition, pipe.execution.remat, layers)
+
+
+def _copies(pipe: Pipeline) -> int:
+    """Return the number of a rank's devices, which do the same at the same time."""
+    return pipe.mesh.size // pipe.mesh.shape["pp"]

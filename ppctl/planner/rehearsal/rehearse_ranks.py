@@ -1,7 +1,7 @@
 """A large run's ranks, rehearsed on one device, and the whole step simulated from their times.
 
 Each rank that differs from those before it runs its tasks, or ticks, and its optimizer's update.
-Transfers and collectives are counted (`counted_costs`) for the links of hardware=. Of a rank whose
+Transfers and collectives are counted (`op_times`) for the links of hardware=. Of a rank whose
 devices divide its stages over tp and cp one device runs, with stand-ins for all that it receives
 (`stand_ins`); the seconds of these sends are counted too.
 """
@@ -22,23 +22,17 @@ from ppctl.config.schedule_from_config import label
 from ppctl.errors import ConfigError
 from ppctl.executors.mpmd.plan_tasks import roles, task_entries
 from ppctl.executors.mpmd.rank_programs import rank_entries, rank_roles
-from ppctl.planner.cost.counted_costs import Machine, exchange_s
-from ppctl.planner.cost.op_times import OpTimes, PieceTimes, StepTime
-from ppctl.planner.cost.rank_memory import device_limit
-from ppctl.planner.cost.roofline import Speed
-from ppctl.planner.cost.step_time import (
-    as_run,
-    counted_op_times,
-    device_kind,
-    hardware_of,
-    layout_of,
-    machine_of,
-    mesh_peak_flops,
-    param_bytes_of,
-    predicted_time,
+from ppctl.planner.cost.op_times import OpTimes, PieceTimes, exchange_s, op_times
+from ppctl.planner.cost.planned_step import Machine, Step
+from ppctl.planner.cost.predict_step import (
+    job_costs,
+    step_of,
+    target_of,
     time_of,
     timeline_of,
 )
+from ppctl.planner.cost.roofline import Speed
+from ppctl.planner.cost.step_time import StepTime
 from ppctl.planner.rehearsal.rank_on_device import (
     RankOnDevice,
     RankPart,
@@ -92,9 +86,8 @@ class Rehearsal:
     bubble_fraction: float  # 0..1: idle share of the ranks in the simulated step, no overhead
     limit_bytes: int | None  # memory of a device
     ranks: tuple[RehearsedRank, ...]
-    analytic_step_time_s: float | None  # of `ppctl plan` for the same request
-    analytic_per_step_overhead_s: float | None
-    analytic_unknown: str | None  # why these are unknown
+    analytic_step_time_s: float  # of `ppctl plan` for the same request
+    analytic_per_step_overhead_s: float
 
 
 def rehearse(config: Config) -> tuple[Rehearsal, Timeline]:
@@ -110,8 +103,7 @@ def rehearse(config: Config) -> tuple[Rehearsal, Timeline]:
             "by XLA (sharding of the model), which divides whole programs. Use mesh.tp=1, or "
             "`ppctl plan`."
         )
-    # machine_of may refuse: before anything is compiled
-    machine = machine_of(config, device_kind(job.pipe), str(job.pipe.dtype))
+    machine = target_of(job).machine  # may refuse: before anything is compiled
     simulated = Simulated(job, machine, *_run_ranks(job))
     return simulated.found, simulated.timeline
 
@@ -153,7 +145,7 @@ def _run_ranks(job: TrainingJob) -> tuple[dict[int, RankTimes], list[int]]:
             if (reason := out_of_memory(error)) is None:
                 raise
             raise ConfigError(
-                f"Rank {r} does not fit this {device_kind(job.pipe)}: {reason.rstrip('.')}. Use "
+                f"Rank {r} does not fit this {target_of(job).kind}: {reason.rstrip('.')}. Use "
                 "more ranks (mesh.pp), smaller microbatches (schedule.num_microbatches), or "
                 "executor.remat=full."
             ) from error
@@ -229,21 +221,19 @@ class Simulated:
     def found(self) -> Rehearsal:
         """The rehearsal, as it is printed."""
         # 1. the request and its prediction
-        job, config, pipe, step = self.job, self.job.config, self.job.pipe, self.step
-        hardware = hardware_of(job)
-        analytic, unknown = predicted_time(job)
+        job, pipe, step, target = self.job, self.job.pipe, self.step, target_of(self.job)
+        counted = time_of(pipe, self._counted)
         unit, count = unit_of_work(job)
-        flops, peak = model_flops(job), mesh_peak_flops(job)
-        limit = device_limit(config, pipe.mesh.devices.flat[0])
+        flops, peak = model_flops(job), target.peak_flops
 
         # 2. the ranks
         ranks = tuple(self._rank(r) for r in range(pipe.schedule.num_ranks))
         copies = pipe.mesh.size // pipe.mesh.shape["pp"]
         cpu_s = sum(each.cpu_s or 0.0 for each in ranks) * copies
         return Rehearsal(
-            schedule=label(config.schedule),
-            device=device_kind(pipe),
-            hardware=None if hardware is None else hardware.name,
+            schedule=label(job.config.schedule),
+            device=target.kind,
+            hardware=target.hardware.name,
             step_time_s=step.total_s,
             per_step_overhead_s=step.overhead_s,
             step_cpu_s=cpu_s if _is_shared(self.job) else None,
@@ -253,11 +243,10 @@ class Simulated:
             mfu_fraction=mfu(flops.full, step.total_s, peak),
             mfu_causal_fraction=mfu(flops.causal, step.total_s, peak),
             bubble_fraction=self.timeline.bubble_fraction,
-            limit_bytes=None if limit is None else limit.size_bytes,
+            limit_bytes=None if target.limit is None else target.limit.size_bytes,
             ranks=ranks,
-            analytic_step_time_s=None if analytic is None else analytic.total_s,
-            analytic_per_step_overhead_s=None if analytic is None else analytic.overhead_s,
-            analytic_unknown=unknown,
+            analytic_step_time_s=counted.total_s,
+            analytic_per_step_overhead_s=counted.overhead_s,
         )
 
     def _rank(self, rank: int) -> RehearsedRank:
@@ -282,16 +271,20 @@ class Simulated:
         )
 
     @cached_property
+    def _planned(self) -> Step:
+        return step_of(self.job, self.machine)
+
+    @cached_property
     def _counted(self) -> OpTimes:
         """The op times as `ppctl plan` counts them, for exchanges between ranks."""
-        return counted_op_times(self.job, self.machine)
+        return op_times(self._planned)
 
     @cached_property
     def _sent(self) -> Costs:
         """Seconds sent along tp and cp in each stage's tasks: counted costs on infinite speed."""
-        counted = counted_op_times(self.job, replace(self.machine, speed=Speed(inf, inf)))
-        costs, _ = as_run(self.job.pipe, replace(counted, task_s=0.0, gathers=None))
-        return costs
+        machine = replace(self.machine, speed=Speed(inf, inf), task_s=0.0)
+        sent = op_times(replace(self._planned, machine=machine))
+        return job_costs(self.job.pipe, replace(sent, gathers=None))
 
     @property
     def _sent_s(self) -> float:
@@ -303,9 +296,8 @@ class Simulated:
     @cached_property
     def _op_times(self) -> OpTimes:
         """The overhead and the share of cores of a step; its tasks are `costs`."""
-        pipe, times = self.job.pipe, self.ran.values()
-        sizes = param_bytes_of(pipe), self.machine, layout_of(pipe)
-        exchanged_s = exchange_s(*sizes, gather=pipe.execution.gather)
+        times = self.ran.values()
+        exchanged_s = exchange_s(self._planned)
         busy = mean(each.tasks.cpu_s / each.tasks.wall_s for each in times)  # cores of a rank
         return replace(
             self._counted,

@@ -1,47 +1,31 @@
 """The fastest layouts of a model: mesh, schedule, partition, microbatches and remat together.
 
-Every combination is bounded from below by its work and its memory. Layouts are simulated by these
-bounds, until no bound is below the last of the best. Standard library only.
+Every combination is bounded from below by its work and its memory. The layout with the lowest
+bound is placed, then simulated, and it is the next best once its time is the lowest of all bounds.
+Standard library only.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from heapq import heapify, heappop, heappush
 from itertools import product
 from math import inf
-from typing import NamedTuple
+from typing import Any
 
-from ppctl.planner.cost.array_sizes import Microbatch
-from ppctl.planner.cost.counted_costs import Machine
-from ppctl.planner.search.layout_candidate import Candidate, LayoutPredictor, knobs_of
+from ppctl.planner.cost.planned_step import Machine, Microbatch
+from ppctl.planner.search.layout_candidate import Candidate, Layout, Placed
 from ppctl.planner.search.layout_space import Bounds, DeviceModels, Space
 from ppctl.schedule.axis_table import MESH_AXES
-from ppctl.schedule.costs import Costs
-from ppctl.schedule.families.registry import BASELINE, FAMILIES
 from ppctl.schedule.mesh_axes import DATA_AXES, STAGE_AXES, MeshSizes
 from ppctl.schedule.partition.cut_layers import improved
 from ppctl.schedule.partition.partition import Partition, explicit
 
 MOST_SIMULATIONS = 100  # of one layout's partitions
-
-
-class Layout(NamedTuple):
-    """A layout before it is simulated."""
-
-    bounds: Bounds
-    family: str
-    num_chunks: int
-
-    @property
-    def bound_s(self) -> float:
-        return self.bounds.step_s(is_whole=not FAMILIES[self.family].is_split)
-
-    @property
-    def least_bytes(self) -> int:
-        return sum(self.bounds.memory.values())
 
 
 @dataclass(frozen=True)
@@ -56,20 +40,46 @@ class Found:
     smallest: Candidate | None  # the one that needs least, where none fits
 
 
-class LayoutSearch:
-    """A search of a space, with the models of its divisions."""
+def ascending(
+    items: Iterable[Any], key: Callable[[Any], float], refined: Callable[[Any], Any]
+) -> Iterator[Any]:
+    """Yield items by their key, of which unrefined ones have a lower bound.
 
-    def __init__(self, space: Space, models: DeviceModels, machine: Machine):
+    refined: the next form of an item, the item itself if there is no further one, None: drop it.
+    Only items whose bound is the lowest of all are refined.
+
+    >>> list(ascending([5, 3, 4], key=abs, refined=lambda n: -2 * n if n > 0 else n))
+    [-6, -8, -10]
+    """
+    heap = [(key(item), i, item) for i, item in enumerate(items)]
+    heapify(heap)
+    while heap:
+        bound, i, item = heappop(heap)
+        better = refined(item)
+        if better is item:
+            yield item
+        elif better is not None:
+            heappush(heap, (max(bound, key(better)), i, better))
+
+
+class LayoutSearch:
+    """A search of a space, with the models of its divisions, for a room in bytes."""
+
+    def __init__(
+        self, space: Space, models: DeviceModels, machine: Machine, room_bytes: float = inf
+    ):
         self.space, self.models, self.machine = space, models, machine
-        self.predictor = LayoutPredictor()
+        self.room_bytes, self.num_simulated = room_bytes, 0
+        self.layouts = list(self._layouts())
 
     def bounds(self, mesh: MeshSizes, microbatch: Microbatch, vocab: str = "whole") -> Bounds:
         """Return the lower bounds of a mesh with microbatches."""
         has_parts = vocab == "parallel"
         model = self.models(mesh.only(STAGE_AXES), *[mesh.pp] * has_parts)
-        return Bounds(self.space, *model, self.machine, mesh, microbatch, has_parts)
+        how = self.space, model, self.machine, mesh, microbatch
+        return Bounds.of(*how, has_parts=has_parts)
 
-    def layouts(self) -> Iterator[Layout]:
+    def _layouts(self) -> Iterator[Layout]:
         """Yield all with tp in one host; vocabulary parts only where they may gain."""
         for mesh, microbatch in self.space.microbatches:
             over = self.machine.over(mesh.by_axis)
@@ -83,89 +93,66 @@ class LayoutSearch:
             for bounds, kind in product(each, self.space.kinds(mesh.pp)):
                 yield Layout(bounds, *kind)
 
-    def run(self, keep: int = 10, *, room_bytes: float | None = None) -> Found:
-        """Return the best `keep` layouts within room_bytes a device (None: no limit)."""
-        self.predictor = LayoutPredictor(inf if room_bytes is None else room_bytes)
-        with uncollected():
-            return self._run(keep)
+    @property
+    def num_too_large(self) -> int:
+        """The number of layouts without room for state and one microbatch."""
+        return sum(layout.bounds.least_bytes > self.room_bytes for layout in self.layouts)
 
-    def _run(self, keep: int) -> Found:
-        # 1. leave out layouts whose state and one microbatch have no room
-        layouts = list(self.layouts())
-        opened = [layout for layout in layouts if self.predictor.has_room(layout.bounds.memory)]
+    def fastest(self, *, with_pipeline: bool = True) -> Iterator[Candidate]:
+        """Yield the layouts that may have room, fastest first; with_pipeline=False: with pp=1."""
+        layouts = [
+            layout
+            for layout in self.layouts
+            if layout.bounds.least_bytes <= self.room_bytes
+            and (with_pipeline or layout.bounds.mesh.pp == 1)
+        ]
+        best, refined = list[Candidate](), partial(self._refined, room_bytes=self.room_bytes)
+        for candidate in ascending(layouts, lambda item: item.seconds, refined):
+            if not any(map(candidate.is_like, best)):
+                best.append(candidate)
+                yield candidate
 
-        # 2. simulate, by estimates, all that may be among the best, or the best without a pipeline
-        best, alone = list[Candidate](), None
-        for layout in sorted(opened, key=self._expected_s):
-            last_s = best[-1].time.total_s if len(best) == keep else inf
-            alone_s = inf if alone is None else alone.time.total_s
-            alone_s = 0.0 if layout.bounds.mesh.pp > 1 else alone_s
-            if layout.bound_s > last_s and layout.bound_s >= alone_s:
-                continue
-            candidate = self.predictor.candidate(*layout, max(last_s, alone_s))
-            if candidate is None:
-                continue
-            if candidate.time.total_s < alone_s:
-                alone = candidate
-            if not any(candidate.is_like(other) for other in best):
-                best = sorted([*best, candidate], key=rank)[:keep]
+    def smallest(self) -> Iterator[Candidate]:
+        """Yield all layouts by their `least_bytes`."""
+        refined = partial(self._refined, room_bytes=inf)
+        return ascending(self.layouts, lambda item: item.least_bytes, refined)
 
-        # 3. where none fits, name the smallest
-        num_too_large, num_simulated = len(layouts) - len(opened), self.predictor.num_simulated
-        smallest = None if best else LayoutSearch(self.space, self.models, self.machine)._smallest()
-        return Found(tuple(best), alone, len(layouts), num_too_large, num_simulated, smallest)
+    def _refined(
+        self, item: Layout | Placed | Candidate, room_bytes: float
+    ) -> Placed | Candidate | None:
+        """Return the next form of a layout; None if it is impossible or has no room."""
+        if isinstance(item, Candidate):
+            return item
+        if item.least_bytes > room_bytes:
+            return None
+        if isinstance(item, Layout):
+            return item.placed()
+        self.num_simulated += 1
+        candidate = item.simulated()
+        return candidate if candidate.least_bytes <= room_bytes else None
 
-    def improved(self, found: Found) -> Found:
-        """Return the layouts with faster partitions, by simulation (`cut_layers`), in order."""
-        with uncollected():
-            best = sorted(map(self._improved, found.best), key=rank)
-        return replace(found, best=tuple(best))  # one stage has one partition
-
-    def _improved(self, candidate: Candidate) -> Candidate:
-        mesh, number, space = candidate.mesh, candidate.num_microbatches, self.space
+    def improved(self, candidate: Candidate) -> Candidate:
+        """Return a layout with a faster partition, by simulation (`cut_layers`)."""
+        space, vocab = self.space, candidate.vocab
+        mesh, number = candidate.mesh, candidate.num_microbatches
         examples = space.batch_size // (mesh.along(DATA_AXES) * number)
         microbatch = Microbatch(examples, number, space.example_bytes, candidate.remat)
-        bounds = self.bounds(mesh, microbatch, candidate.vocab)
+        bounds = self.bounds(mesh, microbatch, vocab)
+        layout = Layout(bounds, candidate.family, candidate.num_chunks)
         found = {candidate.partition: candidate}
 
         def simulated_s(partition: Partition) -> float:
-            sizes, kind = tuple(map(len, partition)), (candidate.family, candidate.num_chunks)
+            sizes = tuple(map(len, partition))
             if sizes not in found:
-                simulated = self.predictor.candidate(bounds, *kind, sizes=sizes)
-                if simulated is None:
+                placed = layout.placed(sizes)
+                simulated = None if placed is None else self._refined(placed, self.room_bytes)
+                if not isinstance(simulated, Candidate):
                     return inf
                 found[sizes] = simulated
-            return found[sizes].time.total_s
+            return found[sizes].seconds
 
         start = explicit(space.num_layers, len(candidate.partition), candidate.partition)
         return found[tuple(map(len, improved(start, simulated_s, max_tried=MOST_SIMULATIONS)))]
-
-    def _expected_s(self, layout: Layout) -> float:
-        """Return a closed-form estimate: simulating good layouts first rules out most."""
-        bounds, family, chunks = layout
-        op_times, pp, number = bounds.op_times, bounds.mesh.pp, bounds.microbatch.number
-        layers, embed_head_s = self.space.num_layers / pp, bounds.embed_head_s / pp
-        kinds_s = (layers * each_s + embed_head_s / 3 for each_s in astuple(op_times.layer))
-        costs = Costs(*kinds_s, transfer_s=op_times.hop_s)
-        knobs, free = knobs_of(family, chunks), replace(costs, transfer_s=0.0)
-        makespan_s = FAMILIES[family].makespan_s
-        formulas_s = (
-            makespan_s(pp, number, costs, **knobs)
-            or makespan_s(pp, number, free, **knobs)
-            or FAMILIES[BASELINE].makespan_s(pp, number, free)
-        )
-        return op_times.overhead_s + (formulas_s or number * costs.seconds("F", 0, 1) * 3)
-
-    def _smallest(self) -> Candidate | None:
-        """Return the layout that needs the fewest bytes, None where none is possible."""
-        smallest, size = None, inf
-        for layout in sorted(self.layouts(), key=lambda layout: layout.least_bytes):
-            if layout.least_bytes >= size:
-                break
-            candidate = self.predictor.candidate(*layout)
-            if candidate is not None and candidate.total_bytes < size:
-                smallest, size = candidate, candidate.total_bytes
-        return smallest
 
 
 def rank(candidate: Candidate) -> tuple[float, int]:

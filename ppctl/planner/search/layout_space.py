@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
-from ppctl.planner.cost.array_sizes import Microbatch, held_bytes
-from ppctl.planner.cost.counted_costs import (
-    Machine,
-    ParamBytes,
-    PlannedLayout,
-    adds_in_place,
-    op_times,
-)
-from ppctl.planner.cost.op_times import OpTimes, seconds_of_part
+from ppctl.planner.cost.op_times import OpTimes, op_times
+from ppctl.planner.cost.planned_step import Machine, Microbatch, ParamBytes, PlannedLayout, Step
 from ppctl.planner.cost.roofline import ModelWork
+from ppctl.planner.cost.step_bytes import array_bytes
+from ppctl.planner.cost.step_time import seconds_of_part
 from ppctl.schedule.families.registry import BASELINE, FAMILIES
 from ppctl.schedule.mesh_axes import DATA_AXES, MeshSizes
 from ppctl.schedule.remat import Remat
@@ -39,7 +34,7 @@ DeviceModels = Callable[..., DeviceModel]  # of a division, and ranks of a divid
 
 @dataclass(frozen=True)
 class Space:
-    """A model on so many devices, and the choices of its layout."""
+    """A model on devices, and the choices of its layout."""
 
     num_devices: int
     num_layers: int
@@ -47,6 +42,8 @@ class Space:
     example_bytes: int  # of the data: inputs and targets
     in_ticks: bool = True  # executor=spmd: ranks in lockstep
     gather: str = "step"  # executor.gather
+    unroll: float = float("inf")  # executor.unroll
+    adds: bool = False  # products of the devices can add to sums
     families: tuple[str, ...] = PREFERRED
     remats: tuple[str, ...] = tuple(map(str, Remat))
     max_chunks: int = 4
@@ -80,7 +77,7 @@ class Space:
         (Tried and rejected: 8 for each rank at most. 8.4e9 parameters, batches of 512 on 8 A100
         took 1.24 times as long.)
         """
-        for mesh, remat in product(self.meshes, self.remats):
+        for mesh, remat in product(self.meshes, map(Remat.of, self.remats)):
             examples, left = divmod(self.batch_size, mesh.along(DATA_AXES))
             for number in () if left else divisors(examples):
                 yield mesh, Microbatch(examples // number, number, self.example_bytes, remat)
@@ -98,81 +95,70 @@ class Space:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds of a mesh with microbatches, whatever its schedule and partition."""
+    """Lower bounds of a mesh with microbatches, whatever its schedule and partition.
+
+    step: of ranks with equal shares, rounded up.
+    """
 
     space: Space
-    work: ModelWork
-    params: ParamBytes
-    machine: Machine
     mesh: MeshSizes
-    microbatch: Microbatch
-    has_parts: bool = False  # each rank has a part of the vocabulary, in work and params too
+    step: Step
 
-    def adds_in_place(self, num_layers: int) -> bool:
-        """Return whether products of a rank with so many layers add gradients to their sums."""
-        machine = self.machine
-        return adds_in_place(num_layers, adds=machine.speed.adds, unroll=machine.unroll)
+    @classmethod
+    def of(
+        cls,
+        space: Space,
+        model: DeviceModel,
+        machine: Machine,
+        mesh: MeshSizes,
+        microbatch: Microbatch,
+        *,
+        has_parts: bool = False,
+    ) -> Bounds:
+        """Return the bounds of a mesh; has_parts: of a divided vocabulary, in the model too."""
+        share = -(-space.num_layers // mesh.pp)
+        layout, how = PlannedLayout(mesh, share, share, has_parts), (space.gather, space.unroll)
+        return cls(space, mesh, Step(*model, layout, microbatch, machine, *how, space.adds))
 
     @property
-    def num_parts(self) -> int:
-        """The number of parts of the vocabulary; 0 where it is whole."""
-        return self.mesh.pp if self.has_parts else 0
-
-    def layout(self, rank_layers: int, chunk_layers: int) -> PlannedLayout:
-        """Return how the model lies on the mesh, given the largest rank's and chunk's layers."""
-        return PlannedLayout(self.mesh, rank_layers, chunk_layers, self.has_parts)
+    def has_parts(self) -> bool:
+        return self.step.layout.has_parts
 
     @cached_property
     def op_times(self) -> OpTimes:
-        """Of ranks with equal shares."""
-        layers = -(-self.space.num_layers // self.mesh.pp)
-        return self.op_times_at(self.layout(layers, layers))
-
-    def op_times_at(self, layout: PlannedLayout) -> OpTimes:
-        return op_times(
-            self.work,
-            self.params,
-            self.machine,
-            layout,
-            microbatch_examples=self.microbatch.examples,
-            remat=self.microbatch.remat,
-            gather=self.space.gather,
-        )
+        return op_times(self.step)
 
     @cached_property
-    def memory(self) -> Mapping[str, int]:
-        """Bytes by part of a rank with its share of the model, and one microbatch."""
+    def least_bytes(self) -> int:
+        """Bytes of a rank with its share of the model, and one microbatch."""
         return self.with_stashes(1.0)
 
-    def with_stashes(self, number: float) -> Mapping[str, int]:
-        """Return the same with so many microbatches, through all of the rank's layers."""
-        layers = self.space.num_layers // self.mesh.pp
-        return self.held_bytes(self.layout(layers, layers), {"stash": number})
-
-    def held_bytes(self, layout: PlannedLayout, slots: Mapping[str, float]) -> dict[str, int]:
-        """Return the bytes by part on one device of a layout, without temporaries."""
-        sizes = self.work, self.params, layout, self.microbatch
-        return held_bytes(*sizes, slots, gather=self.space.gather)
+    def with_stashes(self, number: float) -> int:
+        """Return the same with `number` microbatches, through all of the rank's layers."""
+        step, share, pp = self.step, self.space.num_layers // self.mesh.pp, self.mesh.pp
+        if not (self.space.in_ticks or self.has_parts):  # the mean of all ranks
+            step = replace(step, params=step.params.with_embed_head_over(pp))
+        return sum(array_bytes(step.with_layers(share, share), {"stash": number}).values())
 
     @cached_property
     def embed_head_s(self) -> float:
         """Seconds of embedding and head of a microbatch, of all ranks together."""
         if self.has_parts:
-            return self.num_parts * sum(seconds_of_part(self.op_times, self.num_parts).values())
+            return self.mesh.pp * sum(seconds_of_part(self.op_times, self.mesh.pp).values())
         return self.op_times.embed.all_s + self.op_times.head.all_s
 
     @property
     def may_gain_by_parts(self) -> bool:
         """Whether the whole embedding and head take a share of time or memory that counts."""
-        params, pp = self.params, self.mesh.pp
+        pp = self.mesh.pp
         layers_s = self.space.num_layers * self.op_times.layer.all_s
         if self.embed_head_s * pp >= LEAST_EMBED_HEAD * layers_s:
             return True
-        embed_head, frozen = params.embed_head // pp, params.frozen_embed_head // pp
-        params = replace(params, embed_head=embed_head, frozen_embed_head=frozen)
-        divided = replace(self, params=params, has_parts=True)
-        now, then = (sum(each.memory.values()) for each in (self, divided))
-        return now - then >= LEAST_EMBED_HEAD * now
+        params = self.step.params.with_embed_head_over(pp)
+        layout = replace(self.step.layout, has_parts=True)
+        divided = replace(self, step=replace(self.step, params=params, layout=layout))
+        saved = self.least_bytes - divided.least_bytes
+        return saved >= LEAST_EMBED_HEAD * self.least_bytes
 
     def step_s(self, *, is_whole: bool = False) -> float:
         """Return a lower bound of the step time: work, the way to the ranks, and (is_whole) back.
@@ -182,12 +168,13 @@ class Bounds:
         backwards, and may hold any layers, unless the vocabulary is divided.
         """
         # 1. work of a rank
-        op_times, pp, number = self.op_times, self.mesh.pp, self.microbatch.number
+        microbatch, op_times, pp = self.step.microbatch, self.op_times, self.mesh.pp
         layer, embed_head_s, last_s = op_times.layer, self.embed_head_s, op_times.layer.all_s
-        if Remat.of(self.microbatch.remat).keeps_input_only and not self.has_parts:
+        if microbatch.remat.keeps_input_only and not self.has_parts:
             last_s -= layer.forward_s  # a layer of the last stage
         speed = (pp - 1) / layer.all_s + 1 / last_s  # layers a second, of all ranks
-        rank_s = number * (self.space.num_layers + embed_head_s / layer.all_s) / speed
+        number, num_layers = microbatch.number, self.space.num_layers
+        rank_s = number * (num_layers + embed_head_s / layer.all_s) / speed
 
         # 2. the way through the stages before it
         way_s, hops = layer.forward_s, 1 + is_whole
@@ -198,7 +185,7 @@ class Bounds:
 
         # 3. work of all devices that share cores
         rank_devices = self.space.num_devices // pp
-        work_s = number * (self.space.num_layers * last_s + embed_head_s) * rank_devices
+        work_s = number * (num_layers * last_s + embed_head_s) * rank_devices
         return max(rank_s, work_s / op_times.capacity) + op_times.overhead_s
 
 

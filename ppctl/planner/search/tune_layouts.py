@@ -1,17 +1,17 @@
 """The fastest layouts of a model on so many devices.
 
 Mesh, schedule, stages a rank, partition, microbatches and remat are searched together
-(`layout_search`), at costs counted for the hardware. The layouts found are predicted as by `ppctl
-plan` (`predict_step`), and tune.measure runs the best ones here. Model, data, batch, executor and
-optimizer are those of the request.
+(`layout_search`), at costs counted for the hardware. The fastest layouts are predicted as by `ppctl
+plan` (`predict_step`) until enough of them fit, and tune.measure runs the best ones here. Model,
+data, batch, executor and optimizer are those of the request.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from math import inf
 from typing import Any
 
@@ -25,22 +25,21 @@ from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import all_devices
 from ppctl.executors.model_shapes import tree_bytes
 from ppctl.executors.stage.jaxpr_flops import relative_costs
+from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import Stack, init
 from ppctl.model.trainable_parameters import trained_share
-from ppctl.planner.cost.counted_costs import Machine
-from ppctl.planner.cost.device_models import device_models, divisions
-from ppctl.planner.cost.predict_step import predict_job
-from ppctl.planner.cost.rank_memory import device_limit
-from ppctl.planner.cost.step_time import machine_of
+from ppctl.planner.cost.predict_step import predict_job, target_devices
+from ppctl.planner.cost.target_devices import Target
 from ppctl.planner.rehearsal.timed_runs import run_steps
+from ppctl.planner.search.device_models import DividedModels
 from ppctl.planner.search.job_script import hosts_for
 from ppctl.planner.search.layout_candidate import Candidate
-from ppctl.planner.search.layout_search import Found, LayoutSearch, rank
+from ppctl.planner.search.layout_search import Found, LayoutSearch, rank, uncollected
 from ppctl.planner.search.layout_space import PREFERRED, Space
 from ppctl.planner.search.token_budget import check_tokens, token_budget
 from ppctl.planner.show.tune_terminal import Tuned
 from ppctl.schedule.families.registry import BASELINE, FAMILIES, ON_RING, build
-from ppctl.schedule.mesh_axes import MeshSizes
+from ppctl.schedule.mesh_axes import STAGE_AXES, MeshSizes
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
 from ppctl.training.pipeline.execution import Execution
@@ -54,114 +53,107 @@ from ppctl.training.pipeline.job import (
     stack_for,
 )
 from ppctl.training.pipeline.known_hardware import resolved
-from ppctl.training.pipeline.mfu import mfu_peak_flops
 from ppctl.training.pipeline.optimizers import clipped, init_state
 from ppctl.training.pipeline.pipeline_request import divided_stack, with_vocabulary_of
 
 Planned = tuple[Candidate, Config]  # a layout predicted as by `ppctl plan`, and its request
 Predict = Callable[[Candidate], Planned]
-SLACK = 1.02  # room of a search over the limit: the error of its estimates if stages are alike
 
 
 def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
     """Return the layouts found, best first, and their requests. ConfigError for a bad request."""
     # 1. the hardware, and the memory of a device
     _check(config)
-    tune, plan, num_devices = (
-        config.tune,
-        config.plan,
-        config.tune.devices or config.mesh.num_devices,
-    )
+    tune, num_devices = config.tune, config.tune.devices or config.mesh.num_devices
     dtype = config.run.dtype or DEFAULT_DTYPE
     start_jax(replace(config, mesh=settings.Mesh(dp=num_devices if tune.measure else 1)), dtype)
     device = all_devices()[0]
     check_memory_fraction(config, device, only_planned=True)
-    hardware = _hardware(config, device)
-    hosts = None if tune.launch is None else hosts_for(tune.launch, hardware, num_devices)
-    limit = device_limit(replace(config, mesh=settings.Mesh(dp=num_devices)), device)
+    target = target_devices(config, device, num_devices, dtype)
+    if tune.measure:
+        _check_attached(target, tune.measure)
+    hosts = None if tune.launch is None else hosts_for(tune.launch, target.hardware, num_devices)
+    limit = target.limit
 
     # 2. the model and the search
     data = open_data(config)
     batch = batch_shapes(data)
     tokens = None if data.vocab_size is None else data.batch_size * batch["inputs"].shape[1]
-    check_tokens("plan.tokens", plan.tokens, tokens)
-    stack = stack_for(hardware, config, data, jnp.dtype(dtype), device)
-    search = _search(config, stack, batch, machine_of(config, device.device_kind, dtype))
+    check_tokens("plan.tokens", config.plan.tokens, tokens)
+    stack = stack_for(target.hardware, config, data, jnp.dtype(dtype), device)
+    room_bytes = inf if limit is None else limit.size_bytes
+    search = _search(config, stack, batch, target, room_bytes)
     began = time.perf_counter()
-    limit_bytes = inf if limit is None else limit.size_bytes
-    found, configs = planned(config, stack, search, limit_bytes)
+    found, configs = planned(config, stack, search)
     search_s = time.perf_counter() - began
 
     # 3. steps of the best
     found, configs, measured_s = _measured(found, configs, tune.measure)
     step_s = measured_s[0] if measured_s else found.best[0].time.total_s if found.best else None
-    peak = mfu_peak_flops(hardware, device.device_kind, dtype)
     tuned = Tuned(
         found,
         measured_s,
         search_s,
-        f"{num_devices} x {hardware.name}",
+        f"{num_devices} x {target.hardware.name}",
         limit,
         batch_tokens=tokens,
         step_flops=data.batch_size * search.models(MeshSizes()).work.flops(stack.num_layers),
-        peak_flops=peak and peak * num_devices,
-        token_budget=token_budget(plan.tokens, tokens, step_s, num_devices, hardware),
+        peak_flops=target.peak_flops,
+        token_budget=token_budget(config.plan.tokens, tokens, step_s, num_devices, target.hardware),
         hosts=hosts,
     )
     return tuned, configs
 
 
-def _hardware(config: Config, device: Any) -> settings.Hardware:
-    """Return the hardware searched for. ConfigError where tune.measure would run on another."""
-    kind, measure = device.device_kind, config.tune.measure
-    hardware = resolved(config.hardware, kind)
-    if measure and hardware.name != resolved(settings.AutoHardware(), kind).name:
+def _check_attached(target: Target, measure: int) -> None:
+    """Raise ConfigError where tune.measure would run on other hardware than the request's."""
+    if target.hardware.name != resolved(settings.AutoHardware(), target.kind).name:
         raise ConfigError(
-            f"tune.measure={measure} runs steps on the devices of this machine ({kind}), but "
-            f"hardware={hardware.name}. Use tune.measure=0, or hardware=auto."
+            f"tune.measure={measure} runs steps on the devices of this machine ({target.kind}), "
+            f"but hardware={target.hardware.name}. Use tune.measure=0, or hardware=auto."
         )
-    return hardware
 
 
 def _search(
-    config: Config, stack: Stack, batch: Mapping[str, Any], machine: Machine
+    config: Config, stack: Stack, batch: Mapping[str, Any], target: Target, room_bytes: float
 ) -> LayoutSearch:
     """Return the search of the layouts to choose from; batch: shapes."""
-    dtype, of_host = jnp.dtype(config.run.dtype or DEFAULT_DTYPE), machine.host_devices
+    # 1. the model, and how it may be divided
+    executor, tune, machine, dtype = config.executor, config.tune, target.machine, target.dtype
+    assert isinstance(executor, Spmd | Mpmd), "others have one layout"
     optimizer = clipped(make_optimizer(config)[0], config.optim.clip_norm)
     params = lambda: init(stack, config.run.seed)  # noqa: E731
     state = jax.eval_shape(lambda: init_state(params(), optimizer, stack.trainable))
-    models = device_models(config, stack, state, batch, dtype)
-    of_host = of_host or config.tune.devices or config.mesh.num_devices
-    sizes = divisions(config, stack, state["params"]["embed_head"], batch, of_host, models)
-    space = _space(config, stack, state["params"]["layers"], batch, tuple(sizes))
-    return LayoutSearch(space, models, machine)
+    context = executor.context if isinstance(executor, Mpmd) else "gather"
+    axes = StageAxes(sequence_parallel=executor.sequence_parallel, context=context)
+    models = DividedModels(stack, state, batch, jnp.dtype(dtype), axes)
+    requested = {name: getattr(tune, name) for name in STAGE_AXES}
+    of_host = machine.host_devices or target.number
+    divisions = models.divisions(requested, target.number, of_host)
 
-
-def _space(
-    config: Config, stack: Stack, layers: Any, batch: Mapping[str, Any], sizes: Sequence[MeshSizes]
-) -> Space:
-    """Return the layouts to choose from; layers: shapes of their parameters; sizes: of stages."""
-    tune, batch_size, layer_costs = config.tune, batch["inputs"].shape[0], None
+    # 2. the layouts
+    batch_size, layer_costs = batch["inputs"].shape[0], None
     if not stack.are_alike:
-        dtype = jnp.dtype(config.run.dtype or DEFAULT_DTYPE)
-        recompute = Remat.of(config.executor.remat).recomputes
-        layer_costs = relative_costs(stack, batch, dtype, recompute=recompute).layers
-    return Space(
-        tune.devices or config.mesh.num_devices,
+        recompute = Remat.of(executor.remat).recomputes
+        layer_costs = relative_costs(stack, batch, jnp.dtype(dtype), recompute=recompute).layers
+    space = Space(
+        target.number,
         stack.num_layers,
         batch_size,
         example_bytes=tree_bytes(batch) // batch_size,
-        in_ticks=config.executor.IN_TICKS,
-        gather=config.executor.gather if isinstance(config.executor, Spmd | Mpmd) else "step",
+        in_ticks=executor.IN_TICKS,
+        gather=executor.gather,
+        unroll=executor.unroll,
+        adds=target.adds_products,
         families=tuple(tune.schedules or PREFERRED),
         remats=tuple(tune.remat or tune.REMAT),
         max_chunks=tune.max_chunks,
         layer_costs=layer_costs,
-        trained=trained_share(layers, stack.trains("layers")),
-        divisions=tuple(sizes),
+        trained=trained_share(state["params"]["layers"], stack.trains("layers")),
+        divisions=tuple(divisions),
         vocab=_vocab(config, stack, batch),
     )
+    return LayoutSearch(space, models, machine, room_bytes)
 
 
 def _check(config: Config) -> None:
@@ -200,25 +192,55 @@ def _vocab(
     return tuple(requested or settings.Schedule.VOCAB)
 
 
-def planned(
-    config: Config, stack: Stack, search: LayoutSearch, limit_bytes: float
-) -> tuple[Found, list[Config]]:
+def planned(config: Config, stack: Stack, search: LayoutSearch) -> tuple[Found, list[Config]]:
     """Return a search's layouts, predicted as by `ppctl plan`, and their requests, fastest first.
 
     stack: the model as the hardware runs it.
     """
-    predicted = partial(as_planned, config, stack)
-    found, rows = _fitting(search, predicted, config.tune.best, limit_bytes, limit_bytes * SLACK)
-    smallest = None if found.smallest is None else predicted(found.smallest)
-    if not rows and smallest is not None and smallest[0].total_bytes <= limit_bytes:
-        rows = [smallest]
-    found = replace(
-        found,
-        best=tuple(row for row, _ in rows),
-        without_pipeline=_without_pipeline(search, predicted, found, limit_bytes),
-        smallest=None if smallest is None else smallest[0],
+    predicted = cache(partial(as_planned, config, stack))
+    with uncollected():
+        rows = _fitting(search.fastest(), search, predicted, config.tune.best)
+        alone = next((row for row in rows if row[0].mesh.pp == 1), None)
+        if alone is None:
+            faster = search.fastest(with_pipeline=False)
+            alone = next(iter(_fitting(faster, search, predicted, 1)), None)
+        smallest = None if rows else _smallest(search, predicted)
+    found = Found(
+        tuple(row for row, _ in rows),
+        None if alone is None else alone[0],
+        len(search.layouts),
+        search.num_too_large,
+        search.num_simulated,
+        smallest,
     )
     return found, [request for _, request in rows]
+
+
+def _fitting(
+    candidates: Iterator[Candidate], search: LayoutSearch, predicted: Predict, number: int
+) -> list[Planned]:
+    """Return the first layouts that fit as planned, with better partitions, fastest first."""
+    rows = list[Planned]()
+    for candidate in candidates:
+        for partitioned in dict.fromkeys((search.improved(candidate), candidate)):
+            row = predicted(partitioned)
+            if row[0].total_bytes <= search.room_bytes:
+                rows.append(row)
+                break
+        if len(rows) == number:
+            break
+    return sorted(rows, key=lambda row: rank(row[0]))
+
+
+def _smallest(search: LayoutSearch, predicted: Predict) -> Candidate | None:
+    """Return the layout that needs the fewest bytes as planned, None where none is possible."""
+    best: Candidate | None = None
+    for candidate in search.smallest():
+        if best is not None and candidate.least_bytes >= best.total_bytes:
+            break
+        row, _ = predicted(candidate)
+        best = row if best is None or row.total_bytes < best.total_bytes else best
+    return best
 
 
 def as_planned(config: Config, stack: Stack, candidate: Candidate) -> Planned:
@@ -232,7 +254,7 @@ def as_planned(config: Config, stack: Stack, candidate: Candidate) -> Planned:
         mesh=settings.Mesh(**candidate.mesh.by_axis, order=config.mesh.order),
         schedule=replace(schedule, vocab=candidate.vocab),
         partition=Uniform() if is_uniform else Explicit(layers=sizes),
-        executor=replace(config.executor, remat=candidate.remat),
+        executor=replace(config.executor, remat=str(candidate.remat)),
         tune=settings.Tune(),
     )
     settings.check(request)
@@ -244,45 +266,6 @@ def as_planned(config: Config, stack: Stack, candidate: Candidate) -> Planned:
     memory = max(found.memory, key=lambda of_rank: sum(of_rank.values()))
     bubbles = {"ideal_bubble": found.ideal_bubble, "bubble": found.bubble}
     return replace(candidate, time=found.time, memory=memory, **bubbles), request
-
-
-def _fitting(
-    search: LayoutSearch, predicted: Predict, keep: int, limit_bytes: float, room_bytes: float
-) -> tuple[Found, list[Planned]]:
-    """Return the result of a search, and its best layouts that fit as planned, fastest first.
-
-    A search estimates layouts without building them. So it gets a little more room than the limit.
-    If none of its layouts fits as planned, the next search gets less room by this one's error.
-    """
-    found = search.improved(search.run(keep, room_bytes=room_bytes))
-    rows = [predicted(candidate) for candidate in found.best]
-    fitting = [row for row in rows if row[0].total_bytes <= limit_bytes]
-    if rows and not fitting:
-        room_bytes = _less_room(limit_bytes, rows, found.best)
-        return _fitting(search, predicted, keep, limit_bytes, room_bytes)
-    return found, sorted(fitting, key=lambda row: rank(row[0]))
-
-
-def _without_pipeline(
-    search: LayoutSearch, predicted: Predict, found: Found, limit_bytes: float
-) -> Candidate | None:
-    """Return the fastest layout without a pipeline that fits as planned."""
-    if found.without_pipeline is None:
-        return None
-    row = predicted(found.without_pipeline)
-    if row[0].total_bytes <= limit_bytes:
-        return row[0]
-    less = search.run(1, room_bytes=_less_room(limit_bytes, [row], [found.without_pipeline]))
-    return _without_pipeline(search, predicted, less, limit_bytes)
-
-
-def _less_room(
-    limit_bytes: float, rows: Sequence[Planned], estimates: Sequence[Candidate]
-) -> float:
-    """Return the room for a search whose estimates were less than the layouts need as planned."""
-    pairs = zip(rows, estimates, strict=True)
-    ratios = (row.total_bytes / estimate.total_bytes for (row, _), estimate in pairs)
-    return limit_bytes / SLACK / min(ratios)
 
 
 def _measured(

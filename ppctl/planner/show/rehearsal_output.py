@@ -33,11 +33,9 @@ def rehearsal_lines(found: Rehearsal, config: Config) -> Iterator[tuple[str, str
     if axes := mesh.sizes.shown(STAGE_AXES):
         sent = "sends between devices that divide a stage; one ran here"
         yield ", ".join(axes), f"{found.sent_s:.3g} s of the step, counted: {sent}"
-    if (counted_s := found.analytic_step_time_s) is None:
-        yield "analytic", f"not known: {found.analytic_unknown}"
-    else:
-        ratio = f"rehearsed over it {found.step_time_s / counted_s:.2f}"
-        yield "analytic", f"{counted_s:.4g} s as `ppctl plan` counts; {ratio}"
+    counted_s = found.analytic_step_time_s
+    ratio = f"rehearsed over it {found.step_time_s / counted_s:.2f}"
+    yield "analytic", f"{counted_s:.4g} s as `ppctl plan` counts; {ratio}"
     worst = max(found.ranks, key=lambda each: each.total_bytes)
     limit = "" if found.limit_bytes is None else f" of {size_text(found.limit_bytes)}"
     yield "memory", f"{size_text(worst.total_bytes)}{limit} on rank {worst.rank}, which needs most"

@@ -11,7 +11,7 @@ from typing import Any
 from ppctl import config as settings
 from ppctl.config import Config, Explicit
 from ppctl.config.schedule_from_config import label
-from ppctl.planner.cost.rank_memory import DeviceLimit
+from ppctl.planner.cost.target_devices import DeviceLimit
 from ppctl.planner.search.job_script import Hosts
 from ppctl.planner.search.layout_candidate import Candidate
 from ppctl.planner.search.layout_search import Found

@@ -107,13 +107,12 @@ class MemoryShare(NamedTuple):
     source: str
 
 
-def memory_share(config: Config, *, here: bool) -> MemoryShare:
+def memory_share(asked: float | None, *, here: bool) -> MemoryShare:
     """Return the share of a GPU's memory for programs; here: the environment may state it.
 
-    >>> memory_share(Config(), here=False)
+    >>> memory_share(None, here=False)
     MemoryShare(fraction=0.75, source="run.memory_fraction=null, JAX's default")
     """
-    asked = config.run.memory_fraction
     if asked is not None:
         return MemoryShare(asked, f"run.memory_fraction={asked:g}")
     for name in (VARIABLE, OLDER_VARIABLE) if here else ():

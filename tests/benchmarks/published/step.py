@@ -23,11 +23,13 @@ from ppctl.executors.model_shapes import tree_bytes
 from ppctl.executors.parameter_layout import shapes_on_device
 from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import init
-from ppctl.planner.cost import counted_costs as analytic
-from ppctl.planner.cost.counted_costs import Machine, ParamBytes, PlannedLayout
-from ppctl.planner.cost.op_times import OpTimes, PieceTimes, StepTime, costs_of_stages, ticking_s
+from ppctl.planner.cost import op_times as analytic
+from ppctl.planner.cost import step_time as timing
+from ppctl.planner.cost.op_times import OpTimes, PieceTimes
+from ppctl.planner.cost.planned_step import Machine, Microbatch, ParamBytes, PlannedLayout, Step
 from ppctl.planner.cost.roofline import Link, ModelWork, Op, PieceWork
-from ppctl.planner.cost.step_time import speed_of
+from ppctl.planner.cost.step_time import StepTime, costs_of_stages
+from ppctl.planner.cost.target_devices import speed_of
 from ppctl.planner.cost.task_flops import work_of
 from ppctl.planner.search.layout_candidate import shorter
 from ppctl.schedule.costs import Costs
@@ -166,7 +168,6 @@ def machine_of(request: Request, constants: Constants) -> Machine:
         bytes_per_s=hardware.memory_bytes_per_s * MEMORY_SHARE,
         attention_forward=speed.attention_forward and peak * share * forward,
         attention_backward=speed.attention_backward and peak * share * backward,
-        adds=True,
     )
     assert hardware.hosts is not None, "GPUs have hosts"
     is_infiniband = re.search(r"InfiniBand|[HEN]DR", request.row.network) is not None
@@ -195,9 +196,9 @@ def op_times_of(request: Request, constants: Constants) -> OpTimes:
     )
     params = ParamBytes(found.layer_bytes, found.embed_head_bytes, 2.0, 0.5)
     examples = request.micro_batch
-    op_times = analytic.op_times(
-        found.work, params, sends, layout, microbatch_examples=examples, remat="none", gather="step"
-    )
+    microbatch = Microbatch(examples, ceil(request.num_microbatches), 0, Remat.NONE)
+    step = Step(found.work, params, layout, microbatch, machine, adds=True)
+    op_times = analytic.op_times(replace(step, machine=sends))
     bytes_per_s = machine.speed.bytes_per_s
 
     layer, head = op_times.layer, op_times.head
@@ -224,7 +225,7 @@ def op_times_of(request: Request, constants: Constants) -> OpTimes:
 
     # parameters that are gathered, and gradients that are scattered, layer by layer beside the
     # layer before
-    overhead_s, ring_of = 0.0, layout.ring_of(machine)
+    overhead_s, ring_of = 0.0, step.ring
     if request.fsdp > 1:
         gather_s = ring_of(["fsdp"]).link.gather_s(found.layer_bytes / 2, request.fsdp)
         scatter_s = ring_of(["fsdp"]).link.gather_s(
@@ -248,7 +249,7 @@ def op_times_of(request: Request, constants: Constants) -> OpTimes:
         hop_s = ring_of(["pp"]).link.hop_s(x_bytes / layout.mesh.tp) + ring_of(
             ["tp"]
         ).link.gather_s(x_bytes, layout.mesh.tp)
-    overhead_s += _overhead_s(request, found, machine, layout, layer)
+    overhead_s += _overhead_s(request, found, step, layer)
     return replace(op_times, layer=layer, head=head, hop_s=hop_s, overhead_s=overhead_s)
 
 
@@ -288,15 +289,13 @@ def _embed_head_bytes(request: Request, found: DeviceWork) -> float:
     return found.embed_head_bytes / 2 if has_half else found.embed_head_bytes
 
 
-def _overhead_s(
-    request: Request, found: DeviceWork, machine: Machine, layout: PlannedLayout, layer: PieceTimes
-) -> float:
+def _overhead_s(request: Request, found: DeviceWork, step: Step, layer: PieceTimes) -> float:
     """Return the seconds after, and before, all tasks: sums over replicas that nothing hides, and
     the optimizer.
     """
     system, replicas = request.system, request.replicas
     held = request.rank_layers * found.layer_bytes + _embed_head_bytes(request, found)
-    link = layout.ring_of(machine)(COPY_AXES).link
+    link = step.ring(COPY_AXES).link
     updated, exposed_s = held / request.fsdp, 0.0
     if request.fsdp == 1 and replicas > 1:
         scatter_s = link.gather_s(held * system.reduce_bytes / FLOAT32, replicas)
@@ -317,7 +316,7 @@ def _overhead_s(
             exposed_s += TAKEN * (min(scatter_s, backward_s) + min(gather_s, forward_s))
         else:
             exposed_s = scatter_s + gather_s
-    return exposed_s + updated / FLOAT32 * UPDATE_BYTES / machine.speed.bytes_per_s
+    return exposed_s + updated / FLOAT32 * UPDATE_BYTES / step.known_machine.speed.bytes_per_s
 
 
 def costs_of(request: Request, op_times: OpTimes) -> Costs:
@@ -351,7 +350,7 @@ def step_time(request: Request, constants: Constants) -> StepTime:
     numbers = simulated_numbers(request)
     times = [
         vars(
-            ticking_s(
+            timing.step_time(
                 op_times,
                 _built(request.family, request.row.pp, n, request.num_chunks),
                 None,

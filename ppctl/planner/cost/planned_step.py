@@ -1,0 +1,191 @@
+"""A train step as records: a model's work and sizes, how it lies on devices, and the devices.
+
+All seconds (`op_times`, `step_time`) and bytes (`step_bytes`) follow from a `Step` and the order of
+its tasks. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf, prod
+from typing import NamedTuple
+
+from ppctl.executors.axes_over_hosts import over_hosts
+from ppctl.planner.cost.roofline import Link, ModelWork, Speed
+from ppctl.schedule.mesh_axes import RANK_AXES, STAGE_AXES, MeshSizes
+from ppctl.schedule.remat import Remat
+
+# axes of collectives once a step; along pp values hop, axes inside a stage lie inside hosts
+RINGS = tuple(axis for axis in RANK_AXES if axis not in STAGE_AXES)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices that a plan is for: their speed, their links, and the cost of starting a task."""
+
+    speed: Speed
+    link: Link  # between devices of a host, or of a pod
+    network: Link | None  # between hosts; None: links reach every device
+    host_devices: int | None  # devices that links join; None: all
+    task_s: float  # to start a task, or a tick
+    cores: int | None = None  # shared by simulated devices, of which each alone keeps one busy
+    order: str = "auto"  # mesh.order: which axes go over hosts first
+    gathers_ahead: bool = False  # its programs compute while a gather travels
+
+    def links(self, sizes: Mapping[str, int]) -> dict[str, Link]:
+        """Return the slowest link of each axis of a mesh, which goes over as few hosts as hold it.
+
+        Between hosts, collectives of an axis use the adapters of all its devices in a host, as
+        NCCL's rings do; a hop uses the adapter of one device.
+        """
+        over = self.over(sizes).items()
+        in_host = {axis: sizes[axis] // n if axis in RINGS else 1 for axis, n in over}
+        return {axis: self._between(n, in_host[axis]) for axis, n in over}
+
+    def _between(self, num_hosts: int, in_host: int) -> Link:
+        """Return the link of an axis over so many hosts, with so many of its devices in each."""
+        if num_hosts == 1 or self.network is None:
+            return self.link
+        fastest = max(self.link.bytes_per_s, self.network.bytes_per_s)
+        return replace(self.network, bytes_per_s=min(fastest, in_host * self.network.bytes_per_s))
+
+    def over(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Return over how many hosts each axis of a mesh goes."""
+        num_devices = prod(sizes.values())
+        if self.network is None or self.host_devices is None or num_devices <= self.host_devices:
+            return dict.fromkeys(sizes, 1)
+        num_hosts, left = divmod(num_devices, self.host_devices)
+        if left:  # hosts are not full: the worst case
+            return dict(sizes)
+        return over_hosts(sizes, self.order, num_hosts)
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """How a model lies on devices: the mesh and the layers of its largest rank."""
+
+    mesh: MeshSizes
+    rank_layers: int  # of the rank that holds most, with padding
+    chunk_layers: int  # of its largest chunk, with padding
+    has_parts: bool = False  # each rank has a part of the vocabulary, never gathered over pp
+
+    @property
+    def end_axes(self) -> tuple[str, ...]:
+        """The axes over which the optimizer's embedding and head are divided."""
+        return ("fsdp",) if self.has_parts else ("pp", "fsdp")
+
+    @property
+    def end_devices(self) -> int:
+        """The number of devices over which the optimizer's embedding and head are divided."""
+        return self.mesh.along(self.end_axes)
+
+    @property
+    def rank_devices(self) -> int:
+        """The devices of a rank, which do the same at the same time."""
+        return self.mesh.along(RANK_AXES)
+
+
+class Ring(NamedTuple):
+    """Devices that communicate along some axes, and the slowest link between two of them."""
+
+    link: Link
+    size: int
+
+
+def layers_of_ranks(sizes: Sequence[int], rank_of: Sequence[int]) -> list[int]:
+    """Return the number of layers of each rank, given each stage's layers and rank."""
+    sums = [0] * (max(rank_of) + 1)
+    for size, rank in zip(sizes, rank_of, strict=True):
+        sums[rank] += size
+    return sums
+
+
+@dataclass(frozen=True)
+class ParamBytes:
+    """Sizes of parameters as the optimizer keeps them: of one device's shards where tp divides."""
+
+    layer: int
+    embed_head: int  # of embedding and head together
+    moments: float  # of the optimizer, over the parameters that are trained
+    compute_ratio: float  # size of the dtype of compute over that of the parameters
+    frozen_layer: int = 0  # of a layer's, what is not trained
+    frozen_embed_head: int = 0  # of embedding and head likewise
+
+    def with_embed_head_over(self, ranks: int) -> ParamBytes:
+        """Return the sizes where embedding and head are divided over ranks."""
+        sizes = self.embed_head // ranks, self.frozen_embed_head // ranks
+        return replace(self, embed_head=sizes[0], frozen_embed_head=sizes[1])
+
+    @property
+    def trained_layer(self) -> int:
+        return self.layer - self.frozen_layer
+
+    @property
+    def trained_embed_head(self) -> int:
+        return self.embed_head - self.frozen_embed_head
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """A microbatch of one device."""
+
+    examples: int
+    number: int  # microbatches a step
+    example_bytes: int  # of the data: inputs and targets
+    remat: Remat
+
+
+@dataclass(frozen=True)
+class Step:
+    """A train step of a model: all that its cost follows from but the order of its tasks."""
+
+    work: ModelWork  # of one device
+    params: ParamBytes
+    layout: PlannedLayout
+    microbatch: Microbatch
+    machine: Machine | None  # None: nothing is known of the devices, and seconds are not asked for
+    gather: str = "step"  # step | layer, as executor.gather
+    unroll: float = inf  # layers of a device that are unrolled in its program; more are scanned
+    adds: bool = False  # products of the devices can add their results to sums
+    casts: int = 1  # how often in a step parameters are cast to the dtype of compute
+
+    def with_layers(self, rank_layers: int, chunk_layers: int) -> Step:
+        """Return the same where the largest rank, and its largest chunk, have these layers."""
+        layout = replace(self.layout, rank_layers=rank_layers, chunk_layers=chunk_layers)
+        return replace(self, layout=layout)
+
+    def adds_in_place(self, num_layers: int) -> bool:
+        """Return whether products of a program with these layers add gradients to their sums.
+
+        The gradients of a scan over layers are all made before they are added.
+        """
+        return self.adds and num_layers <= self.unroll
+
+    @property
+    def known_machine(self) -> Machine:
+        assert self.machine is not None, "seconds of unknown devices"
+        return self.machine
+
+    @cached_property
+    def _links(self) -> dict[str, Link]:
+        return self.known_machine.links(self.layout.mesh.by_axis)
+
+    def ring(self, axes: Iterable[str]) -> Ring:
+        """Return the ring of all devices along some axes."""
+        inner, axes = self.known_machine.link, tuple(axes)
+        between = (self._links[axis] for axis in axes if self._links[axis] != inner)
+        return Ring(next(between, inner), self.layout.mesh.along(axes))
+
+    @property
+    def trained_bytes(self) -> float:
+        """The bytes of the parameters that a device keeps and trains."""
+        layout, params = self.layout, self.params
+        layers = layout.rank_layers * params.trained_layer
+        return layers / layout.mesh.fsdp + params.trained_embed_head / layout.end_devices
+
+    @property
+    def head_bytes(self) -> float:
+        """The peak of the head on a microbatch."""
+        return max(0.0, self.work.head_bytes.of(self.microbatch.examples))

@@ -1,0 +1,122 @@
+"""Bytes of a step on a device: its arrays, and the temporaries of its programs.
+
+Arrays of a job are exact, from their shapes, and only temporaries are counted here
+(`predict_step.memory_of`). `array_bytes` has the arrays of a layout that is not built, from the
+sizes of a layer and an example. Sizes of compiled programs (plan.compile, training) are other
+numbers, and named so. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ppctl.planner.cost.planned_step import Step
+
+SLOTS_OF_X = ("act", "grad", "value")  # slots for values between stages
+
+
+def array_bytes(step: Step, slots: Mapping[str, float]) -> dict[str, int]:
+    """Return the bytes by part on one device, without temporaries; `slots` by name: their number.
+
+    With executor=spmd all ranks are padded to the largest.
+    """
+    # 1. the state, and copies of parameters
+    params, layout, work, microbatch = step.params, step.layout, step.work, step.microbatch
+    layers, remat = layout.rank_layers, microbatch.remat
+    state = layers * params.layer / layout.mesh.fsdp + params.embed_head / layout.end_devices
+    copies = _copied_layers(step) * params.layer + params.embed_head
+    sums = layers * params.trained_layer + params.trained_embed_head
+
+    # 2. values of microbatches
+    stashes = 0 if remat.keeps_input_only else slots.get("stash", 0)
+    kept = stashes * work.stash_bytes[remat] + slots.get("pending", 0) * work.pending_bytes[remat]
+    sent = work.x_bytes * sum(slots.get(name, 0) for name in SLOTS_OF_X)
+    return {
+        "parameters": round(state),
+        "optimizer": round(step.trained_bytes * params.moments),
+        "weights": round(copies * params.compute_ratio),
+        "gradients": sums,
+        "activations": round(microbatch.examples * kept * layout.chunk_layers),
+        "transfers": round(microbatch.examples * sent),
+        "batch": microbatch.example_bytes * microbatch.examples * microbatch.number,
+    }
+
+
+def _copied_layers(step: Step) -> float:
+    """Return the number of layers in the copies that tasks read.
+
+    gather=step: all of a rank; layer: one and the next, besides the shards of all.
+    """
+    layout = step.layout
+    if layout.mesh.fsdp == 1 or step.gather == "step":
+        return layout.rank_layers
+    return min(2, layout.chunk_layers) + layout.rank_layers / layout.mesh.fsdp
+
+
+# temporaries
+
+
+def workspace_bytes(step: Step) -> int:
+    """Return an estimate of executor=spmd's temporaries, at a forward's end or a backward's start.
+
+    The larger counts. A forward holds its stash before that is in its slot, and the last one the
+    head's logits. A backward holds recomputed residuals (with remat=full the head's too), and the
+    gradients of a chunk before they are added, unless products add them (`Step.adds`).
+    """
+    work, layers, remat = step.work, step.layout.chunk_layers, step.microbatch.remat
+    examples, gradients = step.microbatch.examples, 0.0
+    if not step.adds_in_place(step.layout.rank_layers):
+        gradients = layers * step.params.trained_layer * step.params.compute_ratio
+    recomputed = remat.live_residual_layers(layers) * work.residual_bytes * examples
+    if remat.keeps_input_only:
+        return round(recomputed + max(step.head_bytes, gradients))
+    kept = layers * work.stash_bytes[remat] * examples
+    return round(max(kept + step.head_bytes, recomputed + _elementwise_bytes(step) + gradients))
+
+
+def task_bytes(step: Step, kind: str, layers: int, *, has_head: bool) -> int:
+    """Return an estimate of the temporaries of one task's program (executor=mpmd); no results.
+
+    kind: F, "forward" (which keeps nothing), B, I or W, of a stage with `layers` layers. has_head:
+    the stage has the head, which runs forward and backward in its forward, or (remat=full) in its
+    backward.
+    """
+    # 1. logits and gradients
+    remat = step.microbatch.remat
+    runs_head = has_head and kind in (("B", "I") if remat.keeps_input_only else ("F", "forward"))
+    logits, gradients = step.head_bytes if runs_head else 0.0, 0.0
+    if kind in ("B", "W") and not step.adds_in_place(layers):
+        gradients = layers * step.params.trained_layer * step.params.compute_ratio
+    if kind == "W":
+        return round(gradients)
+
+    # 2. residuals
+    rest = _elementwise_bytes(step)
+    if kind in ("F", "forward"):
+        return round(max(rest, logits))  # of one layer after the other, then of the head
+    if kind == "I" and remat.recomputes:
+        return round(logits)  # recomputed residuals are handed to W
+    live = remat.live_residual_layers(layers) * step.work.residual_bytes * step.microbatch.examples
+    return round(live + max(rest + gradients, logits))
+
+
+def _elementwise_bytes(step: Step) -> float:
+    """Return the bytes of a layer's element-wise results, which remat=none recomputes."""
+    remat, work = step.microbatch.remat, step.work
+    if remat.recomputes:
+        return 0.0
+    return max(0.0, work.residual_bytes - work.stash_bytes[remat]) * step.microbatch.examples
+
+
+def reference_bytes(step: Step) -> int:
+    """Return an estimate of executor=reference's bytes, without state and batch.
+
+    At the start of a backward: parameters in the dtype of compute, sums of gradients, the residuals
+    of all layers, and the head's logits. Later gradients replace parameters that are read no more.
+    """
+    work, params, layers = step.work, step.params, step.layout.rank_layers
+    whole = layers * params.layer + params.embed_head
+    sums = layers * params.trained_layer + params.trained_embed_head
+    kept = work.x_bytes if step.microbatch.remat.keeps_layer_inputs else work.residual_bytes
+    values = layers * kept * step.microbatch.examples
+    return round(sums + whole * params.compute_ratio + values + step.head_bytes)

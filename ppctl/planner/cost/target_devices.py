@@ -1,0 +1,183 @@
+"""The devices that a plan is for: their speeds and links, and the memory that programs can use."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ppctl.config import AutoHardware, Hardware
+from ppctl.errors import ConfigError
+from ppctl.planner.cost.planned_step import Machine
+from ppctl.planner.cost.roofline import Link, Speed
+from ppctl.reports.terminal_output import size_text
+from ppctl.training.pipeline.jax_start import (
+    JAX_MEMORY_FRACTION,
+    MOST_MEMORY_FRACTION,
+    is_gpu,
+    memory_share,
+)
+from ppctl.training.pipeline.known_hardware import (
+    NOMINAL,
+    described_only,
+    host_devices,
+    of_topology,
+    peak_flops,
+    resolved,
+    stated_bytes,
+)
+from ppctl.training.pipeline.mfu import mfu_peak_flops
+
+GIB = 2**30
+
+
+class DeviceLimit(NamedTuple):
+    """The bytes that programs can use of a device, and where the number comes from."""
+
+    size_bytes: int
+    source: str
+    fraction: float | None = None  # share of a GPU's memory; None: all of it, or as requested
+
+    @property
+    def most_bytes(self) -> int | None:
+        """The limit with MOST_MEMORY_FRACTION; None where this is no smaller."""
+        if self.fraction is None or self.fraction >= MOST_MEMORY_FRACTION:
+            return None
+        return round(self.size_bytes / self.fraction * MOST_MEMORY_FRACTION)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The devices of a request: described by hardware= or plan.topology, else attached ones."""
+
+    request: Hardware | AutoHardware
+    device: Any  # an attached one
+    number: int
+    dtype: str  # of compute
+    topology: str | None = None
+    compiles: bool = False  # programs too
+    order: str = "auto"  # mesh.order
+    xla_flags: str = "auto"
+    memory_gib: float | None = None  # of a device, as requested
+    memory_fraction: float | None = None  # of a GPU, as requested
+
+    @property
+    def kind(self) -> str:
+        return self.device.device_kind
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        """The description of the devices. ConfigError where nothing is known of them."""
+        return resolved(self.request, self.kind, self.topology)
+
+    @property
+    def known_hardware(self) -> Hardware | None:
+        try:
+            return self.hardware
+        except ConfigError:
+            return None
+
+    @property
+    def is_away(self) -> bool:
+        """Whether hardware= describes other devices than the attached ones."""
+        return described_only(self.request, self.kind) is not None
+
+    @property
+    def adds_products(self) -> bool:
+        """Whether products of the devices can add to sums; of unknown ones they do not."""
+        return self.known_hardware is not None and self.known_hardware.adds_products
+
+    @property
+    def host_devices(self) -> int | None:
+        """The devices of a host; None: all."""
+        return host_devices(self.hardware, self.topology)
+
+    @property
+    def peak_flops(self) -> float | None:
+        """The peak FLOP/s of all devices that MFU compares with; None if unknown."""
+        peak = mfu_peak_flops(self.known_hardware or self.request, "", self.dtype)
+        return None if peak is None else peak * self.number
+
+    @property
+    def machine(self) -> Machine:
+        """The speeds and links of the devices. ConfigError where nothing is known of them."""
+        hardware = self.hardware
+        peak = peak_flops(hardware, self.dtype)
+        if peak is None:
+            name, dtypes = f"hardware={hardware.name}", "|".join(hardware.peak_flops)
+            raise ConfigError(
+                f"{name} states no peak for {self.dtype}. Say it: {name} "
+                f"+hardware.peak_flops.{self.dtype}=FLOP/S, or use run.dtype={dtypes}."
+            )
+        hosts, is_nominal = hardware.hosts, hardware.name == NOMINAL
+        return Machine(
+            speed_of(hardware, peak),
+            Link(hardware.link_latency_s, hardware.link_bytes_per_s),
+            None if hosts is None else Link(hosts.latency_s, hosts.bytes_per_s),
+            self.host_devices,
+            hardware.task_s,
+            cores=os.cpu_count() if is_nominal else None,
+            order=self.order,
+            # compilers overlap gathers with other work; on GPUs a matter of flags
+            gathers_ahead=not is_nominal and (hardware.cuda is None or self.xla_flags == "auto"),
+        )
+
+    @property
+    def limit(self) -> DeviceLimit | None:
+        """The memory of a device: as requested, of the chosen hardware, or as stated; else None.
+
+        Simulated devices share the machine's evenly.
+        """
+        # 1. as requested, or of described hardware
+        if (gib := self.memory_gib) is not None:
+            return DeviceLimit(round(gib * GIB), f"plan.memory_gib={gib:g}")
+        if isinstance(self.request, Hardware):
+            described = self._limit_of(self.request, here=not self.is_away)
+            if described is not None:
+                return described
+        if self.topology is not None:
+            there = of_topology(self.request, self.topology)
+            if there is None or (there.cuda is None and self.compiles):
+                return None  # the compiler for TPUs says it itself
+            return self._limit_of(there, here=False)
+        device, stated = self.device, None if self.is_away else stated_bytes(self.device)
+        if stated is None:
+            return None
+
+        # 2. of an attached device
+        if is_gpu(device):
+            return self._limit_of_gpu(stated, self.kind, here=True)
+        if device.platform != "cpu":
+            return DeviceLimit(stated, f"stated by {self.kind}")
+        shared = "" if self.number == 1 else f", shared by {self.number} simulated devices"
+        return DeviceLimit(stated // self.number, f"this machine's memory{shared}")
+
+    def _limit_of(self, hardware: Hardware, *, here: bool) -> DeviceLimit | None:
+        """Return the usable memory of described hardware: of a GPU, the share that JAX takes."""
+        if hardware.memory_gib is None:
+            return None
+        name, gib = f"hardware={hardware.name}", hardware.memory_gib
+        if hardware.cuda is None:
+            return DeviceLimit(round(gib * GIB), name)
+        share = memory_share(self.memory_fraction, here=here)
+        size_bytes = round(gib * share.fraction / JAX_MEMORY_FRACTION * GIB)
+        return self._limit_of_gpu(size_bytes, name, here=here)
+
+    def _limit_of_gpu(self, size_bytes: int, name: str, *, here: bool) -> DeviceLimit:
+        """Return a limit that says which share of a GPU's memory it is."""
+        share = memory_share(self.memory_fraction, here=here)
+        whole = size_text(round(size_bytes / share.fraction))
+        source = f"{share.fraction * 100:g}% of the {whole} of {name}: {share.source}"
+        return DeviceLimit(size_bytes, source, share.fraction)
+
+
+def speed_of(hardware: Hardware, peak_flops_per_s: float) -> Speed:
+    """Return the speed of a device, given its peak in the dtype of compute."""
+    reached, attention = hardware.reached, ("attention_forward", "attention_backward")
+    return Speed(
+        peak_flops_per_s * reached["flops"],
+        hardware.memory_bytes_per_s * reached.get("bytes", 1.0),
+        *(peak_flops_per_s * reached[name] if name in reached else None for name in attention),
+        cores=None if hardware.gpu is None else hardware.gpu.cores,
+    )

@@ -1,0 +1,10 @@
+"""A planned step of given work and sizes."""
+
+from ppctl.planner.cost.planned_step import Microbatch, Step
+from ppctl.schedule.remat import Remat
+
+
+def planned_step(work, params, machine, layout, *, examples=1, number=1, remat="none", **how):
+    """A `Step` with microbatches of so many examples, of a byte each."""
+    microbatch = Microbatch(examples, number, 1, Remat.of(remat))
+    return Step(work, params, layout, microbatch, machine, **how)
