@@ -275,13 +275,8 @@ def work(seed: int, numbers: Sequence[int], directory: Path) -> None:
         result, finding = tried(made, place)
         if finding is None:
             shutil.rmtree(place, ignore_errors=True)
-        line = {
-            "result": result,
-            "finding": finding,
-            "cpu_s": _cpu_s() - began,
-            "mistake": made.mistake,
-        }
-        print(json.dumps(line), flush=True)
+        line = {"result": result, "finding": finding, "cpu_s": _cpu_s() - began}
+        print(json.dumps(line | {"mistake": made.mistake}), flush=True)
 
 
 def _cpu_s() -> float:
@@ -312,11 +307,8 @@ def fuzz(
                 _show(seed, line["number"], finding)
             else:
                 mistake = f" ({line['mistake']})" if line["mistake"] else ""
-                print(
-                    f"{seed} {line['number']}: {line['result']}{mistake}, {line['cpu_s']:.1f} "
-                    "CPU s",
-                    flush=True,
-                )
+                how = f"{line['result']}{mistake}, {line['cpu_s']:.1f} CPU s"
+                print(f"{seed} {line['number']}: {how}", flush=True)
         left = left[done:]
     shown = ", ".join(f"{number} {result}" for result, number in sorted(counts.items()))
     print(
@@ -339,16 +331,8 @@ def _lines_of(
     """Yield a line for each request, until all are served, or one ended or held up its process: it
     is the last.
     """
-    command = [
-        sys.executable,
-        __file__,
-        "--serve",
-        *map(str, numbers),
-        "--seed",
-        str(seed),
-        "--dir",
-        str(directory),
-    ]
+    where = ["--seed", str(seed), "--dir", str(directory)]
+    command = [sys.executable, __file__, "--serve", *map(str, numbers), *where]
     errors = directory / "stderr"
     line: dict[str, Any] = {}
     with (

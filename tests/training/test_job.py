@@ -1,4 +1,4 @@
-"""The job of a run: what depends on the layout and what must not, FLOPs against closed forms, what
+"""The job of a run: what depends on the layout and what must not, what
 is refused.
 """
 
@@ -11,13 +11,19 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from support.job_configs import (
+    BATCH_SIZE,
+    SEQ_LEN,
+    mlp_config,
+    small,
+    transformer_config,
+)
 from support.selection import full
 
 from ppctl.config import (
     MLP,
     AdamW,
     Balanced,
-    Config,
     Data,
     Explicit,
     Interleaved,
@@ -28,7 +34,6 @@ from ppctl.config import (
     Run,
     Schedule,
     Spmd,
-    Synthetic,
     Transformer,
     Uniform,
 )
@@ -48,79 +53,6 @@ from ppctl.training.pipeline.job import (
     plan,
     without_pipeline,
 )
-
-BATCH_SIZE, SEQ_LEN, VOCAB_SIZE = 8, 12, 24
-
-
-def small(**settings):
-    return Transformer(
-        **({"num_layers": 4, "d_model": 16, "num_heads": 4, "seq_len": SEQ_LEN} | settings)
-    )
-
-
-def transformer_config(**parts):
-    data = Synthetic(batch_size=BATCH_SIZE, vocab_size=VOCAB_SIZE, num_sequences=512)
-    defaults = {
-        "model": small(),
-        "data": data,
-        "mesh": Mesh(1, 2),
-        "schedule": Schedule(num_microbatches=2),
-    }
-    return Config(**(defaults | {"run": Run(dtype="float32")} | parts))
-
-
-def mlp_config(**parts):
-    data = Regression(batch_size=BATCH_SIZE, num_features=5, num_targets=3, num_rows=512)
-    return transformer_config(**({"model": MLP(num_layers=4, d_model=16), "data": data} | parts))
-
-
-@pytest.mark.parametrize(
-    ("activation", "num_kv_heads", "mlp_width"),
-    [("swiglu", 2, 48), ("gelu", None, 64), full(("gelu", 1, 32))],
-)
-def test_flops_of_a_transformer_are_six_a_weight_and_token_plus_attention(
-    activation, num_kv_heads, mlp_width
-):
-    model = small(num_kv_heads=num_kv_heads, mlp_width=mlp_width, activation=activation)
-    L, D, T, V, M = 4, 16, SEQ_LEN, VOCAB_SIZE, BATCH_SIZE * SEQ_LEN
-    kv_width = D // 4 * (num_kv_heads or 4)
-    num_matrices = 3 if activation == "swiglu" else 2
-    weights = L * (2 * D * D + 2 * D * kv_width + num_matrices * D * mlp_width) + D * V
-    attention = L * 2 * (2 * M * T * D)  # scores and mixture, every position with every position
-    for kernel in ("xla", "chunked"):
-        found = model_flops(assemble(transformer_config(model=replace(model, attention=kernel))))
-        assert found.full == 6 * weights * M + 3 * attention
-        assert found.causal == 6 * weights * M + 3 * attention * (T + 1) // (
-            2 * T
-        )  # token t to t + 1 tokens
-
-
-def test_flops_of_layers_with_a_window_are_of_fewer_pairs():
-    window, T = 3, SEQ_LEN
-    found = [
-        model_flops(
-            assemble(
-                transformer_config(
-                    model=small(attention="xla", head_dim=8, window=window, window_pattern=p)
-                )
-            )
-        )
-        for p in ("F", "WWWF")
-    ]
-    assert found[0].full == found[1].full
-    pairs = T * (T + 1) // 2 - sum(
-        min(t + 1, window) for t in range(T)
-    )  # that three layers of four leave out
-    assert (
-        found[0].causal - found[1].causal == 12 * BATCH_SIZE * 3 * (4 * 8) * pairs
-    )  # heads of their own width
-
-
-def test_flops_of_an_mlp_are_six_a_weight_and_row_less_the_gradient_of_the_data():
-    L, D, I, O = 4, 16, 5, 3
-    inputs = 2 * BATCH_SIZE * I * D  # the data need no gradient
-    found = model_flops(assemble(mlp_config()))
-    assert found.full == found.causal == 6 * BATCH_SIZE * (L * D * D + D * O) + 2 * inputs
 
 
 @pytest.mark.slow

@@ -1,0 +1,145 @@
+"""The page of a run: where it ran, its speed and memory, and how its file is replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.report_of_a import report, run_of_two_steps
+
+from ppctl import cli
+from ppctl.reports.run_page.run_figures import speeds_of
+
+
+@pytest.fixture(autouse=True)
+def run_dir(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return run_of_two_steps()
+
+
+# --- where it ran -------------------------------------------------------------------------------
+
+
+def test_each_start_says_what_it_ran_on_and_which_versions_changed(run_dir, capsys):
+    start = {
+        "status": "started",
+        "host": "n1",
+        "at": 1.8e9,
+        "step": 0,
+        "num_devices": 8,
+        "num_processes": 2,
+    }
+    start |= {
+        "device_kind": "H100",
+        "platform": "gpu",
+        "system": "Linux",
+        "versions": {"python": "3.12", "jax": "1.0"},
+    }
+    other = start | {
+        "host": "n2",
+        "step": 5,
+        "num_processes": 1,
+        "versions": {"python": "3.12", "jax": "1.1"},
+    }
+    old = {"status": "started", "host": "n0", "at": 1.7e9, "step": 0}
+    (run_dir / "status.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in (old, start, other))
+    )
+    assert cli.main(["report", "a", "--json"]) == 0
+    (said,) = json.loads(capsys.readouterr().out)["runs"]
+    assert said["versions"] == {"python": "3.12", "jax": "1.1"}
+    assert [each["step"] for each in said["starts"]] == [0, 0, 5]
+    seen = re.sub(r"\s+", " ", report(capsys)[1])
+    assert "2027-01-15 08:00 UTC step 0 n1 8 x H100 (gpu), 2 processes, Linux 2027" in seen
+    assert "step 5 n2 8 x H100 (gpu), Linux jax 1.1" in seen
+    assert "step 0 n0" in seen
+
+
+# --- speed, and files ---------------------------------------------------------------------------
+
+
+def test_a_late_host_makes_no_spike_in_the_speed_over_a_few_steps():
+    seconds = [1.0] * 20
+    seconds[9:11] = 0.1, 1.9  # one record too short, the next too long
+    times = list(enumerate(seconds))
+    curves = {"step_time_s": times, "rows_per_s": [(step, 10.0 / each) for step, each in times]}
+    speeds = speeds_of(SimpleNamespace(curves=curves), "rows_per_s")
+    assert [step for step, _ in speeds] == list(range(20))
+    assert max(speed for _, speed in speeds) < 12.3  # of 100
+    assert [speed for step, speed in speeds if step > 14] == pytest.approx([10.0] * 5)
+    unknown = {"step_time_s": [(2, 0.5)], "rows_per_s": [(1, None), (2, 8.0)]}
+    assert speeds_of(SimpleNamespace(curves=unknown), "rows_per_s") == [(2, 8.0)]
+
+
+def test_a_report_that_cannot_be_replaced_stays_whole(run_dir, capsys, monkeypatch):
+    file = run_dir / "report.html"
+    assert cli.main(["report", "a"]) == 0
+    before = file.read_bytes()
+    monkeypatch.setattr(
+        os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    assert cli.main(["report", "a"]) == 2
+    assert "report.html cannot be written: No space left on device" in capsys.readouterr().err
+    assert file.read_bytes() == before
+    assert [path.name for path in run_dir.iterdir() if path.suffix == ".part"] == []
+
+
+def test_a_link_is_followed_when_a_file_is_replaced(tmp_path):
+    from ppctl.reports.terminal_output import replace_file
+
+    target = tmp_path / "there.txt"
+    target.write_text("old")
+    target.chmod(0o640)
+    (tmp_path / "link").symlink_to(target)
+    replace_file(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (target.read_text(), target.stat().st_mode & 0o777) == ("new", 0o640)
+    replace_file(Path("/dev/null"), b"x")
+    assert not Path("/dev/null").is_file()
+
+
+def sizes(*of_ranks):
+    return json.dumps(
+        {"step": 0, "ranks": [{"parameters": a, "temporaries": b} for a, b in of_ranks]}
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "total"),
+    [
+        (sizes((1024, 2048), (1024, 2048)), ["every rank"], "3.0 KiB"),
+        (sizes((1024, 2048), (4096, 0)), ["rank 0", "rank 1"], "4.0 KiB"),
+        (
+            sizes((0, 0), (4096, 0)),
+            ["rank 1"],
+            "4.0 KiB",
+        ),  # of several processes, whose ranks another one has
+        (
+            sizes(*((k, 1024) for k in range(64))),
+            [f"rank {k}" for k in range(48, 64)],
+            "The fullest 16 of 64.",
+        ),
+    ],
+)
+def test_the_memory_of_each_rank_is_drawn_by_part(run_dir, capsys, text, names, total):
+    (run_dir / "memory.json").write_text(text)
+    assert "Memory of each rank" in report(capsys)[1]
+    page = Path("runs/a/report.html").read_text(encoding="utf-8")
+    bars = page.split("<h2>Memory of each rank</h2>")[1].split("</section>")[0]
+    assert re.findall(r'(?:aria-label="|; )((?:every )?rank ?\d*): ', bars) == names
+    assert total in bars
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"ranks": 3}', '{"ranks": [{"a": -1}]}', '{"ranks": [{"a": true}]}', "\xff"],
+)
+def test_memory_that_cannot_be_read_is_told(run_dir, capsys, text):
+    (run_dir / "memory.json").write_text(text, encoding="latin-1")
+    told = report(capsys)[1]
+    assert "memory.json cannot be read" in told
+    assert "Memory of each rank" not in told

@@ -1,0 +1,30 @@
+"""The run runs/a of two steps, and its page."""
+
+from __future__ import annotations
+
+import json
+import re
+from html import unescape
+from pathlib import Path
+
+from ppctl import cli
+
+
+def run_of_two_steps():
+    """Return the directory of a run with two steps, runs/a below the current directory."""
+    made = Path("runs/a")
+    made.mkdir(parents=True)
+    lines = [
+        {"step": step, "loss": 1.0, "step_time_s": 0.5, "tokens_per_s": 10.0} for step in (1, 2)
+    ]
+    (made / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return made
+
+
+def report(capsys):
+    """(charts of the page, its text without tags)."""
+    assert cli.main(["report", "a"]) == 0
+    capsys.readouterr()
+    text = Path("runs/a/report.html").read_text(encoding="utf-8")
+    data = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    return json.loads(data[0]) if data else [], unescape(re.sub(r"<[^>]+>", " ", text))
