@@ -11,7 +11,7 @@ multiple of their size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -95,7 +95,7 @@ def shards_of(params: Tree, sharding: Tree, axes: StageAxes) -> dict[tuple[str, 
 
 def is_layer(path: tuple) -> bool:
     """Return whether a leaf of parameters, or of an optimizer state like them, is of the layers."""
-    return any(getattr(key, "key", None) == "layers" for key in path)
+    return parameter_of(path)[:1] == ("layers",)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Layout:
         """Return the PartitionSpecs of {"embed_head", "layers"}, of one layer, for XLA."""
 
         def spec(path: tuple, leaf: jax.ShapeDtypeStruct) -> P:
-            shard = self.shard(path, leaf.ndim)
+            shard = self.shard(path, leaf.shape)
             return P() if shard is None else P(*[None] * shard.dim, shard.axes)
 
         return jax.tree_util.tree_map_with_path(spec, params)
@@ -162,6 +162,11 @@ class Layout:
         """The layer that each staged place holds, int [V, P, K]; 0 where padded."""
         return self._index[0]
 
+    @property
+    def layer_in_slot(self) -> np.ndarray:
+        """The layer of each staged place, int [V, P, K]; -1 where padded."""
+        return np.where(np.arange(self.numbers.shape[2]) < self.counts[..., None], self.numbers, -1)
+
     def among(self, chunk: int) -> tuple[tuple[int, ...], ...]:
         """Return for each layer slot of a chunk its layers on the ranks; all padding: layer 0."""
         slots = []
@@ -170,10 +175,15 @@ class Layout:
             slots.append(tuple(np.unique(held).tolist()) or (0,))
         return tuple(slots)
 
-    def shard(self, path: tuple, num_dims: int) -> Shard | None:
-        """Return the division in a stage of a leaf of num_dims dims (within one layer), or None."""
+    def shard(self, path: tuple, shape: tuple[int, ...]) -> Shard | None:
+        """Return the division in a stage of a leaf of this shape (within one layer), or None.
+
+        State of another shape than its parameter, such as a row's mean, is not divided.
+        """
         shard = self.shards.get(parameter_of(path))
-        return shard if shard is not None and shard.num_dims == num_dims else None
+        if shard is None or shard.num_dims != len(shape):
+            return None
+        return shard if shape[shard.dim] in (shard.size, shard.padded) else None
 
     def own_embed_head(self, embed_head: Tree) -> tuple[bool, ...] | None:
         """Return for each leaf of embedding and head if ranks hold parts of it; None: no leaf."""
@@ -185,37 +195,56 @@ class Layout:
     def to_staged(self, tree: Tree) -> Tree:
         """Return the staged form of a tree in natural order."""
         layer, _ = self._index
-        valid = np.arange(layer.shape[2]) < self.counts[..., None]
+        valid = self.layer_in_slot >= 0
 
         def convert(path: tuple, leaf: jax.Array) -> jax.Array:
-            first = int(is_layer(path))
-            shard = self.shard(path, leaf.ndim - first)
-            if shard is not None and shard.padded > shard.size:
-                widths = [(0, 0)] * leaf.ndim
-                widths[first + shard.dim] = (0, shard.padded - shard.size)
-                leaf = jnp.pad(leaf, widths)
             if not is_layer(path):
                 return leaf
             if self._is_in_order:
                 return leaf.reshape(*layer.shape, *leaf.shape[1:])
             staged = leaf[layer]
-            return jnp.where(valid.reshape(valid.shape + (1,) * (leaf.ndim - 1)), staged, 0)
+            is_held = valid.reshape(valid.shape + (1,) * (leaf.ndim - 1))
+            return jnp.where(is_held, staged, jnp.zeros((), staged.dtype))
 
-        return jax.tree_util.tree_map_with_path(convert, tree)
+        return jax.tree_util.tree_map_with_path(convert, self.padded(tree, 1))
 
     def to_natural(self, tree: Tree) -> Tree:
         """Return the natural form of a staged tree."""
         _, place = self._index
 
         def convert(path: tuple, leaf: jax.Array) -> jax.Array:
-            if is_layer(path):
-                layers = leaf.reshape(-1, *leaf.shape[3:])
-                leaf = layers if self._is_in_order else layers[place]
-            first = int(is_layer(path))
-            shard = self.shard(path, leaf.ndim - first)
-            if shard is not None and shard.padded > shard.size:
-                leaf = jax.lax.slice_in_dim(leaf, 0, shard.size, axis=first + shard.dim)
-            return leaf
+            if not is_layer(path):
+                return leaf
+            layers = leaf.reshape(-1, *leaf.shape[3:])
+            return layers if self._is_in_order else layers[place]
+
+        return self.unpadded(jax.tree_util.tree_map_with_path(convert, tree), 1)
+
+    def padded(self, tree: Tree, num_stacked: int) -> Tree:
+        """Return a tree with zeros up to the sizes that tp divides.
+
+        num_stacked: leading dims of the leaves of layers.
+        """
+
+        def pad(leaf: jax.Array, shard: Shard, dim: int) -> jax.Array:
+            widths = [(0, 0)] * leaf.ndim
+            widths[dim] = (0, shard.padded - leaf.shape[dim])
+            return jnp.pad(leaf, widths)
+
+        return self._resized(tree, num_stacked, pad)
+
+    def unpadded(self, tree: Tree, num_stacked: int) -> Tree:
+        """Return a tree without the zeros that `padded` adds."""
+        slice_of = lambda leaf, shard, dim: jax.lax.slice_in_dim(leaf, 0, shard.size, axis=dim)  # noqa: E731
+        return self._resized(tree, num_stacked, slice_of)
+
+    def _resized(self, tree: Tree, num_stacked: int, resize: Callable[..., jax.Array]) -> Tree:
+        def convert(path: tuple, leaf: jax.Array) -> jax.Array:
+            first = num_stacked * is_layer(path)
+            shard = self.shard(path, leaf.shape[first:])
+            if shard is None or shard.padded == shard.size:
+                return leaf
+            return resize(leaf, shard, first + shard.dim)
 
         return jax.tree_util.tree_map_with_path(convert, tree)
 
@@ -224,9 +253,9 @@ class Layout:
 
         def spec(path: tuple, leaf: jax.Array) -> P:
             if is_layer(path):
-                shard = self.shard(path, leaf.ndim - 3)
+                shard = self.shard(path, leaf.shape[3:])
                 return P(None, "pp", None, *self.over(leaf.shape[3:], ("fsdp",), shard))
-            return P(*self.over(leaf.shape, ("pp", "fsdp"), self.shard(path, leaf.ndim)))
+            return P(*self.over(leaf.shape, ("pp", "fsdp"), self.shard(path, leaf.shape)))
 
         return jax.tree_util.tree_map_with_path(spec, tree)
 
@@ -234,7 +263,7 @@ class Layout:
         """Return a natural tree's PartitionSpecs: layers over pp only if it divides L."""
 
         def spec(path: tuple, leaf: jax.Array) -> P:
-            shard = self.shard(path, leaf.ndim - is_layer(path))
+            shard = self.shard(path, leaf.shape[is_layer(path) :])
             if shard is not None and shard.padded > shard.size:
                 shard = None
             if is_layer(path):

@@ -299,20 +299,6 @@ def test_what_cannot_be_is_refused_in_neutral_words(request_, message):
         make(**request_)
 
 
-@pytest.mark.parametrize("executor", ["mpmd", "spmd"])
-@pytest.mark.parametrize(
-    "optimizer",
-    [optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), optax.lamb(1e-2)],
-    ids=["clip", "lamb"],
-)
-def test_an_optimizer_that_would_differ_from_layout_to_layout_is_refused(executor, optimizer):
-    if executor == "spmd":  # the whole model's gradients in one tree, stacked otherwise
-        make(optimizer=optimizer)
-        return
-    with pytest.raises(ppctl.PpctlError, match=r"depends on other parameters.*Use clip_norm=NORM"):
-        make(optimizer=optimizer, executor=executor)
-
-
 def test_a_batch_of_other_shapes_is_refused():
     pipe = make()
     with pytest.raises(

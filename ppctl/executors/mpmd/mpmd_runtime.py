@@ -217,14 +217,16 @@ class Runtime:
 
         local.__name__ = program.kind  # names the compiled module
         # 2. over the devices of a rank
-        whole = jax.shard_map(
-            local,
-            mesh=self.abstract,
-            in_specs=(P(), *without_axes(specs, auto)),
-            out_specs=(P(), *without_axes(out_specs, auto)),
-            axis_names=set(self.abstract.axis_names) - set(auto),
-            check_vma=False,
-        )
+        whole, manual = local, set(self.abstract.axis_names) - set(auto)
+        if manual:  # of none shard_map would make all
+            whole = jax.shard_map(
+                local,
+                mesh=self.abstract,
+                in_specs=(P(), *without_axes(specs, auto)),
+                out_specs=(P(), *without_axes(out_specs, auto)),
+                axis_names=manual,
+                check_vma=False,
+            )
         donated = programs.donated(program)
         donate = tuple(i for i, name in enumerate(program.reads, 1) if name in donated)
         sharding = partial(NamedSharding, self.abstract)

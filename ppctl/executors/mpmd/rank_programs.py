@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.compiler_options import CompilerPreset
@@ -49,6 +50,14 @@ class RankRole:
     @property
     def has_last(self) -> bool:
         return any(role.is_last for role in self.stages)
+
+    @property
+    def layer_in_slot(self) -> np.ndarray:
+        """The layer of each slot, int [V, 1, K]; -1 where padded. Of equal layers only the sign."""
+        slots = np.full((len(self.stages), 1, self.num_layer_slots), -1)
+        for v, role in enumerate(self.stages):
+            slots[v, 0, : role.num_layers] = np.arange(role.num_layers) + (role.first_layer or 0)
+        return slots
 
 
 def rank_roles(model: Model, layout: Layout, roles: tuple[Role, ...]) -> tuple[RankRole, ...]:
@@ -283,7 +292,8 @@ class ProgramLibrary:
     """The function, PartitionSpecs, donated arguments and compiler preset of each program.
 
     param_specs: those of each rank's parameters. once: functions by kind of the programs after the
-    gradients; once_specs(program, name): the specs of a value that only these have, or None.
+    gradients; once_specs(program, name): the specs of a value that only these have, or None;
+    whole_arrays: the kinds that take a rank's whole arrays, for XLA to divide.
     """
 
     def __init__(
@@ -295,14 +305,21 @@ class ProgramLibrary:
         is_one_device: bool = False,  # whether a rank is
         once: Mapping[str, Callable[..., tuple]] | None = None,
         once_specs: Callable[[ProgramId, str], Tree | None] = lambda *_: None,
+        whole_arrays: Sequence[str] = (),
     ):
         self.model, self.param_specs, self.sum_axes = model, param_specs, sum_axes
         self.is_one_device = is_one_device
         self.once, self.once_specs, self.auto = once or {}, once_specs, model.auto
+        self.whole_arrays = whole_arrays
         self.device_axes = tuple(axis for axis in RANK_AXES if axis not in model.auto)
 
     def auto_axes(self, program: ProgramId) -> tuple[str, ...]:
-        """Return the axes over which XLA divides a program: tasks only, the model's functions."""
+        """Return the axes over which XLA divides a program.
+
+        All of a program on whole arrays; those of the model's functions in tasks.
+        """
+        if program.kind in self.whole_arrays:
+            return RANK_AXES
         return self.auto if program.kind in TASKS else ()
 
     def specs(self, program: ProgramId, name: str) -> Tree:

@@ -23,7 +23,12 @@ from ppctl.executors.mpmd.transfers import (
     local_shards,
     local_zeros,
 )
-from ppctl.executors.parameter_layout import Layout, without_axes
+from ppctl.executors.parameter_layout import (
+    Layout,
+    is_layer,
+    parameter_of,
+    without_axes,
+)
 from ppctl.schedule.mesh_axes import RANK_AXES
 
 Tree = Any
@@ -42,37 +47,39 @@ class Division:
         self.submeshes = [
             Mesh(mesh.devices.take(r, place), RANK_AXES, axis_types=kinds) for r in ranks
         ]
-        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(embed_head)[0]]
-        self.holders = dict(zip(paths, holders, strict=True))
+        flat = jax.tree_util.tree_leaves_with_path({"embed_head": embed_head})
+        names = (parameter_of(path) for path, _ in flat)
+        self.holders = dict(zip(names, holders, strict=True))
 
-    def _place(self, path: tuple, num_dims: int) -> tuple[str, tuple[int, ...]]:
+    def _place(self, path: tuple, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
         """Return (kind of a leaf: layers | part | embed_head | other, the ranks that hold it)."""
-        names = [getattr(key, "key", None) for key in path]
-        if "layers" in names:
-            return "layers", tuple(range(len(self.submeshes)))
-        if "embed_head" in names:
-            shard = self.layout.shard(path, num_dims)
-            kind = "part" if shard is not None and "pp" in shard.axes else "embed_head"
-            return kind, self.holders[path[names.index("embed_head") + 1 :]]
-        return "other", tuple(range(len(self.submeshes)))
+        names, every = parameter_of(path), tuple(range(len(self.submeshes)))
+        if is_layer(path):
+            return "layers", every
+        above = (self.holders.get(names[:n]) for n in range(len(names), 0, -1))
+        holders = next((ranks for ranks in above if ranks is not None), None)
+        if holders is None:
+            return "other", every
+        shard = self.layout.shard(path, shape)
+        return "part" if shard is not None and "pp" in shard.axes else "embed_head", holders
 
     def spec(self, path: tuple, shape: tuple[int, ...]) -> P:
         """Return the spec of a staged leaf of this shape on a rank's submesh."""
-        kind, _ = self._place(path, len(shape))
+        kind, _ = self._place(path, shape)
         if kind == "layers":
-            shard = self.layout.shard(path, len(shape) - 3)
+            shard = self.layout.shard(path, shape[3:])
             return P(None, None, None, *self.layout.over(shape[3:], ("fsdp",), shard))
         if kind == "other":
             return P()
-        spec = P(*self.layout.over(shape, ("fsdp",), self.layout.shard(path, len(shape))))
+        spec = P(*self.layout.over(shape, ("fsdp",), self.layout.shard(path, shape)))
         return without_axes(spec, ("pp",)) if kind == "part" else spec
 
     def shape(self, path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a rank's part of a staged leaf of this shape."""
-        kind, _ = self._place(path, len(shape))
+        kind, _ = self._place(path, shape)
         if kind == "layers":
             return (shape[0], 1, *shape[2:])
-        shard = self.layout.shard(path, len(shape))
+        shard = self.layout.shard(path, shape)
         if kind != "part" or shard is None:
             return shape
         parts = len(self.submeshes)
@@ -87,7 +94,7 @@ class Division:
         shapes, specs = [], []
         for path, a in flat:
             path = (*above, *path)
-            is_held = rank in self._place(path, a.ndim)[1]
+            is_held = rank in self._place(path, a.shape)[1]
             part = jax.ShapeDtypeStruct(self.shape(path, a.shape), a.dtype)
             shapes.append(part if is_held else None)
             specs.append(self.spec(path, a.shape) if is_held else None)
@@ -101,7 +108,7 @@ class Division:
 
     def _split(self, path: tuple, a: jax.Array) -> list[jax.Array | None]:
         """Return a leaf for each rank."""
-        kind, holders = self._place(path, a.ndim)
+        kind, holders = self._place(path, a.shape)
         spec, shape = self.spec(path, a.shape), self.shape(path, a.shape)
         if kind == "embed_head":
             a = jax.block_until_ready(jax.device_put(a, NamedSharding(self.mesh, spec)))
@@ -127,7 +134,7 @@ class Division:
             there: dict[Any, jax.Array] = {}
             for rank in leaves:
                 there |= {} if rank[i] is None else local_shards(rank[i])
-            kind, holders = self._place(path, len(a.shape))
+            kind, holders = self._place(path, a.shape)
             if kind != "embed_head":
                 return from_shards(a.shape, a.sharding, there)
             # 2. spread from a rank that holds the leaf

@@ -18,6 +18,7 @@ import optax
 from jax.sharding import Mesh
 
 from ppctl.config import Reference
+from ppctl.errors import ConfigError
 from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.parameter_layout import Layout
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts, relative_costs
@@ -48,6 +49,7 @@ from ppctl.training.pipeline.engines.make_engine import make_engine, model_of
 from ppctl.training.pipeline.engines.step_programs import StepPrograms
 from ppctl.training.pipeline.engines.train_states import States, shardings_of
 from ppctl.training.pipeline.execution import Execution, check_lowering, execution_of, in_arguments
+from ppctl.training.pipeline.layer_optimizers import LayerOptimizer
 from ppctl.training.pipeline.mixing import MOST_BYTES, few_examples, refuse_mixing
 from ppctl.training.pipeline.optimizers import init_state
 
@@ -70,7 +72,7 @@ class Pipeline:
     task_costs: Costs  # relative; F = I = W = 1, plus recomputation, W of the trained share
     costs_of_layers: Callable[[], RelativeCosts]
     states: States
-    optimizer: optax.GradientTransformation
+    optimizer: LayerOptimizer
     dtype: jnp.dtype  # of compute
     batch_shapes: Tree  # shapes and dtypes of a global batch
     engine: Engine
@@ -275,7 +277,7 @@ def pipeline(
         schedule: The name of a family, `ppctl.family(...)`, a `Schedule`, or `Ticks`.
         num_microbatches: Of a step; required with a name, otherwise the schedule's.
         batch: {"inputs", "targets"}: a global batch, or its shapes and dtypes.
-        optimizer: An optimizer of optax that treats each parameter by itself.
+        optimizer: Of optax, for each parameter by itself; sees the author's tree, layer by layer.
         executor: spmd | mpmd | reference, or a value: `ppctl.spmd(...)`.
         partition: uniform | balanced (by FLOPs) | the number of layers of each stage.
         vocab: whole (embedding and head on first and last stage) | parallel (on all ranks).
@@ -299,31 +301,39 @@ def pipeline(
     divided, shards, auto = request.divided(stack, execution, mesh, shapes)
     layout = Layout(mesh, layers_of, plan.rank_of, shards, auto)
     # 3. the state, and the engine that runs its steps
-    optimizer = optim.clipped(optimizer, clip_norm)
-    states = _states(stack, layout, optimizer, seed, by_rank=execution.dispatches_tasks)
+    on_layers = _on_layers(stack, layout, optim.clipped(optimizer, clip_norm), execution)
+    states = States(layout, _initial(stack, on_layers), seed)
     shown = model_of(divided, states, shapes, plan.num_microbatches, execution, dtype)
     if execution.is_pipelined:
         request.check_split(stack, plan, layers_of, shown)
-    how = optimizer, lr_schedule, execution, clip_norm, costs
+    how = on_layers, lr_schedule, execution, clip_norm, costs
     engine = make_engine(stack, shown, states, plan, lowered, shapes, *how)
-    parts = states, optimizer, dtype, shapes, engine, shown, lr_schedule
+    parts = states, on_layers, dtype, shapes, engine, shown, lr_schedule
     return Pipeline(stack, *work, *parts, few_examples(batch, shapes))
 
 
-def _states(
+def _initial(stack: Stack, optimizer: LayerOptimizer) -> Callable[[int], Tree]:
+    """Return the initial state by seed, in natural order."""
+    return lambda seed: init_state(init(stack, seed), optimizer, stack.trainable)
+
+
+def _on_layers(
     stack: Stack,
     layout: Layout,
     optimizer: optax.GradientTransformation,
-    seed: int,
-    *,
-    by_rank: bool,
-) -> States:
-    """Return the states of a run, whose optimizer is checked: by rank, or one leaf at a time."""
-    initial = lambda seed: init_state(init(stack, seed), optimizer, stack.trainable)  # noqa: E731
-    states = States(layout, initial, seed)
-    trained = trained_part(states.natural["params"], stack.trainable)
-    optim.check_separable(optimizer, trained, by_rank=by_rank)
-    return states
+    execution: Execution,
+) -> LayerOptimizer:
+    """Return the optimizer of the stack's trained parameters."""
+    params = trained_part(jax.eval_shape(lambda: init(stack, 0)), stack.trainable)
+    on_layers = LayerOptimizer(optimizer, params, layout)
+    over_ranks = ["pp" in shard.axes for shard in layout.shards.values()]
+    if execution.dispatches_tasks and any(over_ranks) and not on_layers.is_elementwise:
+        raise ConfigError(
+            "vocab=parallel divides embedding and head over the ranks, and with executor=mpmd each "
+            "rank updates its part, but the optimizer needs whole parameters (norms, factors or "
+            "products of them). Use vocab=whole, or executor=spmd."
+        )
+    return on_layers
 
 
 def _work(

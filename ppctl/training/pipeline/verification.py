@@ -94,13 +94,14 @@ class PlainModel:
             least = rounding_of(grads)  # where an array of gradients is 0 but for rounding
             size = lambda g: jnp.maximum(tolerance * jnp.abs(g).max(), least)  # noqa: E731
             grads = jax.tree.map(lambda g: g + (shift * size(g)).astype(g.dtype), grads)
-            trained = trained_of(state["params"])
+            trained, grads = map(by_layer, (trained_of(state["params"]), grads))
             updates, optimizer_state = optimizer.update(grads, state["optimizer"], trained)
-            params = with_trained(optax.apply_updates(trained, updates), state["params"])
+            trained = stacked(optax.apply_updates(trained, updates))
+            params = with_trained(trained, state["params"])
             return {"params": params, "optimizer": optimizer_state}
 
         # 2. the steps
-        trained = trained_of(self.params)
+        trained = by_layer(trained_of(self.params))
         before = {"params": self.params, "optimizer": jax.device_get(optimizer.init(trained))}
         states, numbers = [before] * len(SHIFTS), []
         compiled_update = _compiled(update)
@@ -113,7 +114,7 @@ class PlainModel:
             updated = [compiled_update(state, grads, max_norm, shift) for state, shift in pairs]
             states = jax.device_get(updated)
         # 3. what they leave
-        after, *shifted = states
+        before, after, *shifted = (jax.device_get(stacked(state)) for state in (before, *states))
         largest = lambda a, *others: np.max([np.abs(b - a) for b in others], axis=0)  # noqa: E731
         slack, eval_loss = jax.tree.map(largest, after, *shifted), None
         if config.run.eval_every is not None:
@@ -122,6 +123,29 @@ class PlainModel:
             total, number = map(sum, zip(*pairs, strict=True))
             eval_loss = float(total) / max(1.0, float(number))
         return PlainSteps(clip_norm, tuple(numbers), before, after, slack, eval_loss)
+
+
+def by_layer(params: Tree) -> Tree:
+    """Return {"embed_head", "layers"} with a list of layers: the tree that optimizers take."""
+    number = next((len(a) for a in jax.tree.leaves(params["layers"])), 0)
+    layers = [jax.tree.map(lambda a, l=l: a[l], params["layers"]) for l in range(number)]
+    return {**params, "layers": layers}
+
+
+def stacked(tree: Tree) -> Tree:
+    """Return a tree, or a state with such trees, in natural order, from the result of `by_layer`.
+
+    >>> stacked(({"layers": [{"w": 1.0}, {"w": 2.0}]},))
+    ({'layers': {'w': Array([1., 2.], dtype=float32, weak_type=True)}},)
+    """
+    is_listed = lambda node: isinstance(node, dict) and isinstance(node.get("layers"), list)  # noqa: E731
+
+    def join(node: Tree) -> Tree:
+        if not is_listed(node):
+            return node
+        return {**node, "layers": jax.tree.map(lambda *a: jnp.stack(a), *node["layers"])}
+
+    return jax.tree.map(join, tree, is_leaf=is_listed)
 
 
 def rounding_of(grads: Tree) -> Any:

@@ -26,6 +26,7 @@ from ppctl.training.pipeline.engines.one_program import OneProgram
 from ppctl.training.pipeline.engines.post_validation import PostValidated
 from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.execution import Execution
+from ppctl.training.pipeline.layer_optimizers import LayerOptimizer
 from ppctl.training.pipeline.optimizers import LossAndGrads
 
 Tree = Any
@@ -39,7 +40,7 @@ def make_engine(
     schedule: Schedule,
     lowered: Ticks | None,
     shapes: Tree,
-    optimizer: optax.GradientTransformation,
+    optimizer: LayerOptimizer,
     lr_schedule: optax.Schedule | None,
     execution: Execution,
     clip_norm: float | None,
@@ -57,7 +58,9 @@ def make_engine(
         training, evaluation = ((each, dispatch_order(each, costs)) for each in both)
         arguments = states, shapes, model, (training, evaluation), *how, dict(execution.xla_flags)
         if execution.post_validation:
-            return PostValidated(*arguments, max_norm=clip_norm)
+            return PostValidated(
+                *arguments, max_norm=clip_norm, guards_finite=optimizer.guards_finite
+            )
         return Mpmd(*arguments)
     # 2. the reference
     if lowered is None:

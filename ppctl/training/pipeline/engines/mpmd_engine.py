@@ -51,7 +51,8 @@ from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporari
 from ppctl.training.pipeline.engines.plan_inputs import STATE, Given
 from ppctl.training.pipeline.engines.step_programs import Choose, StepPrograms, dispatched_programs
 from ppctl.training.pipeline.engines.train_states import States
-from ppctl.training.pipeline.optimizers import apply_gradients, sum_of_squares
+from ppctl.training.pipeline.layer_optimizers import LayerOptimizer
+from ppctl.training.pipeline.optimizers import Optimizer, apply_gradients, sum_of_squares
 
 Tree = Any
 
@@ -67,7 +68,7 @@ class Mpmd:
         batch_shapes: Tree,
         model: Model,
         schedules: tuple[tuple[Schedule, Sequence[Task]], tuple[Schedule, Sequence[Task]]],
-        optimizer: optax.GradientTransformation,
+        optimizer: Optimizer,
         lr_schedule: optax.Schedule | None = None,
         compiler_options: Mapping[str, Any] | None = None,  # XLA's, as for jax.jit
     ):
@@ -318,13 +319,14 @@ class _Once:
     def __init__(
         self,
         engine: Mpmd,
-        optimizer: optax.GradientTransformation,
+        optimizer: Optimizer,
         lr_schedule: optax.Schedule | None,
     ):
         # 1. the specs of each rank's state
         self.engine, self.optimizer, self.lr_schedule = engine, optimizer, lr_schedule
         self.losses = engine.model.inputs.losses
         self.axes = tuple(axis for axis in RANK_AXES if axis not in engine.layout.auto)
+        self.is_elementwise = not isinstance(optimizer, LayerOptimizer) or optimizer.is_elementwise
         staged, described = engine.states.staged, engine.division.described
         self.of_state = {
             here: {name: described(tree, r, (DictKey(name),))[1] for name, tree in staged.items()}
@@ -340,6 +342,7 @@ class _Once:
             is_one_device=engine.division.submeshes[0].size == 1,
             once=once,
             once_specs=self._specs,
+            whole_arrays=() if self.is_elementwise else ("update", "try"),
         )
 
     def _specs(self, program: ProgramId, name: str) -> Tree | None:
@@ -391,12 +394,20 @@ class _Once:
         return (numbers | {name: a / divisor(number) for name, a in total.items()},)
 
     def _update(
-        self, _: ProgramId, params: Tree, optimizer: Tree, step: jax.Array, grads: Tree, *rest: Tree
+        self,
+        program: ProgramId,
+        params: Tree,
+        optimizer: Tree,
+        step: jax.Array,
+        grads: Tree,
+        *rest: Tree,
     ) -> tuple:
         *shared, numbers = rest
         state = {"params": params, "optimizer": optimizer, "step": step}
         grads = self._scaled(grads, numbers["number"], shared)
-        state = apply_gradients(self.optimizer, state, grads, numbers["grad_norm"])
+        here = {"layer_in_slot": program.shape.layer_in_slot}
+        of_rank = here if isinstance(self.optimizer, LayerOptimizer) else {}
+        state = apply_gradients(self.optimizer, state, grads, numbers["grad_norm"], **of_rank)
         return state["params"], state["optimizer"], state["step"]
 
     def _try(self, program: ProgramId, *reads: Tree) -> tuple:

@@ -26,7 +26,7 @@ from ppctl.training.pipeline.engines.train_states import (
     put_examples,
     shardings_of,
 )
-from ppctl.training.pipeline.optimizers import train_step
+from ppctl.training.pipeline.optimizers import Optimizer, train_step
 
 Tree = Any
 STATE_PARTS = {"parameters": "params", "optimizer": "optimizer"}
@@ -40,7 +40,7 @@ class OneProgram:
     batch_shapes: Tree  # shapes and dtypes of a global batch
     loss_and_grads_of: Callable[[Tree, Tree], tuple[dict[str, jax.Array], Tree]]
     loss_of: Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
-    optimizer: optax.GradientTransformation
+    optimizer: Optimizer
     lr_schedule: optax.Schedule | None = None
     held: Mapping[str, int] = field(default_factory=dict)  # bytes of the executor on a device
     flags: Flags = ()  # compiler options

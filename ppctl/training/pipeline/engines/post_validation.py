@@ -2,8 +2,9 @@
 
 Each rank updates as soon as its gradients are ready, as if the global norm needed no clipping, and
 goes on with the next step. The norm follows. If it fails the test, the kept state before the step
-takes the update again with clipping (or none, if the norm is not finite), and work from the wrong
-state is thrown away. This costs a second state and the gradients in memory.
+takes the update again with clipping, and work from the wrong state is thrown away. A norm that is
+not finite leaves the state before the step, unless the optimizer has a rule for it, such as
+`optax.zero_nans`. This costs a second state and the gradients in memory.
 """
 
 from __future__ import annotations
@@ -38,13 +39,17 @@ class Attempt:
 
 
 class PostValidated(Mpmd):
-    """An `Engine` whose states are attempts. max_norm: of the optimizer's clipping, or None."""
+    """An `Engine` whose states are attempts.
+
+    max_norm: of the optimizer's clipping, or None. guards_finite: whether the optimizer has a rule
+    for gradients that are not finite.
+    """
 
     step_plan = "try"
 
-    def __init__(self, *arguments: Any, max_norm: float | None):
+    def __init__(self, *arguments: Any, max_norm: float | None, guards_finite: bool = False):
         super().__init__(*arguments)
-        self.max_norm = max_norm
+        self.max_norm, self.guards_finite = max_norm, guards_finite
 
     def new_state(self, seed: int | None = None) -> Attempt:
         return Attempt(super().new_state(seed))
@@ -92,9 +97,9 @@ class PostValidated(Mpmd):
             assert attempt.norm is not None, "a step has one"
             assert attempt.outcome is not None, "a step has one"
             norm = float(attempt.norm)
-            if not math.isfinite(norm):
+            if not (math.isfinite(norm) or self.guards_finite):
                 attempt.state = attempt.before
-            elif self.clips(norm):
+            elif not math.isfinite(norm) or self.clips(norm):
                 given = self.given.of_state(attempt.before) | attempt.outcome
                 attempt.state = self.state_of(self.walk("redo").run(given))
             attempt.before = attempt.outcome = None

@@ -1,0 +1,221 @@
+"""Optimizers on the parameters as the author of a stack knows them, one layer at a time.
+
+The optimizer is run on {"embed_head": tree, "layers": tree of one layer}: on embedding and head,
+and, by vmap, on each layer. So masks see the author's tree, and norms, factors and matrix products
+are those of one parameter. Stacking, padding and sharding are undone before, and remade after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ppctl.errors import ConfigError
+from ppctl.executors.parameter_layout import Layout, is_layer, parameter_of
+from ppctl.training.pipeline.update_formulas import (
+    Mixing,
+    check_separate,
+    has_state,
+    places_in,
+    update_formulas,
+)
+
+Tree = Any
+STAGED = 3  # leading dims of the leaves of layers in staged form: chunk, rank, layer slot
+
+
+@dataclass(frozen=True)
+class LayerOptimizer:
+    """An optimizer of a stack. State has optax's structure, with stacked leaves for layers.
+
+    `init` takes parameters in natural order, None for frozen ones. `update` takes staged ones, of
+    all ranks or of one; counts of steps are shared by all layers.
+
+    An update that is not finite anywhere is made so everywhere for `optax.apply_if_finite`, which
+    then decides for each layer as for the whole model.
+    """
+
+    optimizer: optax.GradientTransformation
+    params: Tree = field(compare=False)  # shapes in natural order, None for frozen parameters
+    layout: Layout
+
+    def __post_init__(self) -> None:
+        check_optimizer(self.optimizer, self.one_layer)
+        state = jax.eval_shape(self.optimizer.init, self.one_layer)
+        params = [parameter_of(path)[0] for path, _ in flat(self.one_layer)]
+        for (path, _), place in zip(flat(state), places_in(state, self.one_layer), strict=True):
+            name = parameter_of(path)[:1]
+            if name != (() if place.owner is None else (params[place.owner],)):
+                raise ConfigError(
+                    f"The optimizer's state has a part named {name[0]}, as the parameters have. "
+                    f"Use another label than {name[0]}."
+                )
+
+    @cached_property
+    def one_layer(self) -> Tree:
+        """The shapes of {"embed_head", "layers"} with one layer."""
+        layers = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), self.params["layers"]
+        )
+        return {"embed_head": self.params["embed_head"], "layers": layers}
+
+    @cached_property
+    def is_elementwise(self) -> bool:
+        """Whether arrays may be divided and padded: each number's update depends on it only."""
+        padded = jax.eval_shape(lambda tree: self.layout.padded(tree, 0), self.one_layer)
+        return is_elementwise(self.optimizer, self.one_layer, padded)
+
+    @property
+    def guards_finite(self) -> bool:
+        """Whether the optimizer has a rule for gradients that are not finite."""
+        return has_rule(self.optimizer, self.one_layer)
+
+    def init(self, params: Tree) -> Tree:
+        """Return the initial state, in natural order."""
+        shapes = jax.eval_shape(self.optimizer.init, self.one_layer)
+        num_layers = next((len(a) for a in jax.tree.leaves(params["layers"])), 1)
+        axes = {"embed_head": None, "layers": 0}
+        run = jax.vmap(self.optimizer.init, (axes,), axes_of(shapes), axis_size=num_layers)
+        return run(params)
+
+    def update(
+        self,
+        grads: Tree,
+        state: Tree,
+        params: Tree,
+        *,
+        norm: jax.Array,
+        layer_in_slot: np.ndarray | None = None,
+    ) -> tuple[Tree, Tree]:
+        """Return (updates, next state).
+
+        norm: of the whole model's gradients. layer_in_slot: the layer of each slot [V, P, K] of the
+        ranks whose parameters these are, -1 where padded; None: of all ranks.
+        """
+        slots = self.layout.layer_in_slot if layer_in_slot is None else layer_in_slot
+        # 1. the author's arrays
+        grads = poisoned(self.optimizer, self.one_layer, grads, norm)
+        given = grads, state, params
+        if not self.is_elementwise:
+            given = tuple(self.layout.unpadded(tree, STAGED) for tree in given)
+        # 2. the updates of embedding and head, and of each layer
+        parts = [part for part in ("layers", "embed_head") if jax.tree.leaves(grads[part])]
+        updates, found = dict(given[0]), {}
+        for part in parts:
+            updates[part], leaves = self._part(part, *given, norm=norm, sizes=slots.shape)
+            found |= leaves
+        state = with_leaves(state, found)
+        # 3. as they are stored
+        if not self.is_elementwise:
+            updates, state = (self.layout.padded(tree, STAGED) for tree in (updates, state))
+        if (slots < 0).any():
+            is_held = lambda u: (slots >= 0).reshape(*slots.shape, *[1] * (u.ndim - STAGED))  # noqa: E731
+            zeroed = lambda u: jnp.where(is_held(u), u, 0)  # noqa: E731
+            updates = {**updates, "layers": jax.tree.map(zeroed, updates["layers"])}
+        return updates, state
+
+    def _part(
+        self, part: str, grads: Tree, state: Tree, params: Tree, *, norm: jax.Array, sizes: tuple
+    ) -> tuple[Tree, dict[tuple, jax.Array]]:
+        """Return the updates of a part and leaves of the next state by path.
+
+        part: "embed_head" or "layers", which are stacked by `sizes`. The optimizer is given the
+        whole tree, so that masks see it, with zeros in the place of the other part.
+        """
+        # 1. the author's tree and its state
+        is_of = lambda path: parameter_of(path)[:1] in ((), (part,))  # noqa: E731
+        pick = lambda tree: {path: a for path, a in flat(tree) if is_of(path)}  # noqa: E731
+        shapes = jax.eval_shape(self.optimizer.init, self.one_layer)
+        templates = self.one_layer, shapes, self.one_layer
+        pairs = zip(templates, (grads, state, params), strict=True)
+        given = [with_leaves(zeros_of(template), pick(tree)) for template, tree in pairs]
+        # 2. its update, by layer
+        update = optax.with_extra_args_support(self.optimizer).update
+        run = partial(update, norm=norm)
+        if part == "layers":
+            axes = {"embed_head": None, "layers": 0}
+            for size in reversed(sizes):
+                run = jax.vmap(run, (axes, axes_of(shapes), axes), axis_size=size)
+        found: tuple[Any, Any] = run(*given)
+        leaves = {path: a for path, a in flat(found[1]) if is_of(path)}
+        if part == "layers":  # a shared number is the same for all layers
+            leaves = {p: a if is_layer(p) else a[(0,) * len(sizes)] for p, a in leaves.items()}
+        # 3. without the leaves that are held elsewhere
+        updates = with_leaves(grads[part], dict(flat(found[0][part])))
+        return updates, leaves
+
+
+def check_optimizer(
+    optimizer: optax.GradientTransformation,
+    params: Tree,
+    check: Callable[[optax.GradientTransformation, Tree], Any] = check_separate,
+) -> None:
+    """Raise ConfigError if an update of a parameter depends on others, or fails."""
+    try:
+        check(optimizer, params)
+        kinds = optax.ApplyIfFiniteState, optax.ZeroNansState
+        both = all(has_state(optimizer, params, kind) for kind in kinds)
+    except Mixing as error:
+        raise ConfigError(
+            "The optimizer's update of a parameter depends on other parameters, so that it would "
+            f"differ from layout to layout: {error}. Use clip_norm=NORM for clipping by the global "
+            "norm, and an optimizer that treats each parameter by itself."
+        ) from error
+    except Exception as error:  # anything that the optimizer's code raises
+        raise ConfigError(
+            f"The optimizer fails on the model's parameters: {type(error).__name__}: {error}."
+        ) from error
+    if both:
+        raise ConfigError(
+            "optax.apply_if_finite and optax.zero_nans in one optimizer: whether an update is "
+            "finite is known of the whole model before, not after, zero_nans. Use one of them."
+        )
+
+
+def has_rule(optimizer: optax.GradientTransformation, params: Tree) -> bool:
+    """Return whether the optimizer has a rule for gradients that are not finite."""
+    kinds = optax.ApplyIfFiniteState, optax.ZeroNansState
+    return any(has_state(optimizer, params, kind) for kind in kinds)
+
+
+def is_elementwise(optimizer: optax.GradientTransformation, author: Tree, stored: Tree) -> bool:
+    """Return whether the update of each number is the same formula in both trees of shapes."""
+    formulas = update_formulas(optimizer, author)
+    if not all(formula.is_elementwise for formula in formulas):
+        return False
+    return stored is author or formulas == update_formulas(optimizer, stored)
+
+
+def poisoned(
+    optimizer: optax.GradientTransformation, params: Tree, grads: Tree, norm: jax.Array
+) -> Tree:
+    """Return gradients, all NaN for `optax.apply_if_finite` if any in the model is not finite."""
+    if not has_state(optimizer, params, optax.ApplyIfFiniteState):
+        return grads
+    return jax.tree.map(lambda g: jnp.where(jnp.isfinite(norm), g, jnp.nan), grads)
+
+
+def flat(tree: Tree) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_leaves_with_path(tree)
+
+
+def axes_of(state: Tree) -> Tree:
+    """Return the axes of layers in a state: 0 in the leaves of layers, else None."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: 0 if is_layer(path) else None, state)
+
+
+def with_leaves(tree: Tree, leaves: Mapping[tuple, Any]) -> Tree:
+    """Return a tree with the leaves of these paths, where there are any."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: leaves.get(path, leaf), tree)
+
+
+def zeros_of(tree: Tree) -> Tree:
+    """Return zeros of these shapes, which stand for values that nothing depends on."""
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)

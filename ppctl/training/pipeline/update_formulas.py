@@ -1,0 +1,235 @@
+"""The formula of an optimizer's update of each parameter, read from its traced program.
+
+A formula tells which parameters an update depends on, and whether it is elementwise: then arrays
+may be stacked, padded and divided without changing it. Nothing is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ppctl.errors import ConfigError
+from ppctl.executors.stage.jaxpr_tools import CALLS, is_literal
+
+Tree = Any
+Path = tuple[str, ...]
+ARITHMETIC = ("add", "sub", "mul", "div", "neg", "sign", "abs", "square", "integer_pow", "pow")
+ARITHMETIC += ("sqrt", "rsqrt", "cbrt", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic")
+COMPARISONS = ("max", "min", "select_n", "clamp", "eq", "ne", "lt", "le", "gt", "ge", "is_finite")
+COMPARISONS += ("and", "or", "not", "xor", "convert_element_type", "copy", "stop_gradient")
+ELEMENTWISE = frozenset(ARITHMETIC + COMPARISONS)
+RANDOM = ("random_", "threefry", "rng_")  # beginnings of the names of JAX's random operations
+SHAPES = ("shape", "broadcast_dimensions", "sharding", "weak_type")  # leave a formula as it is
+
+
+class Formula(NamedTuple):
+    """The formula of a value.
+
+    owners: numbers of the parameters it depends on, through their gradients and state too. text: a
+    hash of the operations, equal for equal formulas of arrays of other shapes.
+    """
+
+    owners: frozenset[int]
+    is_elementwise: bool
+    text: int
+
+
+class Mixing(ConfigError):
+    """An optimizer whose update of a parameter depends on other parameters."""
+
+
+def names_of(path: tuple) -> Path:
+    """Return the names on a path, as strings."""
+    names = (getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path)
+    return tuple(map(str, names))
+
+
+class Place(NamedTuple):
+    """The place of a leaf in an optimizer's state."""
+
+    names: Path
+    owner: int | None  # the number of its parameter; None: such as a count of steps
+    slot: str  # its names without those of the parameter, such as "0/mu"
+
+
+def places_in(state: Tree, params: Tree) -> list[Place]:
+    """Return the place of each leaf of a state, in order; params: None for frozen parameters.
+
+    >>> places_in({"mu": {"w": 1.0}, "count": 2}, {"w": 0.0})[1]
+    Place(names=('mu', 'w'), owner=0, slot='mu')
+    """
+    spots, treedef = jax.tree.flatten(params, is_leaf=lambda a: a is None)
+    numbers = (np.cumsum([spot is not None for spot in spots]) - 1).tolist()
+    counts_of = lambda node: _leaf_counts(treedef, jax.tree.structure(node))  # noqa: E731
+    is_like = lambda node: counts_of(node) is not None  # noqa: E731
+    places = []
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_like):
+        above, counts = names_of(path), counts_of(node)
+        if counts is None:
+            places.append(Place(above, None, "/".join(above)))
+            continue
+        owners = [i for i, count in enumerate(counts) for _ in range(count)]
+        lengths = [len(names_of(path)) for path, _ in _flat(jax.tree.unflatten(treedef, numbers))]
+        for (below, _), i in zip(_flat(node), owners, strict=True):
+            names = names_of(below)
+            slot = "/".join((*above, *names[lengths[i] :]))
+            places.append(Place((*above, *names), numbers[i], slot))
+    return places
+
+
+def _leaf_counts(params: Any, state: Any) -> list[int] | None:
+    """Return the leaves of a state at each leaf of parameters; None if the structures differ.
+
+    Both are treedefs. A masked part of the parameters has no leaves in the state.
+    """
+    kind = state.node_data() and state.node_data()[0]
+    if kind is optax.MaskedNode:
+        return [0] * params.num_leaves
+    if jax.tree_util.treedef_is_leaf(params):
+        return None if _has_records(state) else [state.num_leaves]
+    pairs = params.node_data(), state.node_data(), params.children(), state.children()
+    if pairs[0] != pairs[1] or len(pairs[2]) != len(pairs[3]):
+        return None
+    counts = [_leaf_counts(*children) for children in zip(*pairs[2:], strict=True)]
+    return None if None in counts else [n for each in counts if each is not None for n in each]
+
+
+def _has_records(state: Any) -> bool:
+    """Return whether a treedef has the named tuples that optax makes of whole trees."""
+    kind = state.node_data() and state.node_data()[0]
+    is_record = hasattr(kind, "_fields") and kind is not optax.MaskedNode
+    return is_record or any(map(_has_records, state.children()))
+
+
+def _flat(tree: Tree) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_leaves_with_path(tree)
+
+
+def has_state(optimizer: optax.GradientTransformation, params: Tree, kind: type) -> bool:
+    """Return whether a part of the optimizer's state is of this kind, such as ZeroNansState."""
+    state = jax.eval_shape(optimizer.init, params)
+    is_kind = lambda node: isinstance(node, kind)  # noqa: E731
+    return any(map(is_kind, jax.tree.leaves(state, is_leaf=is_kind)))
+
+
+def update_formulas(optimizer: optax.GradientTransformation, params: Tree) -> list[Formula]:
+    """Return the formula of the update and state of each parameter; params: arrays or shapes.
+
+    Mixing, a ConfigError, if one depends on other parameters, or on a random number.
+    `optax.apply_if_finite` counts as independent: see `OnAuthorsTree`.
+    """
+    # 1. the program of an update
+    update = optax.with_extra_args_support(optimizer).update
+    shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
+    params = jax.tree.map(shape, params)
+    state = jax.eval_shape(optimizer.init, params)
+    run = lambda g, s, p, norm: update(g, s, p, norm=norm)  # noqa: E731
+    norm = jax.ShapeDtypeStruct((), jnp.float32)
+    closed, out = jax.make_jaxpr(run, return_shape=True)(params, state, params, norm)
+    # 2. the formulas of its inputs
+    paths = [names_of(path) for path, _ in _flat(params)]
+    own = lambda kind, i: Formula(frozenset({i}), True, hash(kind))  # noqa: E731
+    shared = lambda kind: Formula(frozenset(), True, hash(kind))  # noqa: E731
+    given = [own("g", i) for i in range(len(paths))]
+    for _, owner, slot in places_in(state, params):
+        given.append(shared(slot) if owner is None else own(slot, owner))
+    given += [*(own("p", i) for i in range(len(paths))), shared("norm")]
+    # 3. the formulas of its outputs, and their owners
+    sizes = [a.shape for a in jax.tree.leaves(params)]
+    reader = _Reader(sizes, ignores_finite=has_state(optimizer, params, optax.ApplyIfFiniteState))
+    found = reader.outputs(closed.jaxpr, given)
+    after = places_in(out[1], params)
+    owners = [*range(len(paths)), *(place.owner for place in after)]
+    labels = [*paths, *(place.names for place in after)]
+    by_owner: dict[int, list[Formula]] = {i: [] for i in range(len(paths))}
+    for formula, owner, names in zip(found, owners, labels, strict=True):
+        others = formula.owners - {owner}
+        if others:
+            raise Mixing(f"{'.'.join(names)} depends on {'.'.join(paths[min(others)])}")
+        if owner is not None:
+            by_owner[owner].append(formula)
+    joined = lambda of: Formula(  # noqa: E731
+        frozenset(), all(f.is_elementwise for f in of), hash(tuple(f.text for f in of))
+    )
+    return [joined(formulas) for formulas in by_owner.values()]
+
+
+class _Reader:
+    """Reads formulas off a program. sizes: shapes of the parameters."""
+
+    def __init__(self, sizes: Sequence[tuple[int, ...]], *, ignores_finite: bool):
+        self.sizes, self.ignores_finite = sizes, ignores_finite
+
+    def outputs(self, jaxpr: Any, given: Sequence[Formula]) -> list[Formula]:
+        """Return the formulas of a program's outputs, from those of its inputs."""
+        env: dict[Any, Formula] = dict(zip(jaxpr.invars, given, strict=True))
+        env |= {v: Formula(frozenset(), True, hash("constant")) for v in jaxpr.constvars}
+        read = lambda v: (  # noqa: E731
+            Formula(frozenset(), True, hash(str(v.val))) if is_literal(v) else env[v]
+        )
+        for eqn in jaxpr.eqns:
+            values, name = [read(v) for v in eqn.invars], eqn.primitive.name
+            if name in CALLS:
+                called = eqn.params[CALLS[name]]
+                found = self.outputs(getattr(called, "jaxpr", called), values)
+            elif name == "cond":
+                found = self._branches(eqn, values)
+            else:
+                found = [self._formula(eqn, values)] * len(eqn.outvars)
+            env |= zip(eqn.outvars, found, strict=True)
+        return [read(v) for v in jaxpr.outvars]
+
+    def _branches(self, eqn: Any, values: Sequence[Formula]) -> list[Formula]:
+        """Return the formulas of the outputs of a branch, each of all its branches."""
+        which, *operands = values
+        branches = [self.outputs(each.jaxpr, operands) for each in eqn.params["branches"]]
+        return [_joined("cond", (which, *each)) for each in zip(*branches, strict=True)]
+
+    def _formula(self, eqn: Any, values: Sequence[Formula]) -> Formula:
+        name = eqn.primitive.name
+        if name.startswith(RANDOM):
+            raise Mixing("it draws random numbers")
+        kept = {key: str(value) for key, value in eqn.params.items() if key not in SHAPES}
+        found = _joined((name, *sorted(kept.items())), values)
+        if name == "is_finite" and self.ignores_finite:
+            return Formula(frozenset(), True, found.text)
+        owned = [v for v, f in zip(eqn.invars, values, strict=True) if f.owners]
+        if not owned:
+            return found
+        shapes = {tuple(v.aval.shape) for v in (*owned, *eqn.outvars)}
+        whole = {tuple(self.sizes[i]) for i in found.owners}
+        is_elementwise = found.is_elementwise and name in ELEMENTWISE and shapes == whole
+        return found._replace(is_elementwise=is_elementwise)
+
+
+def _joined(name: Any, values: Sequence[Formula]) -> Formula:
+    """Return the formula of an operation on values."""
+    owners = frozenset[int]().union(*(f.owners for f in values))
+    text = hash((name, *(f.text for f in values)))
+    return Formula(owners, all(f.is_elementwise for f in values), text)
+
+
+def check_separate(optimizer: optax.GradientTransformation, params: Tree) -> None:
+    """Raise Mixing if an update depends on another parameter, or on the same in another layer.
+
+    params: shapes {"embed_head", "layers"}, of one layer. Two layers are tried in place of one: a
+    tuple of both, or, where a mask is a tree, a tuple of both for each parameter.
+    """
+    pair = lambda a: (a, a)  # noqa: E731
+    both = {**params, "layers": pair(params["layers"])}
+    each = {**params, "layers": jax.tree.map(pair, params["layers"])}
+    for tree in (both, each):
+        try:
+            update_formulas(optimizer, tree)
+        except Mixing:
+            raise
+        except Exception:
+            continue
+        return
+    update_formulas(optimizer, params)
