@@ -133,10 +133,10 @@ def test_the_norm_of_a_bfloat16_gradient_is_computed_in_float32():
 def test_metrics_are_of_the_step_before_the_update():
     optimizer = optim.clipped(optim.adamw(LR_SCHEDULE, **SETTINGS), CLIP_NORM)
     grads = {"w": jnp.array([3.0, 4.0])}
-    step = train_step(lambda params, batch: ({"loss": batch}, grads), optimizer, LR_SCHEDULE)
+    step = train_step(lambda params, batch: (batch, grads), optimizer, LR_SCHEDULE)
     state = init_state({"w": jnp.zeros(2)}, optimizer)
     for k in range(3):
-        state, metrics = step(state, jnp.asarray(float(k)))
+        state, metrics = step(state, {"loss": jnp.asarray(float(k))})
         assert metrics["loss"] == k
         assert metrics["grad_norm"] == 5.0  # before clipping
         assert metrics["lr"] == pytest.approx(float(LR_SCHEDULE(k)))
