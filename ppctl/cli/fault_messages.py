@@ -19,6 +19,7 @@ from ppctl.cli.sweep_options import refuse_sweep_setting, sweep_group_of, wrong_
 from ppctl.config import Mesh
 from ppctl.config.changed_settings import shown
 from ppctl.errors import ConfigError
+from ppctl.schedule.mesh_axes import mesh_text
 
 UNKNOWN_KEY = (omegaconf_errors.ConfigKeyError, omegaconf_errors.ConfigAttributeError)
 WRONG_TEXT = (omegaconf_errors.InterpolationResolutionError, omegaconf_errors.GrammarParseError)
@@ -157,7 +158,9 @@ def _chosen(cfg: Any) -> dict[str, tuple[str, type]]:
             continue
         cls = OmegaConf.get_type(node)
         if dataclasses.is_dataclass(cls):
-            option = "x".join(map(str, node.values())) if cls is Mesh else str(node.get("name"))
+            option = str(node.get("name"))
+            if cls is Mesh:
+                option = mesh_text({str(axis): size for axis, size in node.items()})
             found[part] = (option, cls)
     return found
 

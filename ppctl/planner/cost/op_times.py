@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from ppctl.planner.cost.planned_step import Step
 from ppctl.planner.cost.roofline import Op, PieceWork
-from ppctl.schedule.mesh_axes import COPY_AXES
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ def exchange_s(step: Step) -> float:
     Parameters travel in the dtype of compute, gradients in that of the parameters. Tasks read
     copies of layers, whole unless each task gathers them (gather=layer). Embedding and head are
     divided over pp and fsdp (a part of a divided vocabulary over fsdp), a rank's layers over fsdp.
-    Sums over copies are of each device's shards. Collectives of single arrays count as one, as
+    Collectives of single arrays count as one, as
     compilers combine them.
     """
     # 1. gathers of parameters, and sums of gradients that are scattered
@@ -164,8 +163,7 @@ def exchange_s(step: Step) -> float:
     seconds += moved_s(layout.end_axes, embed_head, params.trained_embed_head)
 
     # 2. sums over replicas, and casts
-    copies = step.ring(COPY_AXES)
-    sum_s = copies.link.sum_s(step.trained_bytes, copies.size)
+    sum_s = sum(ring.link.sum_s(each, ring.size) for ring, each in step.summed_bytes)
     copied = layers / layout.mesh.fsdp if step.gather == "layer" else layers
     cast = step.casts * (copied + embed_head) * (1 + params.compute_ratio)
     return seconds + sum_s + cast / step.known_machine.speed.bytes_per_s

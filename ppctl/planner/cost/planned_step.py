@@ -6,7 +6,7 @@ its tasks. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, prod
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ppctl.executors.axes_over_hosts import over_hosts
 from ppctl.planner.cost.roofline import Link, ModelWork, Speed
-from ppctl.schedule.mesh_axes import RANK_AXES, STAGE_AXES, MeshSizes
+from ppctl.schedule.mesh_axes import COPY_AXES, RANK_AXES, STAGE_AXES, MeshSizes
 from ppctl.schedule.remat import Remat
 
 # axes of collectives once a step; along pp values hop, axes inside a stage lie inside hosts
@@ -104,7 +104,11 @@ def layers_of_ranks(sizes: Sequence[int], rank_of: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class ParamBytes:
-    """Sizes of parameters as the optimizer keeps them: of one device's shards where tp divides."""
+    """Sizes of parameters as the optimizer keeps them: of one device's shards in a stage.
+
+    own: of trained bytes that axes of copies (`COPY_AXES`) divide, such as experts: these axes, and
+    the bytes of a layer and of embedding and head.
+    """
 
     layer: int
     embed_head: int  # of embedding and head together
@@ -112,6 +116,7 @@ class ParamBytes:
     compute_ratio: float  # size of the dtype of compute over that of the parameters
     frozen_layer: int = 0  # of a layer's, what is not trained
     frozen_embed_head: int = 0  # of embedding and head likewise
+    own: tuple[tuple[tuple[str, ...], int, int], ...] = ()
 
     def with_embed_head_over(self, ranks: int) -> ParamBytes:
         """Return the sizes where embedding and head are divided over ranks."""
@@ -181,9 +186,25 @@ class Step:
     @property
     def trained_bytes(self) -> float:
         """The bytes of the parameters that a device keeps and trains."""
-        layout, params = self.layout, self.params
-        layers = layout.rank_layers * params.trained_layer
-        return layers / layout.mesh.fsdp + params.trained_embed_head / layout.end_devices
+        return self._kept(self.params.trained_layer, self.params.trained_embed_head)
+
+    @property
+    def summed_bytes(self) -> Iterator[tuple[Ring, float]]:
+        """Yield the rings of copies, and the bytes of gradients that a device sums over each.
+
+        Gradients are summed over the copies that do not divide them.
+        """
+        whole = self.trained_bytes
+        for axes, *sizes in self.params.own:
+            own = self._kept(*sizes)
+            whole -= own
+            yield self.ring(axis for axis in COPY_AXES if axis not in axes), own
+        yield self.ring(COPY_AXES), whole
+
+    def _kept(self, layer: int, embed_head: int) -> float:
+        """Return the bytes that a device keeps: so many of a layer, and of embedding and head."""
+        layout = self.layout
+        return layout.rank_layers * layer / layout.mesh.fsdp + embed_head / layout.end_devices
 
     @property
     def head_bytes(self) -> float:

@@ -21,6 +21,7 @@ from ppctl.errors import ConfigError
 from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
 from ppctl.executors.mpmd.plan_tasks import JOINS, TASKS
+from ppctl.executors.parameter_layout import Shard, is_layer, parameter_of
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.planner.cost.op_times import OpTimes, op_times
 from ppctl.planner.cost.planned_step import (
@@ -38,7 +39,7 @@ from ppctl.planner.cost.task_flops import work_of
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import BASELINE, build
 from ppctl.schedule.ir import PART_KINDS
-from ppctl.schedule.mesh_axes import MeshSizes
+from ppctl.schedule.mesh_axes import COPY_AXES, MeshSizes
 from ppctl.schedule.search.extrapolated_cost import MOST_TASKS
 from ppctl.schedule.simulator import Timeline
 from ppctl.schedule.timeline import timeline_at
@@ -142,7 +143,7 @@ def step_of(job: TrainingJob, machine: Machine | None) -> Step:
     is_alone = not execution.is_pipelined
     return Step(
         work_of(job.counted_model),
-        param_bytes(pipe.states.natural, model),
+        param_bytes(pipe.states.natural, model, pipe.layout.shards),
         layout_of(pipe),
         Microbatch(examples, number, example_bytes, execution.remat),
         machine,
@@ -167,11 +168,22 @@ def layout_of(pipe: Pipeline) -> PlannedLayout:
     return PlannedLayout(mesh, largest, max(sizes), has_parts=schedule.divides_vocabulary)
 
 
-def param_bytes(state: Tree, model: Model) -> ParamBytes:
-    """Return the sizes of one device's parameters; state: shapes of all, in natural order."""
-    # 1. of one device's shards, where tp divides the model
+def param_bytes(state: Tree, model: Model, shards: Mapping[tuple[str, ...], Shard]) -> ParamBytes:
+    """Return the sizes of one device's parameters; state: shapes of all, in natural order.
+
+    shards: the parameters that axes inside a stage divide.
+    """
+    # 1. of one device's shards
     held, trained = model.held, trained_part(model.held, model.stack.trainable)
     layer, embed_head = tree_bytes(held["layers"]), tree_bytes(held["embed_head"])
+
+    own = dict[tuple[str, ...], tuple[int, int]]()
+    for path, a in jax.tree_util.tree_leaves_with_path(trained):
+        divided_by = shards[name].axes if (name := parameter_of(path)) in shards else ()
+        if axes := tuple(axis for axis in COPY_AXES if axis in divided_by):
+            of_layer, of_ends = own.get(axes, (0, 0))
+            size = tree_bytes(a)
+            own[axes] = (of_layer + size, of_ends) if is_layer(path) else (of_layer, of_ends + size)
 
     # 2. ratios, of all parameters
     params = state["params"]
@@ -184,6 +196,7 @@ def param_bytes(state: Tree, model: Model) -> ParamBytes:
         compute_ratio=num_computed * jnp.dtype(model.dtype).itemsize / tree_bytes(params),
         frozen_layer=layer - tree_bytes(trained["layers"]),
         frozen_embed_head=embed_head - tree_bytes(trained["embed_head"]),
+        own=tuple((axes, *sizes) for axes, sizes in own.items()),
     )
 
 

@@ -2,7 +2,7 @@
 
 Each rank that differs from those before it runs its tasks, or ticks, and its optimizer's update.
 Transfers and collectives are counted (`op_times`) for the links of hardware=. Of a rank whose
-devices divide its stages over tp and cp one device runs, with stand-ins for all that it receives
+devices divide its stages, one device runs, with stand-ins for all that it receives
 (`stand_ins`); the seconds of these sends are counted too.
 """
 
@@ -61,7 +61,7 @@ class RehearsedRank:
     update_s: float  # the norm of its gradients, the optimizer
     cpu_s: float | None  # CPU seconds of both; None for accelerators
     stages: tuple[int, ...]
-    forward_s: tuple[float, ...]  # of a microbatch through each stage, sends of tp and cp included
+    forward_s: tuple[float, ...]  # of a microbatch through each stage, sends in the stage included
     backward_s: tuple[float, ...]  # B, or I and W
     part_s: float | None  # a microbatch's E, S, T, G of the vocabulary part; None without
     memory_bytes: Mapping[str, int]  # of one device, by part
@@ -78,7 +78,7 @@ class Rehearsal:
     step_time_s: float
     per_step_overhead_s: float  # a part: parameters gathered, gradients summed, the optimizer
     step_cpu_s: float | None  # CPU seconds of all devices; None for accelerators
-    sent_s: float  # counted: sends along tp and cp in a step, on the rank that sends longest
+    sent_s: float  # counted: sends inside stages in a step, on the rank that sends longest
     unit: str  # tokens_per_s | rows_per_s
     tokens_per_s: float  # or examples, by `unit`
     mfu_fraction: float | None  # 0..1: of the hardware's peak; None: unknown, as of CPUs
@@ -281,7 +281,7 @@ class Simulated:
 
     @cached_property
     def _sent(self) -> Costs:
-        """Seconds sent along tp and cp in each stage's tasks: counted costs on infinite speed."""
+        """Seconds sent inside each stage's tasks: counted costs on infinite speed."""
         machine = replace(self.machine, speed=Speed(inf, inf), task_s=0.0)
         sent = op_times(replace(self._planned, machine=machine))
         return job_costs(self.job.pipe, replace(sent, gathers=None))

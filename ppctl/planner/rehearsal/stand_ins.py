@@ -1,4 +1,4 @@
-"""One device of a divided stage, with stand-ins for all that it receives along tp and cp.
+"""One device of a divided stage, with stand-ins for all that it receives inside it.
 
 Stand-ins have the size and dtype of the received values, and are made of the device's values: a
 gather writes as much, a sum that is scattered adds as much. Links take no time; callers count them.

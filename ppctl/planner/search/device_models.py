@@ -74,7 +74,7 @@ class DividedModels:
         model = Model(divided, *shapes, 1, Remat.NONE, 0, self.dtype, axes)
         is_whole = vocab_ranks == 1
         work = work_of(model) if is_whole else with_embed_head_of(self(division).work, model)
-        return DeviceModel(work, param_bytes(self.state, model))
+        return DeviceModel(work, param_bytes(self.state, model, shards))
 
     @property
     def _example(self) -> dict[str, jax.ShapeDtypeStruct]:

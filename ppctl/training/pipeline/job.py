@@ -152,7 +152,7 @@ def _device_of(config: Config, device: Any) -> Any:
 
 
 def _check_hosts(config: Config) -> None:
-    """Raise ConfigError where tp would go over several hosts of the hardware that is described."""
+    """Raise ConfigError where tp or the like would go over several described hosts."""
     if not isinstance(config.hardware, settings.Hardware):
         return
     number, mesh = config.mesh.num_devices, config.mesh
