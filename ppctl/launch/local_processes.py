@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ppctl.config import Config
+from ppctl.config import Config, Mesh
 from ppctl.config.groups.command_settings import not_launched
 from ppctl.errors import ConfigError, LostError, NonFiniteError, error_document
 from ppctl.launch.supervisor import LEFT, Child, Ending, run_group, stop_requests
@@ -39,8 +39,9 @@ def launch(
     """
     # 1. what all starts share
     run_dir = Path(config.run.dir)
-    groups = device_groups(config, os.environ)
-    is_fresh = newest_checkpoint(run_dir) is None
+    processes = config.launch.processes
+    groups = device_groups(processes, config.mesh, config.run.platform, os.environ)
+    is_fresh = newest_checkpoint(run_dir) is None and config.run.resume == "never"
     env = {STARTED_WITH: json.dumps([*started_with])}
     errors, why = tempfile.TemporaryDirectory(), ""
 
@@ -51,7 +52,7 @@ def launch(
         for earlier in Path(errors.name).iterdir():
             earlier.unlink()
         group = []
-        for index, child in enumerate(children(config, words, groups, restart > 0 and is_fresh)):
+        for index, child in enumerate(children(words, groups, goes_on=restart > 0 and is_fresh)):
             file = os.path.join(errors.name, str(index))
             group.append(child._replace(env={**child.env, **env, ERROR_FILE: file}))
         ending = run_group(group, events, symptoms=(LostError.exit_code,), raw_lead=as_json)
@@ -111,18 +112,15 @@ def with_restarts(
     return ending.code
 
 
-def children(
-    config: Config, words: Sequence[str], groups: Sequence[str | None], is_own: bool
-) -> list[Child]:
-    """Return the processes of one start.
+def children(words: Sequence[str], groups: Sequence[str | None], *, goes_on: bool) -> list[Child]:
+    """Return the processes of one start, one a group of devices.
 
-    is_own: the checkpoints in run.dir are of this launch. run.resume=never, which keeps a run from
-    going on with those of another, then no longer applies.
+    goes_on: from this launch's own checkpoints, in spite of run.resume=never.
     """
     command = [sys.executable, "-m", "ppctl.cli", *words, *not_launched()]
-    if is_own and config.run.resume == "never":
+    if goes_on:
         command.append("run.resume=auto")
-    number = config.launch.processes
+    number = len(groups)
     if number == 1:
         return [Child(command)]
     command += ["run.distributed=explicit", f"run.coordinator={HOST}:{_free_port()}"]
@@ -131,23 +129,25 @@ def children(
     return [Child([*command, f"run.process_id={index}"], env) for index, env in enumerate(envs)]
 
 
-def device_groups(config: Config, environ: Mapping[str, str]) -> list[str | None]:
+def device_groups(
+    number: int, mesh: Mesh, platform: str | None, environ: Mapping[str, str]
+) -> list[str | None]:
     """Return CUDA_VISIBLE_DEVICES of each process: equal runs of devices; None: unchanged.
 
     Only the number of devices of the mesh is known. Without GPUs the variable has no effect.
     """
-    number, num_devices = config.launch.processes, config.mesh.num_devices
+    num_devices = mesh.num_devices
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     names = [*map(str, range(num_devices))]
     if visible is not None:
         names = [name.strip() for name in visible.split(",")]
     is_hidden = visible is not None and names[0] in ("", "-1")  # all GPUs
-    if config.run.platform == "cpu" or number == 1 or is_hidden:
+    if platform == "cpu" or number == 1 or is_hidden:
         return [None] * number
     if len(names) < num_devices:
         raise ConfigError(
             f"CUDA_VISIBLE_DEVICES={visible} names {len(names)} devices, but "
-            f"mesh={config.mesh.text} has {num_devices} to share among launch.processes={number}. "
+            f"mesh={mesh.text} has {num_devices} to share among launch.processes={number}. "
             f"Name {num_devices}, or use run.platform=cpu or a smaller mesh."
         )
     each = num_devices // number

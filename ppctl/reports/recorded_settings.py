@@ -12,13 +12,13 @@ RUN_SETTINGS = ("name", "dir", "resume", "distributed", "coordinator", "process_
 OWN = {f"run.{name}" for name in RUN_SETTINGS}  # never compared
 
 
-def setting_names(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def setting_names(composed: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Yield the settings and choices of a composed config; the sizes of the mesh are one.
 
     >>> list(setting_names({"mesh": {"dp": 2, "order": "auto"}, "optim": {"name": "sgd", "lr": 1}}))
     ['mesh', 'mesh.order', 'optim', 'optim.lr']
     """
-    for word, value in config.items():
+    for word, value in composed.items():
         name = f"{prefix}{word}"
         if name == "mesh" and isinstance(value, dict):
             yield from (name, *(f"{name}.{axis}" for axis in value if axis not in AXES))
@@ -28,14 +28,14 @@ def setting_names(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield name.removesuffix(".name") if name != "run.name" else name
 
 
-def setting_value(config: Mapping[str, Any], name: str) -> Any:
+def setting_value(composed: Mapping[str, Any], name: str) -> Any:
     """Return a setting or a choice of a composed config. KeyError where it has none of that name.
 
-    >>> config = {"mesh": {"dp": 2, "pp": 4, "fsdp": 1}, "optim": {"name": "sgd", "lr": 0.1}}
-    >>> [setting_value(config, name) for name in ("mesh", "mesh.pp", "optim", "optim.lr")]
+    >>> composed = {"mesh": {"dp": 2, "pp": 4, "fsdp": 1}, "optim": {"name": "sgd", "lr": 0.1}}
+    >>> [setting_value(composed, name) for name in ("mesh", "mesh.pp", "optim", "optim.lr")]
     ['2x4', 4, 'sgd', 0.1]
     """
-    value: Any = config
+    value: Any = composed
     for part in name.split("."):
         if not isinstance(value, dict):
             raise KeyError(name)
@@ -47,10 +47,10 @@ def setting_value(config: Mapping[str, Any], name: str) -> Any:
     return mesh_text(value)
 
 
-def setting_text(config: Mapping[str, Any], name: str) -> str | None:
+def setting_text(composed: Mapping[str, Any], name: str) -> str | None:
     """Return a setting or a choice of a composed config as one types it; None without it."""
     try:
-        return shown(setting_value(config, name))
+        return shown(setting_value(composed, name))
     except KeyError:
         return None
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from support.environment import BY_USER
 
-from ppctl import config as c
+from ppctl.config import Mesh
 from ppctl.errors import ConfigError
 from ppctl.launch.local_processes import children, device_groups
 from ppctl.launch.supervisor import Ending
@@ -297,10 +297,6 @@ CRASH, KILLED, DONE = (Ending(code, False, None) for code in (1, 137, 0))
 # --- what is started ----------------------------------------------------------------------------
 
 
-def config_of(processes, mesh=(2, 4), **run):
-    return c.Config(mesh=c.Mesh(*mesh), launch=c.Launch(processes=processes), run=c.Run(**run))
-
-
 @pytest.mark.parametrize(
     ("processes", "visible", "platform", "groups"),
     [
@@ -317,19 +313,19 @@ def config_of(processes, mesh=(2, 4), **run):
 )
 def test_gpus_are_divided_evenly_in_order(processes, visible, platform, groups):
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert device_groups(config_of(processes, platform=platform), environ) == groups
+    assert device_groups(processes, Mesh(2, 4), platform, environ) == groups
 
 
 def test_too_few_visible_gpus_are_refused():
     with pytest.raises(
         ConfigError, match=r"=0,1 names 2 devices, but mesh=2x4 has 8 .*processes=2. Name 8, or use"
     ):
-        device_groups(config_of(2), {"CUDA_VISIBLE_DEVICES": "0,1"})
+        device_groups(2, Mesh(2, 4), None, {"CUDA_VISIBLE_DEVICES": "0,1"})
 
 
 def test_each_process_learns_its_number_and_its_devices():
     words = ["train", "--json", "mesh=2x4", "launch.processes=2"]
-    first, second = children(config_of(2), words, ["0,1,2,3", "4,5,6,7"], False)
+    first, second = children(words, ["0,1,2,3", "4,5,6,7"], goes_on=False)
     assert first.command[:7] == [sys.executable, "-m", "ppctl.cli", *words]
     assert "launch.processes=1" in first.command[7:]
     assert [child.command[-1] for child in (first, second)] == [
@@ -345,10 +341,6 @@ def test_each_process_learns_its_number_and_its_devices():
 
 def test_run_resume_never_holds_for_what_was_there_before():
     words = ["train", "run.resume=never"]
-    for resume, is_own, last in (
-        ("never", True, "run.resume=auto"),
-        ("never", False, None),
-        ("must", True, None),
-    ):
-        [child] = children(config_of(1, resume=resume), words, [None], is_own)
-        assert (child.command[-1] == "run.resume=auto") == (last is not None)
+    for goes_on in (True, False):
+        [child] = children(words, [None], goes_on=goes_on)
+        assert (child.command[-1] == "run.resume=auto") == goes_on

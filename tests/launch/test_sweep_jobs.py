@@ -111,11 +111,11 @@ def test_only_the_last_step_saved_whole_is_an_end(name):
     job = sweep_of(1).jobs[0]
     assert job.config is not None
     (job.run_dir / "checkpoints" / name).mkdir(parents=True)
-    assert not has_ended(job.run_dir, job.config)
+    assert not has_ended(job.run_dir, job.config.run)
     (job.run_dir / "checkpoints" / str(NUM_STEPS)).mkdir()
-    assert has_ended(job.run_dir, job.config)
+    assert has_ended(job.run_dir, job.config.run)
     never = replace(job.config, run=replace(job.config.run, resume="never"))
-    assert not has_ended(job.run_dir, never)
+    assert not has_ended(job.run_dir, never.run)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 from support.environment import BY_USER
 
 from ppctl import cli
-from ppctl.config import Config, Run
 from ppctl.config.config_dirs import user_cache_dir
 from ppctl.training.run import compilation_cache
 from ppctl.training.run.compilation_cache import CHECKED, keep_compiled
@@ -88,7 +87,7 @@ def settings(tmp_path, monkeypatch):
 
 
 def kept(where="auto"):
-    return keep_compiled(Config(run=Run(compilation_cache=where)))
+    return keep_compiled(where)
 
 
 def test_the_directory_is_the_one_named_or_that_of_the_environment_or_in_the_users_cache(

@@ -10,7 +10,7 @@ from ppctl import config
 from ppctl.errors import ConfigError
 from ppctl.planner.cost.predict_step import target_devices
 from ppctl.training.pipeline.jax_start import check_memory_fraction, set_memory_fraction
-from ppctl.training.pipeline.known_hardware import known
+from ppctl.training.pipeline.known_hardware import known, planned_for
 
 NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
@@ -57,26 +57,27 @@ def test_jax_is_told_in_one_variable_and_only_where_something_is_said(monkeypatc
 def test_it_is_of_gpus_that_are_here_or_of_described_ones_where_nothing_trains(
     hardware, device, planned, devices
 ):
-    check_memory_fraction(request(None, hardware), device, only_planned=planned)
-    asked = request(0.9, hardware)
+    wanted, kind = request(None, hardware).hardware, device.device_kind
+    there = planned_for(wanted, kind, None) if planned else None
+    check_memory_fraction(None, device, there)
     if devices is None:
-        check_memory_fraction(asked, device, only_planned=planned)
+        check_memory_fraction(0.9, device, there)
         return
     with pytest.raises(
         ConfigError,
         match=f"^run.memory_fraction=0.9 is of GPUs, but the devices are {devices}. Leave",
     ):
-        check_memory_fraction(asked, device, only_planned=planned)
+        check_memory_fraction(0.9, device, there)
 
 
 @pytest.mark.parametrize(("topology", "is_gpu"), [("h100:2x8", True), ("v5e:4x4", False)])
 def test_of_a_topology_its_devices_count(topology, is_gpu):
-    asked = replace(request(0.9), plan=config.Plan(compile=True, topology=topology))
+    there = planned_for(request(0.9).hardware, CPU.device_kind, topology)
     if is_gpu:
-        check_memory_fraction(asked, CPU, only_planned=True)
+        check_memory_fraction(0.9, CPU, there)
         return
     with pytest.raises(ConfigError, match="the devices are hardware=v5e"):
-        check_memory_fraction(asked, CPU, only_planned=True)
+        check_memory_fraction(0.9, CPU, there)
 
 
 def device_limit(asked, device):

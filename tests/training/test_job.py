@@ -358,7 +358,7 @@ def test_a_backward_without_halves_is_refused_with_its_stage_before_anything_is_
     )
     monkeypatch.setattr(
         "ppctl.training.pipeline.job.make_stack",
-        lambda *args: replace(make_stack(*args), layer=lambda w, x: product(w, x)),
+        lambda *args, **how: replace(make_stack(*args, **how), layer=lambda w, x: product(w, x)),
     )
     split = mlp_config(
         schedule=Schedule(name="zb_h1", num_microbatches=2),

@@ -58,7 +58,7 @@ def doctor(config: Config, *, as_json: bool) -> int:
     """Print the findings; return 0 when the request would train here, else 1."""
     directory = Path(config.run.dir).absolute()
     made = [path for path in (directory, *directory.parents) if not path.exists()]
-    start_jax(config, config.run.dtype or DEFAULT_DTYPE)
+    start_jax(config.run, config.run.dtype or DEFAULT_DTYPE, config.mesh.num_devices)
     with process_group(config):  # which refuses differing settings or run.dir of processes
         _refuse_described(config)
         code = _doctor(config, as_json=as_json)

@@ -52,7 +52,7 @@ class Comparison(NamedTuple):
 
 def verify(config: Config, *, as_json: bool) -> int:
     """Return 0 if gradients and train steps are within the dtype's tolerance (float64), else 1."""
-    unkept = keep_compiled(config)
+    unkept = keep_compiled(config.run.compilation_cache)
     job = assemble_to_verify(config)
     notes = [note for note in (unkept, *check_job(job)) if note is not None]
     plain = plain_model(job)

@@ -139,7 +139,9 @@ class _Runner:
         if job.refusal is not None:
             self.set(job, Outcome("failed", code=2, error=job.refusal))
             document = error_document(job.refusal_kind, job.refusal)
-        elif self.sweep.trains and job.config is not None and has_ended(job.run_dir, job.config):
+        elif (
+            self.sweep.trains and job.config is not None and has_ended(job.run_dir, job.config.run)
+        ):
             self.set(job, Outcome("skipped", code=0))
             step = job.config.run.num_steps
             document = {"status": "finished", "run_dir": str(job.run_dir), "step": step}

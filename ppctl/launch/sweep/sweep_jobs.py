@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
-from ppctl.config import Config
+from ppctl.config import Config, Run
 from ppctl.config.changed_settings import changes
 from ppctl.config.code_digests import changed_modules, sources_here
 from ppctl.config.groups.sweep_settings import Launcher, Search, SideBySide, SubmititSlurm
@@ -167,7 +167,7 @@ def _check_directories(sweep: Sweep) -> None:
                 f"run.dir, {job.run_dir}. Leave out a value that is there twice, or leave "
                 "run.dir to the sweep."
             )
-        if job.config is not None and has_ended(job.run_dir, job.config):
+        if job.config is not None and has_ended(job.run_dir, job.config.run):
             other = other_settings(job.run_dir, job.config)
             if other is not None:
                 raise ConfigError(
@@ -181,9 +181,9 @@ def _check_directories(sweep: Sweep) -> None:
         raise ConfigError(f"{place} is not of a sweep and stays. {remedy}")
 
 
-def has_ended(run_dir: Path, config: Config) -> bool:
+def has_ended(run_dir: Path, run: Run) -> bool:
     """Return whether all run.num_steps are done and saved, and run.resume lets them count."""
-    return config.run.resume != "never" and newest_checkpoint(run_dir) == config.run.num_steps
+    return run.resume != "never" and newest_checkpoint(run_dir) == run.num_steps
 
 
 def other_settings(run_dir: Path, config: Config) -> str | None:

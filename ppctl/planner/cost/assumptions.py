@@ -62,7 +62,9 @@ def _of_the_layout(job: TrainingJob) -> Iterator[str]:
 
 
 def _kernels(job: TrainingJob) -> tuple[str, ...]:
-    return attention_kernels(job.config, job.pipe.dtype, job.counted_device, job.data)
+    model, cp = job.config.model, job.config.mesh.cp
+    assert isinstance(model, Transformer), "other models have no attention of ours"
+    return attention_kernels(model, cp, job.pipe.dtype, job.counted_device, job.data)
 
 
 def _counted(job: TrainingJob, machine: Machine) -> Iterator[str]:

@@ -52,7 +52,7 @@ from ppctl.training.pipeline.job import (
     open_data,
     stack_for,
 )
-from ppctl.training.pipeline.known_hardware import resolved
+from ppctl.training.pipeline.known_hardware import planned_for, resolved
 from ppctl.training.pipeline.optimizers import clipped, init_state
 from ppctl.training.pipeline.pipeline_request import divided_stack, with_vocabulary_of
 
@@ -66,9 +66,11 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
     _check(config)
     tune, num_devices = config.tune, config.tune.devices or config.mesh.num_devices
     dtype = config.run.dtype or DEFAULT_DTYPE
-    start_jax(replace(config, mesh=settings.Mesh(dp=num_devices if tune.measure else 1)), dtype)
+    is_away = config.plan.topology is not None
+    start_jax(config.run, dtype, num_devices if tune.measure else 1, is_away=is_away)
     device = all_devices()[0]
-    check_memory_fraction(config, device, only_planned=True)
+    there = planned_for(config.hardware, device.device_kind, config.plan.topology)
+    check_memory_fraction(config.run.memory_fraction, device, there)
     target = target_devices(config, device, num_devices, dtype)
     if tune.measure:
         _check_attached(target, tune.measure)

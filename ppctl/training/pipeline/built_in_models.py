@@ -8,10 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from ppctl import config as settings
-from ppctl.config import Config
 from ppctl.config.changed_settings import settings_from
 from ppctl.config.field_checks import above_zero, at_least, choice
-from ppctl.config.groups.model_settings import FAMILIES
+from ppctl.config.groups.model_settings import FAMILIES, AnyModel
 from ppctl.data import DataSet
 from ppctl.errors import ConfigError
 from ppctl.model import mlp as mlp_model
@@ -132,16 +131,25 @@ def _transformer(
     return transformer_model.transformer(**sizes, mix=mix, rotate=rotation(device), **how)
 
 
-def make_stack(config: Config, data: DataSet, compute: jnp.dtype, device: Any) -> Stack:
-    """Return the model that the config names, of the size that the data needs.
+def make_stack(
+    model: AnyModel,
+    data: DataSet,
+    compute: jnp.dtype,
+    device: Any,
+    *,
+    lora: Lora | None = None,
+    cp: int = 1,
+) -> Stack:
+    """Return the model of these settings, of the size that the data needs.
 
-    compute: the dtype of compute. device: a target device, attached or only described.
+    compute: the dtype of compute. device: a target device, attached or only described. cp: devices
+    that share a sequence.
     """
     dtype = jnp.promote_types(compute, jnp.float32)  # of parameters
-    model = config.model
     if isinstance(model, settings.Transformer):
-        how = {"packed": data.is_packed, "lora": lora_of(config.optim)}
-        vocab_size = _vocab_size(config, compute, device, data)
+        how = {"packed": data.is_packed, "lora": lora}
+        vocab_size = _vocab_size(model, data)
+        attention_kernels(model, cp, compute, device, data)  # refuses those that cannot run
         return _transformer(model, vocab_size, dtype=dtype, device=device, **how)
     sizes = asdict(model)
     del sizes["name"]
@@ -155,22 +163,20 @@ def make_stack(config: Config, data: DataSet, compute: jnp.dtype, device: Any) -
     return mlp_model.mlp(**sizes, input_dim=input_dim, target_dim=target_dim, dtype=dtype)
 
 
-def _vocab_size(config: Config, compute: jnp.dtype, device: Any, data: DataSet) -> int:
-    """Return the transformer's vocabulary. ConfigError if data or kernels do not fit it."""
-    assert isinstance(config.model, settings.Transformer)
+def _vocab_size(model: settings.Transformer, data: DataSet) -> int:
+    """Return the transformer's vocabulary. ConfigError if the data does not fit it."""
     num_ids = data.vocab_size
     if num_ids is None:
         raise ConfigError(
             f"model=transformer needs token ids, but data={data.name} states no vocab_size."
         )
-    vocab_size = config.model.vocab_size or num_ids
+    vocab_size = model.vocab_size or num_ids
     if vocab_size < num_ids:
         raise ConfigError(
             f"model.vocab_size={vocab_size} is less than the {num_ids} token ids of "
             f"data={data.name}. Use model.vocab_size=null, which takes the data's, or {num_ids} "
             "or more."
         )
-    attention_kernels(config, compute, device, data)  # refuses those that cannot run
     return vocab_size
 
 
@@ -183,16 +189,15 @@ def lora_of(optim: settings.AdamW | settings.SGD) -> Lora | None:
 
 
 def attention_kernels(
-    config: Config, compute: jnp.dtype, device: Any, data: DataSet
+    model: settings.Transformer, cp: int, compute: jnp.dtype, device: Any, data: DataSet
 ) -> tuple[str, ...]:
     """Return the kernels of a transformer's layers on a device, the first layer's first.
 
     ConfigError where one cannot run.
     """
-    model = config.model
-    assert isinstance(model, settings.Transformer), "other models have no attention of ours"
-    cp, cap = config.mesh.cp, model.attention_softcap
     length = model.seq_len if cp == 1 else -(-model.seq_len // (2 * cp))
-    scorings = [Scoring(None, cap, window) for window in dict.fromkeys(model.windows)]
+    scorings = [
+        Scoring(None, model.attention_softcap, window) for window in dict.fromkeys(model.windows)
+    ]
     of_model = model.attention, device, compute, model.head_width, length, cp
     return tuple(dict.fromkeys(choose(*of_model, each, packed=data.is_packed) for each in scorings))

@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from ppctl.config import Config
+from ppctl.config import Hardware, Run
 from ppctl.config import Mesh as MeshSettings
 from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import make_mesh
 from ppctl.launch import join_processes as distributed
 from ppctl.launch import xla_stderr
 from ppctl.schedule.mesh_axes import AXES
-from ppctl.training.pipeline.known_hardware import described_only, of_topology
 
 JAX_MEMORY_FRACTION = 0.75  # JAX's default, and that of memory_gib of GPUs in conf/hardware
 MOST_MEMORY_FRACTION = 0.9  # the most to try where memory is short: CUDA and NCCL need the rest
@@ -52,25 +51,25 @@ def mesh(*, order: str = "auto", **sizes: int) -> Mesh:
     return make_mesh(settings.sizes, order)
 
 
-def start_jax(config: Config, dtype: str, num_devices: int | None = None) -> None:
+def start_jax(run: Run, dtype: str, num_devices: int, *, is_away: bool = False) -> None:
     """Make the settings that JAX reads when it starts, and join the run's other processes, if any.
 
-    num_devices: simulated CPU devices; None: those of the mesh.
+    num_devices: of the mesh, of all processes; as many are simulated without accelerators. is_away:
+    no attached device is used, as with plan.topology.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     missing = [flag for flag in CPU_FLAGS if flag.split("=")[0] not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
-    is_away = config.plan.topology is not None  # then no attached device is used
-    platform = config.run.platform or ("cpu" if is_away else None)
+    platform = run.platform or ("cpu" if is_away else None)
     if platform is not None:
         jax.config.update("jax_platforms", platform)
-    set_memory_fraction(config.run.memory_fraction)
+    set_memory_fraction(run.memory_fraction)
     if dtype == "float64":
         jax.config.update("jax_enable_x64", True)
-    if config.run.distributed != "off":
-        _join(config)
+    if run.distributed != "off":
+        _join(run, num_devices)
     elif not is_away:
-        simulate(config.mesh.num_devices if num_devices is None else num_devices)
+        simulate(num_devices)
 
 
 def simulate(num_devices: int) -> None:
@@ -86,15 +85,14 @@ def simulate(num_devices: int) -> None:
             jax.config.update("jax_num_cpu_devices", num_devices)
 
 
-def _join(config: Config) -> None:
+def _join(run: Run, num_devices: int) -> None:
     """Join the other processes, each with its share of simulated devices, at least one."""
-    run = config.run
     if distributed.is_joined():
         return
     if run.platform in (None, "cpu"):
         count = distributed.known_count(run.num_processes, is_cpu=run.platform == "cpu")
         if count is not None:
-            jax.config.update("jax_num_cpu_devices", max(1, config.mesh.num_devices // count))
+            jax.config.update("jax_num_cpu_devices", max(1, num_devices // count))
     xla_stderr.divert(f"on {socket.gethostname()}" if run.process_id is None else run.process_id)
     place = run.coordinator, run.num_processes, run.process_id
     distributed.join(*place, heartbeat_s=run.heartbeat_s)
@@ -109,6 +107,8 @@ class MemoryShare(NamedTuple):
 
 def memory_share(asked: float | None, *, here: bool) -> MemoryShare:
     """Return the share of a GPU's memory for programs; here: the environment may state it.
+
+    asked: run.memory_fraction.
 
     >>> memory_share(None, here=False)
     MemoryShare(fraction=0.75, source="run.memory_fraction=null, JAX's default")
@@ -128,18 +128,13 @@ def set_memory_fraction(fraction: float | None) -> None:
         os.environ[VARIABLE] = str(fraction)
 
 
-def check_memory_fraction(config: Config, device: Any, *, only_planned: bool) -> None:
+def check_memory_fraction(asked: float | None, device: Any, planned: Hardware | None) -> None:
     """Raise ConfigError for run.memory_fraction where the devices are no GPUs.
 
-    device: an attached one; only_planned: hardware= or plan.topology may name another.
+    device: an attached one. planned: the hardware of a plan's devices, if they are others.
     """
-    asked, topology, planned = config.run.memory_fraction, config.plan.topology, None
     if asked is None:
         return
-    if topology is not None:
-        planned = of_topology(config.hardware, topology)
-    elif only_planned:
-        planned = described_only(config.hardware, device.device_kind)
     if is_gpu(device) if planned is None else planned.cuda is not None:
         return
     devices = device.device_kind if planned is None else f"hardware={planned.name}"

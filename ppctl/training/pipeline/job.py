@@ -39,7 +39,7 @@ from ppctl.schedule.search.placement_costs import Placed
 from ppctl.training.pipeline import known_hardware as hardware_of
 from ppctl.training.pipeline import optimizers as optim
 from ppctl.training.pipeline.auto_schedule import ModelCosts
-from ppctl.training.pipeline.built_in_models import make_stack
+from ppctl.training.pipeline.built_in_models import lora_of, make_stack
 from ppctl.training.pipeline.engines.engine_protocol import Engine
 from ppctl.training.pipeline.jax_start import check_memory_fraction, start_jax
 from ppctl.training.pipeline.known_hardware import described_device
@@ -105,7 +105,8 @@ def stack_for(
     hardware: settings.Hardware, config: Config, data: DataSet, dtype: jnp.dtype, device: Any
 ) -> Stack:
     """Return the model as this hardware would run it; without a description of it, `device`."""
-    return make_stack(config, data, dtype, described_device(hardware) or device)
+    lora, there = lora_of(config.optim), described_device(hardware) or device
+    return make_stack(config.model, data, dtype, there, lora=lora, cp=config.mesh.cp)
 
 
 def evaluate(engine: Engine, data: DataSet, num_batches: int, state: Tree) -> float:
@@ -181,13 +182,18 @@ def assemble(
     _check_hosts(config)
     # 2. devices
     dtype_name = config.run.dtype or default_dtype
-    start_jax(config, dtype_name, num_devices=1 if on_one_device else None)
+    topology, number = config.plan.topology, 1 if on_one_device else config.mesh.num_devices
+    start_jax(config.run, dtype_name, number, is_away=topology is not None)
     mesh = _mesh_of(config, on_one_device=on_one_device)
     device = _device_of(config, mesh.devices.flat[0])
-    check_memory_fraction(config, device, only_planned=only_planned)
+    is_planned = only_planned or topology is not None
+    request = config.hardware, device.device_kind, topology
+    there = hardware_of.planned_for(*request) if is_planned else None
+    check_memory_fraction(config.run.memory_fraction, device, there)
     # 3. data, model and optimizer
     data, dtype = open_data(config), jnp.dtype(dtype_name)
-    stack = make_stack(config, data, dtype, device)
+    lora = lora_of(config.optim)
+    stack = make_stack(config.model, data, dtype, device, lora=lora, cp=config.mesh.cp)
     optimizer, lr_schedule = make_optimizer(config)
     how: dict[str, Any] = {"executor": config.executor, "dtype": dtype, "seed": config.run.seed}
     how |= {"clip_norm": config.optim.clip_norm, "lr_schedule": lr_schedule}
@@ -312,8 +318,8 @@ def model_flops(job: TrainingJob) -> ModelFlops:
     stack, masked = pipe.stack, 0
     if isinstance(model, settings.Transformer):
         if model.attention != "xla":
-            plain = replace(job.config, model=replace(model, attention="xla"))
-            stack = make_stack(plain, job.data, pipe.dtype, pipe.mesh.devices.flat[0])
+            plain, lora = replace(model, attention="xla"), lora_of(job.config.optim)
+            stack = make_stack(plain, job.data, pipe.dtype, None, lora=lora)
         num_examples, num_tokens = pipe.batch_shapes["inputs"].shape
         causal = (Scoring(window=window).num_pairs(num_tokens) for window in model.windows)
         pairs = sum(num_tokens**2 - num_pairs for num_pairs in causal)

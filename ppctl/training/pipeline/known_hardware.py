@@ -97,6 +97,15 @@ def described_only(request: Hardware | AutoHardware, device_kind: str) -> Hardwa
     return request
 
 
+def planned_for(
+    request: Hardware | AutoHardware, device_kind: str, topology: str | None
+) -> Hardware | None:
+    """Return the hardware of a plan if its devices are not those attached, else None."""
+    if topology is not None:
+        return of_topology(request, topology)
+    return described_only(request, device_kind)
+
+
 def of_topology(request: Hardware | AutoHardware, topology: str) -> Hardware | None:
     """Return the hardware of plan.topology; None if unknown (libtpu knows TPUs by itself)."""
     chip = topology.partition(":")[0]

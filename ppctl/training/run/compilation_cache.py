@@ -17,7 +17,6 @@ from pathlib import Path
 
 import jax
 
-from ppctl.config import Config
 from ppctl.config.config_dirs import user_cache_dir
 from ppctl.errors import ConfigError
 
@@ -28,13 +27,13 @@ ZLIB = b"\x78"  # first byte of entries that JAX compresses with zlib, where zst
 HIT, MISSED = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
 
 
-def keep_compiled(config: Config) -> str | None:
-    """Let JAX keep compiled programs as run.compilation_cache says; return a note if it cannot.
+def keep_compiled(place: str | None) -> str | None:
+    """Let JAX keep compiled programs; return a note if it cannot.
 
-    auto leaves JAX_COMPILATION_CACHE_DIR as it is. Programs are machine code, so each machine has
-    a directory. ConfigError if a requested directory cannot be written.
+    place: run.compilation_cache; auto leaves JAX_COMPILATION_CACHE_DIR as it is. Programs are
+    machine code, so each machine has a directory. ConfigError if a requested directory cannot be
+    written.
     """
-    place = config.run.compilation_cache
     jax.config.update("jax_enable_compilation_cache", place is not None)
     if place is None or (place == "auto" and "JAX_COMPILATION_CACHE_DIR" in os.environ):
         return None

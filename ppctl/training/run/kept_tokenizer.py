@@ -58,13 +58,13 @@ def configured_ends(run_dir: Path) -> tuple[int, ...]:
     return ()
 
 
-def ends_of(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the token ids that end a text by a config; None for values that are no ids.
+def ends_of(model_config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return the token ids that end a text by config.json; None for values that are none.
 
     >>> ends_of({"eos_token_id": [1, 106]}), ends_of({"eos_token_id": 2}), ends_of({})
     ((1, 106), (2,), ())
     """
-    given = config.get("eos_token_id")
+    given = model_config.get("eos_token_id")
     ids = [] if given is None else given if isinstance(given, list) else [given]
     return tuple(ids) if all(type(each) is int for each in ids) else None
 

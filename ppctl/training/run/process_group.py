@@ -21,7 +21,8 @@ from typing import Any
 
 import jax
 
-from ppctl.config import Config
+from ppctl.config import Config, Run
+from ppctl.config import Mesh as MeshSettings
 from ppctl.errors import (
     AgreedError,
     CheckpointError,
@@ -64,9 +65,9 @@ def process_group(config: Config) -> Iterator[Heartbeat]:
         # 1. compare, and start the heartbeat
         versions = {f"the version of {name}": version(name) for name in ("ppctl", "jax")}
         compare(settings(config) | versions)
-        _check_divisible(config, count)
+        _check_divisible(config.mesh, count)
         how = {"process": process, "num_processes": count, "slow_after_s": config.run.slow_after_s}
-        heartbeat = Heartbeat(_shared_directory(config), say=_say, **how)
+        heartbeat = Heartbeat(_shared_directory(Path(config.run.dir)), say=_say, **how)
         heartbeat.start()
         yield heartbeat
         distributed.gather("")  # until all are done
@@ -84,7 +85,7 @@ def process_group(config: Config) -> Iterator[Heartbeat]:
         raise elsewhere from error
     # 3. errors of this process
     except Exception as error:
-        raise _with_process_number(error, config, heartbeat) from error
+        raise _with_process_number(error, config.run, heartbeat) from error
     distributed.leave()
     _clear(heartbeat)
 
@@ -121,10 +122,10 @@ def settings(config: Config) -> dict[str, Any]:
     return {key: value for key, value in flat(asdict(config)).items() if key not in LOCAL}
 
 
-def _check_divisible(config: Config, count: int) -> None:
-    if jax.default_backend() == "cpu" and config.mesh.num_devices % count:
+def _check_divisible(mesh: MeshSettings, count: int) -> None:
+    if jax.default_backend() == "cpu" and mesh.num_devices % count:
         raise _of_all(
-            f"mesh={config.mesh.text} has {config.mesh.num_devices} devices, which {count} "
+            f"mesh={mesh.text} has {mesh.num_devices} devices, which {count} "
             f"processes cannot share evenly. Use a mesh of {count}, {2 * count}, ... devices, or "
             "another number of processes."
         )
@@ -135,13 +136,13 @@ def _of_all(message: str) -> PpctlError:
     return AgreedError(message) if distributed.is_lead() else ElsewhereError()
 
 
-def _shared_directory(config: Config) -> Path:
+def _shared_directory(run_dir: Path) -> Path:
     """Return `processes` below run.dir, empty. ConfigError if not all processes share it."""
-    directory = Path(config.run.dir) / "processes"
+    directory = run_dir / "processes"
     problem, token = "", uuid.uuid4().hex
     if distributed.is_lead():
         try:
-            with writing(Path(config.run.dir)):
+            with writing(run_dir):
                 shutil.rmtree(directory, ignore_errors=True)
                 directory.mkdir(parents=True)
                 (directory / token).touch()
@@ -154,7 +155,7 @@ def _shared_directory(config: Config) -> Path:
     missing = [str(process) for process, each in enumerate(seen) if each != "True"]
     if missing:
         raise _of_all(
-            f"run.dir={config.run.dir} is not the same directory on process 0 and on "
+            f"run.dir={run_dir} is not the same directory on process 0 and on "
             f"{', '.join(missing)}. Use a directory that all processes share."
         )
     if distributed.is_lead():
@@ -162,12 +163,12 @@ def _shared_directory(config: Config) -> Path:
     return directory
 
 
-def _with_process_number(error: Exception, config: Config, heartbeat: Heartbeat) -> Exception:
+def _with_process_number(error: Exception, run: Run, heartbeat: Heartbeat) -> Exception:
     """Return the error with the process's number, after the heartbeat has let the others know."""
     if (reason := _lost_contact(error)) is not None:
         what = f"lost contact with another process while {heartbeat.text} ({reason})"
         xla_stderr.tell_lost(what)
-        time.sleep(config.run.heartbeat_s + 5)  # by then the service may end this process
+        time.sleep(run.heartbeat_s + 5)  # by then the service may end this process
         return LostError(f"process {heartbeat.process}: {what}.")
     if not isinstance(error, PpctlError):
         text = f"{type(error).__name__}: {one_line(error)}"

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ppctl.config import Config
 from ppctl.config.changed_settings import Change, changes
 from ppctl.config.code_digests import changed_modules
 from ppctl.errors import CheckpointError, DamagedError
@@ -44,16 +43,14 @@ class Resumed(NamedTuple):
         return [change._asdict() for change in self.changed]
 
 
-def resume(
-    config: Config, job: TrainingJob, checkpoints: Checkpoints, say: Callable[[str], None]
-) -> Resumed:
+def resume(job: TrainingJob, checkpoints: Checkpoints, say: Callable[[str], None]) -> Resumed:
     """Return where to go on from; a damaged checkpoint is set aside for the one before it.
 
     CheckpointError if run.resume or run.resume_with does not allow it.
     """
     while True:
         try:
-            step, changed = _newest(config, job, checkpoints)
+            step, changed = _newest(job, checkpoints)
             fingerprint = job.data.fingerprint
             compare({"the data's fingerprint": fingerprint, "the step to go on from": step})
             state = checkpoints.restore(step, job.pipe.states.natural) if step else None
@@ -65,26 +62,26 @@ def resume(
             say(f"{error.what}. It is now {name}; {then}")
 
 
-def _newest(config: Config, job: TrainingJob, checkpoints: Checkpoints) -> tuple[int, list[Change]]:
+def _newest(job: TrainingJob, checkpoints: Checkpoints) -> tuple[int, list[Change]]:
     """Return the step to go on from, 0 for a new run, and the settings that have changed since."""
-    step, resume = checkpoints.latest(), config.run.resume
+    step, run = checkpoints.latest(), job.config.run
     where = f"in {checkpoints.directory}"
     # 1. no checkpoint: a new run
     if step is None:
         damaged = checkpoints.damaged()
-        if damaged and resume != "never":
+        if damaged and run.resume != "never":
             raise CheckpointError(
                 f"There is no good checkpoint {where}, only {', '.join(damaged)}. "
                 "Use run.resume=never to start anew beside them, or another run.dir."
             )
-        if resume == "must":
+        if run.resume == "must":
             raise CheckpointError(
                 f"run.resume=must, but there is no checkpoint {where}. Use run.resume=auto."
             )
         return 0, []
     # 2. a checkpoint that this request does not go on from
     which = f"The checkpoint of step {step} {where}"
-    if resume == "never":
+    if run.resume == "never":
         raise CheckpointError(
             f"run.resume=never, but there is a checkpoint of step {step} {where}. "
             "Use run.resume=auto or another run.dir."
@@ -92,19 +89,20 @@ def _newest(config: Config, job: TrainingJob, checkpoints: Checkpoints) -> tuple
     if step == 0:
         raise CheckpointError(
             f"{which} is a model that was imported. Train it into another run.dir, with "
-            f"run.start_from={config.run.dir}."
+            f"run.start_from={run.dir}."
         )
-    if step > config.run.num_steps:
+    if step > run.num_steps:
         raise CheckpointError(
-            f"{which} is past run.num_steps={config.run.num_steps}. Use run.num_steps={step} or "
+            f"{which} is past run.num_steps={run.num_steps}. Use run.num_steps={step} or "
             "more, or another run.dir."
         )
     # 3. settings and code since then
     meta = checkpoints.meta(step)
-    changed = [*changes(meta["config"], config), *_code_changes(job, meta)]
+    changed = [*changes(meta["config"], job.config), *_code_changes(job, meta)]
     _check_data(job, meta, changed, which)
     _check_arrays(checkpoints.unlike(step, job.pipe.states.natural), changed, which)
-    _check_function(config, changed, which)
+    if run.resume_with != "changed":
+        _check_function(changed, which)
     return step, changed
 
 
@@ -143,10 +141,10 @@ def _check_arrays(unlike: Sequence[str], changed: Sequence[Change], which: str) 
     raise CheckpointError(f"{what}. Restore that, or use another run.dir.")
 
 
-def _check_function(config: Config, changed: Sequence[Change], which: str) -> None:
-    """Raise CheckpointError where the model has changed, unless run.resume_with=changed."""
+def _check_function(changed: Sequence[Change], which: str) -> None:
+    """Raise CheckpointError where the model has changed."""
     phrases = [each.text for each in changed if each.is_of_function]
-    if phrases and config.run.resume_with != "changed":
+    if phrases:
         raise CheckpointError(
             f"{which} is of another model: {'; '.join(phrases)}. Restore that, use another "
             "run.dir, or insist with run.resume_with=changed, which goes on from its parameters."
@@ -156,14 +154,15 @@ def _check_function(config: Config, changed: Sequence[Change], which: str) -> No
 # --- parameters of another run --------------------------------------------------------------------
 
 
-def state_from(config: Config, job: TrainingJob) -> Tree | None:
+def state_from(job: TrainingJob) -> Tree | None:
     """Return the state before step 1 with the newest parameters of run.start_from; None without.
 
     In natural order; the optimizer starts anew. With optim.train=lora they are the base of new
     adapters, unless they come with adapters. CheckpointError if they are missing or do not fit.
     """
     # 1. the parameters
-    directory, lora = config.run.start_from, lora_of(config.optim)
+    run, lora = job.config.run, lora_of(job.config.optim)
+    directory = run.start_from
     if directory is None:
         return None
     natural, stack = job.pipe.states.natural, job.pipe.stack
@@ -189,7 +188,7 @@ def state_from(config: Config, job: TrainingJob) -> Tree | None:
 
     # 2. the state that starts with them
     def fresh(params: Tree) -> Tree:
-        params = with_base(init(stack, config.run.seed), params) if is_base else params
+        params = with_base(init(stack, run.seed), params) if is_base else params
         return init_state(params, job.pipe.optimizer, stack.trainable)
 
     return jax.jit(fresh, out_shardings=shardings_of(natural))(params)

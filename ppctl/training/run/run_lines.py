@@ -25,7 +25,7 @@ def describe(job: TrainingJob, start: int) -> Iterator[str]:
     # 1. the model, its data and devices
     kernels: tuple[str, ...] = ("xla",)
     if isinstance(model, Transformer):
-        kernels = attention_kernels(config, pipe.dtype, device, job.data)
+        kernels = attention_kernels(model, config.mesh.cp, pipe.dtype, device, job.data)
     attention = "" if kernels == ("xla",) else f", attention by {' and '.join(kernels)}"
     trained = "" if pipe.num_trained == pipe.num_parameters else f" ({pipe.num_trained:,} trained)"
     size = f"{model.num_layers} layers, {pipe.num_parameters:,} parameters{trained}"

@@ -28,7 +28,7 @@ from ppctl.reports.foreign_files import read_settings
 from ppctl.reports.run_files import read_lines
 from ppctl.training.checkpoint.checkpoint import Checkpoints, merged_params, stored_lora
 from ppctl.training.checkpoint.manifest import array_types, differences
-from ppctl.training.pipeline.built_in_models import make_stack
+from ppctl.training.pipeline.built_in_models import lora_of, make_stack
 from ppctl.training.pipeline.job import DEFAULT_DTYPE, open_data
 
 Tree = Any
@@ -199,16 +199,19 @@ class SavedRun:
     def _stack(self) -> Stack:
         """The model of the newest checkpoint's data; warns if its code has changed."""
         config = self._config
+        model = config.model
         with self._checkpoints() as checkpoints:
             meta = checkpoints.meta(self._step(None))
         data = described(meta["data"]) if "example" in meta["data"] else self.data
-        if isinstance(config.model, settings.Transformer):  # the run's kernel may not run here
-            config = replace(config, model=replace(config.model, attention="auto"))
+        if isinstance(model, settings.Transformer):  # the run's kernel may not run here
+            model = replace(model, attention="auto")
         with self._own_code():
-            stack = make_stack(config, data, self._dtype, jax.devices()[0])
-        if isinstance(config.model, settings.CustomModel):
+            stack = make_stack(
+                model, data, self._dtype, jax.devices()[0], lora=lora_of(config.optim)
+            )
+        if isinstance(model, settings.CustomModel):
             before = meta["sources"].get("model", {})
-            changed = changed_modules(before, sources(config.model.target))
+            changed = changed_modules(before, sources(model.target))
             if changed:
                 warnings.warn(
                     f"{', '.join(changed)} changed after {self.directory} was trained; it may "

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from ppctl.config import Config
+from ppctl.config import Config, Run
 from ppctl.errors import ConfigError
 from ppctl.executors.compiler_options import text_of
 from ppctl.launch import join_processes as distributed
@@ -63,9 +63,9 @@ def train(config: Config, overrides: Sequence[str], *, predict: Predict, as_json
     check_trackers(config.run.trackers)
     writer = run_status.held_by(run_dir)
     if writer is not None:  # it would lose the save that it is writing
-        raise _held(config, writer)
-    start_jax(config, config.run.dtype or DEFAULT_DTYPE)
-    note = keep_compiled(config)
+        raise _held(run_dir, writer)
+    start_jax(config.run, config.run.dtype or DEFAULT_DTYPE, config.mesh.num_devices)
+    note = keep_compiled(config.run.compilation_cache)
     with process_group(config) as heartbeat:
         return _train(config, overrides, heartbeat, predict, note, as_json=as_json)
 
@@ -88,11 +88,11 @@ def _train(
         say(f"note      {each}")
     directory, keep = run_dir / "checkpoints", config.run.checkpoint.keep
     saving = partial(Checkpoints, directory, keep=keep, gather=distributed.gather)
-    with _status(config) as status, saving() as checkpoints:
+    with _status(run_dir) as status, saving() as checkpoints:
         # 2. find where to start
-        start, restored, _ = resumed = resume(config, job, checkpoints, say)
+        start, restored, _ = resumed = resume(job, checkpoints, say)
         if start == 0:
-            restored = state_from(config, job)
+            restored = state_from(job)
         elif (differs := changed_tokenizer(config)) is not None:
             say(f"note      {differs}; it makes the same tokens of this text, and is kept from now")
         if start == config.run.num_steps:
@@ -114,7 +114,7 @@ def _train(
         state = job.pipe.init() if restored is None else job.pipe.from_natural(restored)
         del restored, resumed
         # 5. train
-        with _metrics(config, start, console) as metrics, StepClock() as clock:
+        with _metrics(config.run, start, console) as metrics, StepClock() as clock:
             how = checkpoints, metrics, heartbeat, prediction, clock
             loop = Loop(job, footprint, compile_time_s, *how)
             exit_code = _run_loop(loop, state, start, console)
@@ -149,23 +149,23 @@ def _sum_up(loop: Loop, exit_code: int, say: Say, *, as_json: bool) -> None:
         print(json.dumps(summary))
 
 
-def _status(config: Config) -> AbstractContextManager[RunStatus | None]:
+def _status(run_dir: Path) -> AbstractContextManager[RunStatus | None]:
     """Return the record of this start, which locks the run directory; None except on process 0."""
     if not distributed.is_lead():
         return nullcontext()
     try:
-        with writing(Path(config.run.dir)):
-            return RunStatus(Path(config.run.dir))
+        with writing(run_dir):
+            return RunStatus(run_dir)
     except HeldError as error:
-        raise _held(config, error.pid) from None
+        raise _held(run_dir, error.pid) from None
 
 
-def _held(config: Config, pid: int | None) -> ConfigError:
+def _held(run_dir: Path, pid: int | None) -> ConfigError:
     who, how = f"process {pid}", f": kill -INT {pid}, which saves"
     if pid is None:
         who, how = "another process", ". The lock of a machine that was lost ends after minutes"
     return ConfigError(
-        f"run.dir={config.run.dir} is written by {who} now. Use another run.name, or end that "
+        f"run.dir={run_dir} is written by {who} now. Use another run.name, or end that "
         f"run first{how}."
     )
 
@@ -203,9 +203,9 @@ def _ending(exit_code: int, step: int) -> dict[str, Any]:
     return {"status": INTERRUPTED, "step": step, "reason": signal.Signals(exit_code - 128).name}
 
 
-def _metrics(config: Config, start: int, console: Console) -> Metrics:
-    how = {name: getattr(config.run, name) for name in ("num_steps", "log_every", "trackers")}
-    where = config.run.dir if distributed.is_lead() else None
+def _metrics(run: Run, start: int, console: Console) -> Metrics:
+    how = {name: getattr(run, name) for name in ("num_steps", "log_every", "trackers")}
+    where = run.dir if distributed.is_lead() else None
     return Metrics(where, start_step=start, console=console, **how)
 
 
