@@ -126,6 +126,14 @@ def test_a_state_that_a_step_has_taken_is_refused(executor):
     pipe.step(next_state, pipe.put(batch))  # placed once
 
 
+def test_attempts_of_post_validation_are_states_too():
+    pipe = make(executor=ppctl.mpmd(post_validation=True), clip_norm=1.0)
+    state, _ = pipe.step(pipe.init(), BATCH)
+    pipe.step(state, BATCH)
+    with pytest.raises(ppctl.PpctlError, match=r"^The state is not one of this pipeline"):
+        pipe.step(make().init(), BATCH)
+
+
 def test_a_state_of_another_pipeline_is_refused():
     pipe = make(schedule="interleaved", num_chunks=1)
     match = r"^The state is not one of this pipeline: {}.* Use pipe\.init\(\), or pipe\.from_nat"

@@ -20,6 +20,7 @@ from ppctl.config.field_checks import LARGEST
 from ppctl.errors import ConfigError
 from ppctl.model.network import Network
 from ppctl.model.stack import Stack
+from ppctl.training.pipeline.engines.post_validation import Attempt
 
 Tree = Any
 NUMBERS = "biuf"  # kinds of NumPy's dtypes that a batch may have, besides bfloat16
@@ -195,6 +196,7 @@ class StateChecks:
 
     def check(self, state: Tree) -> None:
         """Raise ConfigError for a state of another layout, or one that a step has taken."""
+        state = _arrays_of(state)
         if isinstance(self.wanted, tuple) and isinstance(state, tuple):  # ranks of this process
             pairs = zip(state, self.wanted, strict=False)
             state = tuple(None if wanted is None else part for part, wanted in pairs)
@@ -224,8 +226,14 @@ class StateChecks:
 _MADE: dict[int, tuple[weakref.ref, Any]] = {}
 
 
+def _arrays_of(state: Any) -> Tree:
+    """Return the arrays of a state; with post-validation, those that hold if its norm does."""
+    return state.state if isinstance(state, Attempt) else state
+
+
 def _mark(state: Tree) -> Any:
     """Return the array by which a state is remembered: its count of steps."""
+    state = _arrays_of(state)
     parts = state if isinstance(state, tuple) else (state,)
     return next((each["step"] for each in parts if each and each["step"] is not None), None)
 
