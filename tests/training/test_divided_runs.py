@@ -29,7 +29,7 @@ STEPS = 2  # of each start
 CHAINS = {
     "transformer": (
         "mesh=1x2x1x2x2 schedule=1f1b",  # the vocabulary is padded over tp
-        "mesh=1x1x1x1x4 schedule=gpipe executor=mpmd",
+        "mesh=1x1x1x1x4 schedule=gpipe executor=mpmd executor.context=ring",
         "mesh=1x2x2x2x1 schedule=zb_h1 executor.gather=layer",
     ),
     "stack divided by XLA": (
