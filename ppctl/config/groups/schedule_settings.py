@@ -19,14 +19,17 @@ class Schedule:
     vocab: str = "whole"
 
     VOCAB: ClassVar[tuple[str, ...]] = ("whole", "parallel")
+    KNOBS: ClassVar[tuple[str, ...]] = ("num_chunks", "num_waves", "warmup_hops")
 
     def check(self) -> None:
         at_least("schedule.num_microbatches", self.num_microbatches, 1)
         choice("schedule.vocab", self.vocab, self.VOCAB)
+        for key in ("num_chunks", "num_waves"):
+            at_least(f"schedule.{key}", self.knobs().get(key), 1)
 
     def knobs(self) -> dict[str, Any]:
         """Return the arguments of the family's generator that not all families have."""
-        return {}
+        return {key: getattr(self, key) for key in self.KNOBS if hasattr(self, key)}
 
 
 @dataclass
@@ -41,9 +44,6 @@ class Eager1F1B(Schedule):
         if not 1 <= self.warmup_hops <= 2:  # written so that NaN fails
             raise ConfigError(f"schedule.warmup_hops={self.warmup_hops} must lie in [1, 2].")
 
-    def knobs(self) -> dict[str, Any]:
-        return super().knobs() | {"warmup_hops": self.warmup_hops}
-
 
 @dataclass
 class Chunked(Schedule):
@@ -51,13 +51,6 @@ class Chunked(Schedule):
 
     name: str = "looped_bfs"
     num_chunks: int = 2  # stages a rank
-
-    def check(self) -> None:
-        super().check()
-        at_least("schedule.num_chunks", self.num_chunks, 1)
-
-    def knobs(self) -> dict[str, Any]:
-        return {"num_chunks": self.num_chunks}
 
 
 @dataclass
@@ -73,13 +66,6 @@ class Hanayo(Schedule):
 
     name: str = "hanayo"
     num_waves: int = 1  # times down the ranks and back up
-
-    def check(self) -> None:
-        super().check()
-        at_least("schedule.num_waves", self.num_waves, 1)
-
-    def knobs(self) -> dict[str, Any]:
-        return {"num_waves": self.num_waves}
 
 
 @dataclass
