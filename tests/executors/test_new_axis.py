@@ -31,13 +31,7 @@ def found(tmp_path_factory):
 
 def test_a_model_divided_over_it_trains_as_the_whole_one(found):
     training = found["training"]
-    assert training["shard"] == [
-        1,
-        1,
-        2,
-        8 // 2,
-        12 // 2,
-    ]  # of the width over fsdp, columns over xp
+    assert training["shard"] == [1, 1, 2, 8, 12 // 4]  # columns over xp and tp together
     assert max(training["spmd"], training["mpmd"]) < 1e-12
 
 

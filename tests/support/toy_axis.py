@@ -2,7 +2,7 @@
 
 Run as a script, before anything of ppctl but the table is imported; prints the results as JSON. The
 axis is like one of experts: its devices have different examples, and parts of each layer's hidden
-columns, through which the tokens of all of them go.
+columns, through which the examples of all of them go; tp divides these columns further.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import io
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 
 from ppctl.schedule import axis_table
 
@@ -33,20 +34,22 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import ppctl  # noqa: E402
 from ppctl.cli.entry import main  # noqa: E402
+from ppctl.model.parallel import WHOLE, on_first  # noqa: E402
 
 WIDTH, HIDDEN, FEATURES, TARGETS = 8, 12, 6, 4  # a hidden width that 2 parts divide
-TRAINED = {"num_microbatches": 2, "dtype": jnp.float64, "clip_norm": None}
+TRAINED = {"num_microbatches": 2, "dtype": jnp.float64, "clip_norm": 0.5}
 SHARDING = {
     "embed_head": P(),
-    "layers": {"up": P(None, "xp"), "down": P("xp"), "scale": None},
+    "layers": {"up": P(None, ("xp", "tp")), "down": P(("xp", "tp")), "scale": None},
 }
 
 
-def layer(params, x, parts=1):
-    """Return x * scale + tanh(x @ up) @ down, the columns of up in `parts`."""
-    rows = jax.lax.all_gather(x, "xp", tiled=True) if parts > 1 else x
+def layer(params, x, axes=WHOLE):
+    """Return x * scale + tanh(x @ up) @ down, the columns of up divided over xp and tp."""
+    rows = jax.lax.all_gather(x, "xp", tiled=True) if axes.xp > 1 else x
     y = jnp.tanh(rows @ params["up"]) @ params["down"]
-    return x * params["scale"] + (jax.lax.psum_scatter(y, "xp", tiled=True) if parts > 1 else y)
+    y = jax.lax.psum(y, "tp") if axes.tp > 1 else y
+    return x * params["scale"] + (jax.lax.psum_scatter(y, "xp", tiled=True) if axes.xp > 1 else y)
 
 
 def model(num_layers=4, dtype=None, data=None):
@@ -76,10 +79,11 @@ def model(num_layers=4, dtype=None, data=None):
     )
 
     def divided(axes):
-        def part(params, x):
-            return layer(params, x, axes.xp)
+        def part_of_head(params, x, targets):
+            return tuple(on_first(each, axes) for each in head(params, x, targets))
 
-        return replace(whole, layer=part, sharding=SHARDING, divided=None)
+        part = partial(layer, axes=axes)
+        return replace(whole, layer=part, head=part_of_head, sharding=SHARDING, divided=None)
 
     return replace(whole, divided=divided)
 
@@ -111,8 +115,8 @@ def differences():
     """How far training on meshes with xp is from the un-divided model; the shape of a shard."""
     whole = replace(model(), divided=None)
     expected = trained(whole, ppctl.mesh(), "reference")[:2]
-    mpmd = trained(model(), ppctl.mesh(pp=2, xp=2), "mpmd", remat="layer")
-    spmd = trained(model(), ppctl.mesh(pp=2, fsdp=2, xp=2), "spmd")
+    mpmd = trained(model(), ppctl.mesh(pp=2, fsdp=2, xp=2), "mpmd", remat="layer")
+    spmd = trained(model(), ppctl.mesh(pp=2, xp=2, tp=2), "spmd")
     as_data = trained(whole, ppctl.mesh(pp=2, xp=2), "spmd")
     up = spmd[2]["params"]["layers"]["up"]
     return {
