@@ -71,12 +71,14 @@ class Stack:
     export(params) -> tree: parameters in the form of the model's author.
     outputs(embed_head, x) -> tree: the head's predictions before the loss, such as logits.
     contents: of a network, the contents of its embedding, layers and head, in this order.
-    divided(axes) -> Stack: the same model as one device of a stage divided over tp and cp computes
-    it. Its functions take this device's shards of parameters and communicate as `ppctl.parallel`
-    says; x are its activations. ConfigError for sizes that do not fit. None: cannot be divided so.
-    sharding: the PartitionSpec over tp of each parameter (of one layer), like the parameters' tree;
-    one, or None, may stand for a subtree. With `divided` it names the shards that the functions
-    take; without, XLA divides the functions of whole arrays over tp by it.
+    divided(axes) -> Stack: the same model as one device of a stage divided over axes, such as tp
+    and cp, computes it. Its functions take this device's shards of parameters and communicate as
+    `ppctl.parallel` says; x are its activations. ConfigError for sizes that do not fit. None:
+    cannot be divided so.
+    sharding: the PartitionSpec of each parameter (of one layer), like the parameters' tree: in one
+    dim tp, or other axes inside a stage; one, or None, may stand for a subtree. With `divided` it
+    names the shards that the functions take; without, XLA divides the functions of whole arrays
+    over tp by it.
     has_vocabulary: whether `divided` supports `axes.vocab_ranks` (`StageAxes`) and returns parts;
     in its sharding of embed_head tp then also means the ranks of the pipeline.
     parts: of a stack from `divided`, the functions of a rank's part of embedding and head.

@@ -56,7 +56,7 @@ def difference(mesh, model=None, num_tokens=16, vocab_size=32, batch_size=8, **h
     )  # to compile what draws the initial ones takes longer
     natural = {
         "params": params,
-        "optimizer": pipe.optimizer.init({}),
+        "optimizer": pipe.optimizer.init(params),
         "step": jnp.zeros((), jnp.int32),
     }
     loss, grads = pipe.loss_and_grads(pipe.from_natural(natural), batch)
