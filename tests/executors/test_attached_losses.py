@@ -100,7 +100,7 @@ def check(mesh, **how):
     losses, grads, params = written_out()
     how = {"num_microbatches": 4, "optimizer": optax.sgd(0.1), "dtype": jnp.float64} | how
     pipe = ppctl.pipeline(attaching_stack(), mesh=ppctl.mesh(**mesh), batch=make_batch(), **how)
-    state = {"params": params, "optimizer": pipe.optimizer.init({}), "step": jnp.int32(0)}
+    state = {"params": params, "optimizer": pipe.optimizer.init(params), "step": jnp.int32(0)}
     state = pipe.from_natural(state)
     loss, found = pipe.loss_and_grads(state, make_batch())
     assert error((loss, found), (losses["loss"], grads)) <= TOLERANCE

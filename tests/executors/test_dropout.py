@@ -32,7 +32,7 @@ def batch_of(model):
 
 def state_of(pipe, step=STEP):
     params = jax.tree.map(jnp.asarray, make_params(pipe.stack))
-    state = {"params": params, "optimizer": pipe.optimizer.init({}), "step": jnp.int32(step)}
+    state = {"params": params, "optimizer": pipe.optimizer.init(params), "step": jnp.int32(step)}
     return pipe.from_natural(state)
 
 

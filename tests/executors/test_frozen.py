@@ -140,7 +140,7 @@ def test_adapters_of_divided_stages_have_the_gradients_of_whole_ones(executor, a
     params = jax.tree.map(jnp.asarray, make_params(stack))
     natural = {
         "params": params,
-        "optimizer": pipe.optimizer.init({}),
+        "optimizer": pipe.optimizer.init(params),
         "step": jnp.zeros((), jnp.int32),
     }
     loss, grads = loss_and_grads(stack, params, batch)
