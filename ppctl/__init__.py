@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from ppctl.schedule.ir import Schedule, Task
     from ppctl.schedule.simulator import Timeline, simulate
     from ppctl.schedule.tick_lowering import Ticks, ticks
+    from ppctl.training.pipeline.build_pipeline import pipeline
     from ppctl.training.pipeline.built_in_models import attention, mlp, transformer
     from ppctl.training.pipeline.execution import mpmd, reference, spmd
     from ppctl.training.pipeline.jax_start import mesh
-    from ppctl.training.pipeline.pipeline import Pipeline, pipeline
+    from ppctl.training.pipeline.pipeline import Pipeline
     from ppctl.training.run.saved_run import SavedRun, load_run
 
 __all__ = [
@@ -80,10 +81,11 @@ _HOMES = {  # public names by module
     "schedule.ir": "Schedule Task",
     "schedule.simulator": "Timeline simulate",
     "schedule.tick_lowering": "Ticks ticks",
+    "training.pipeline.build_pipeline": "pipeline",
     "training.pipeline.built_in_models": "attention mlp transformer",
     "training.pipeline.execution": "mpmd reference spmd",
     "training.pipeline.jax_start": "mesh",
-    "training.pipeline.pipeline": "Pipeline pipeline",
+    "training.pipeline.pipeline": "Pipeline",
     "training.run.saved_run": "SavedRun load_run",
 }
 _RENAMED = {  # public names of another name inside

@@ -131,6 +131,26 @@ def outputs_of(
     return predict
 
 
+def by_example(
+    stack: Stack, *, dtype: Any, unroll: int = MOST_UNROLLED
+) -> Callable[[Tree, Tree], tuple[jax.Array, jax.Array, Tree]]:
+    """Return the function (params, batch) -> (losses, numbers of losses, outputs) by example.
+
+    The first two are [examples], of each example by itself; outputs are None of a stack that states
+    none. Other arguments as in `reference`.
+    """
+
+    def run(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array, Tree]:
+        params = jax.tree.map(lambda a: a.astype(dtype), params)
+        embed_head = params["embed_head"]
+        x = _before_head(stack, params, batch["inputs"], stack.layer_of, unroll)
+        outputs = None if stack.outputs is None else stack.outputs(embed_head, x)
+        losses = jax.vmap(lambda x, target: stack.head(embed_head, x[None], target[None]))
+        return *losses(x, batch["targets"]), outputs
+
+    return run
+
+
 def _before_head(
     stack: Stack,
     params: Tree,

@@ -89,7 +89,7 @@ class Stack:
     and refuses such a model, since microbatches change it. True: intended. False: known not to.
     check_batch(inputs, targets): raises ConfigError for a batch whose values the model does not
     take, such as ids out of range: NumPy arrays, or other arrays and shapes, of which it looks at
-    the dtypes only.
+    the dtypes only. targets: None of a prediction.
 
     A run checks the functions against each other by shapes; misfits are a ConfigError.
     """

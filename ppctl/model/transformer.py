@@ -171,6 +171,8 @@ class _Transformer:
         size = self.sizes.vocab_size
         lowest = {"inputs": -size if self.packed else 0, "targets": NO_TOKEN}
         for name, ids_BT in (("inputs", inputs_BT), ("targets", targets_BT)):
+            if ids_BT is None:
+                continue
             if not jnp.issubdtype(ids_BT.dtype, jnp.integer):
                 raise ConfigError(f"{name} are {ids_BT.dtype}, not token ids. Use int32.")
             if not isinstance(ids_BT, np.ndarray) or not ids_BT.size:

@@ -134,6 +134,17 @@ def test_attempts_of_post_validation_are_states_too():
         pipe.step(make().init(), BATCH)
 
 
+def test_states_that_may_be_undone_go_on():
+    states = []
+    for executor in (ppctl.mpmd(), ppctl.mpmd(post_validation=True)):
+        pipe = make(executor=executor, clip_norm=0.1)
+        state = pipe.init()
+        for _ in range(2):
+            state, _ = pipe.step(state, BATCH)
+        states.append(pipe.params(state))
+    assert jax.tree.all(jax.tree.map(np.allclose, *states))
+
+
 def test_a_state_of_another_pipeline_is_refused():
     pipe = make(schedule="interleaved", num_chunks=1)
     match = r"^The state is not one of this pipeline: {}.* Use pipe\.init\(\), or pipe\.from_nat"

@@ -27,8 +27,10 @@ NUMBERS = "biuf"  # kinds of NumPy's dtypes that a batch may have, besides bfloa
 X64 = 'call jax.config.update("jax_enable_x64", True) first'
 
 
-def check_parts(model: Any, mesh: Any, optimizer: Any) -> optax.GradientTransformation:
-    """Return the optimizer; ConfigError for arguments of `ppctl.pipeline` of other types."""
+def checked_parts(
+    model: Any, mesh: Any, optimizer: Any, seed: Any, dtype: Any
+) -> tuple[optax.GradientTransformation, int, jnp.dtype]:
+    """Return the last three; ConfigError for arguments of `ppctl.pipeline` of other types."""
     if not isinstance(model, Stack | Network):
         what = "a ppctl.Stack or a ppctl.Network"
         raise ConfigError(f"The model is {_short(model)}, not {what}. Use ppctl.transformer(...).")
@@ -39,7 +41,7 @@ def check_parts(model: Any, mesh: Any, optimizer: Any) -> optax.GradientTransfor
             f"optimizer={_short(optimizer)} is no optax.GradientTransformation. Use one, such as "
             "optax.adamw(1e-3)."
         )
-    return optimizer
+    return optimizer, whole_number("seed", seed, 0), floating("dtype", dtype)
 
 
 def whole_number(name: str, value: Any, least: int) -> int:
@@ -133,6 +135,27 @@ def on_host(
     return {name: np.asarray(a, shapes[name].dtype) for name, a in arrays.items()}
 
 
+def examples_on_host(
+    batch: Any, shapes: Mapping[str, jax.ShapeDtypeStruct], stack: Stack
+) -> dict[str, np.ndarray]:
+    """Return {"inputs"} or {"inputs", "targets"} of any number of examples, checked as `on_host`.
+
+    Examples have the shapes of `shapes`.
+    """
+    batch = batch if isinstance(batch, Mapping) and {*batch} == {"inputs"} else arrays_of(batch)
+    arrays = {name: np.asarray(_numbers(name, a)) for name, a in batch.items()}
+    number = arrays["inputs"].shape[:1]
+    wanted = {name: (*number, *shapes[name].shape[1:]) for name in arrays}
+    actual = {name: a.shape for name, a in arrays.items()}
+    if actual != wanted or number in ((), (0,)):
+        raise ConfigError(
+            f"The batch has shapes {actual}, but the pipeline was made for examples of "
+            f"{ {name: shapes[name].shape[1:] for name in arrays} }. Give one or more of these."
+        )
+    check_values(arrays, shapes, stack)
+    return {name: np.asarray(a, shapes[name].dtype) for name, a in arrays.items()}
+
+
 def check_values(
     arrays: Mapping[str, Any], shapes: Mapping[str, jax.ShapeDtypeStruct], stack: Stack
 ) -> None:
@@ -155,7 +178,7 @@ def check_values(
         ):
             raise ConfigError(f"{name} hold {_furthest(a)}, beyond {dtype}. Use smaller numbers.")
     if stack.check_batch is not None:
-        stack.check_batch(arrays["inputs"], arrays["targets"])
+        stack.check_batch(arrays["inputs"], arrays.get("targets"))
 
 
 def _fits(value: Any, dtype: np.dtype) -> bool:

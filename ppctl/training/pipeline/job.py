@@ -39,11 +39,12 @@ from ppctl.schedule.search.placement_costs import Placed
 from ppctl.training.pipeline import known_hardware as hardware_of
 from ppctl.training.pipeline import optimizers as optim
 from ppctl.training.pipeline.auto_schedule import ModelCosts
+from ppctl.training.pipeline.build_pipeline import pipeline
 from ppctl.training.pipeline.built_in_models import lora_of, make_stack
 from ppctl.training.pipeline.engines.engine_protocol import Engine
 from ppctl.training.pipeline.jax_start import check_memory_fraction, start_jax
 from ppctl.training.pipeline.known_hardware import described_device
-from ppctl.training.pipeline.pipeline import Pipeline, pipeline
+from ppctl.training.pipeline.pipeline import Pipeline
 from ppctl.training.pipeline.pipeline_request import divided_stack
 from ppctl.training.pipeline.user_code import custom_data
 

@@ -1,64 +1,53 @@
-"""A model pipelined over a mesh: the object that trains, for the command line and scripts.
-
-`pipeline` checks a request and builds a `Pipeline`; the engine that runs it is made here and
-nowhere else.
-"""
+"""A model pipelined over a mesh: the object that trains, for the command line and scripts."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from ppctl.config import Reference
 from ppctl.errors import ConfigError
 from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.parameter_layout import Layout
-from ppctl.executors.stage.jaxpr_flops import RelativeCosts, relative_costs
-from ppctl.model.network import Network
-from ppctl.model.stack import Stack, init
-from ppctl.model.trainable_parameters import checked_flags, trained_part, trained_share
+from ppctl.executors.stage.jaxpr_flops import RelativeCosts
+from ppctl.model.stack import Stack
+from ppctl.model.trainable_parameters import trained_part
 from ppctl.reports.terminal_output import size_text
-from ppctl.schedule.costs import Costs, task_costs
-from ppctl.schedule.families.registry import BASELINE
+from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.mesh_axes import DATA_AXES, MeshSizes
 from ppctl.schedule.partition.partition import Partition
 from ppctl.schedule.simulator import simulate
-from ppctl.schedule.tick_lowering import Ticks, ticks
-from ppctl.training.pipeline import optimizers as optim
-from ppctl.training.pipeline import pipeline_request as request
+from ppctl.schedule.tick_lowering import Ticks
 from ppctl.training.pipeline.call_checks import (
     StateChecks,
     check_natural,
-    check_parts,
-    checked_numbers,
-    floating,
+    examples_on_host,
     on_host,
     whole_number,
 )
 from ppctl.training.pipeline.engines.engine_protocol import Engine, Footprint
-from ppctl.training.pipeline.engines.make_engine import make_engine, model_of
 from ppctl.training.pipeline.engines.step_programs import StepPrograms
 from ppctl.training.pipeline.engines.train_states import States, shardings_of
-from ppctl.training.pipeline.execution import Execution, check_lowering, execution_of, in_arguments
+from ppctl.training.pipeline.execution import Execution, in_arguments
 from ppctl.training.pipeline.layer_optimizers import LayerOptimizer
 from ppctl.training.pipeline.mixing import MOST_BYTES, few_examples, refuse_mixing
-from ppctl.training.pipeline.optimizers import init_state
+from ppctl.training.pipeline.whole_model import Metric, WholeModel, of_author
 
 Tree = Any
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A model, its optimizer and a schedule on a mesh. Made by `pipeline`.
+    """A model, its optimizer and a schedule on a mesh. Made by `ppctl.pipeline`.
 
     A state is a pytree of sharded arrays that Orbax saves; `step` takes its memory. A batch is
     {"inputs", "targets"}: arrays [batch, ...] of the shapes that the pipeline was made for, on the
@@ -79,6 +68,7 @@ class Pipeline:
     model: Model  # as the tasks of one device see it
     lr_schedule: optax.Schedule | None = None
     examples: Tree = None  # a few of the batch that it was made with
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
 
     # its parts
 
@@ -142,7 +132,13 @@ class Pipeline:
         return self._state_checks.remember(state), metrics
 
     def loss(self, state: Tree, batch: Mapping[str, Any]) -> jax.Array:
-        """Return the mean loss of a batch, by forwards only."""
+        """Return the mean loss of a batch of any number of examples, by forwards only.
+
+        A batch of the pipeline's size goes through its stages, any other as in `evaluate`.
+        """
+        is_whole = not isinstance(batch, Mapping) or "inputs" not in batch or self._is_whole(batch)
+        if not is_whole:
+            return self.evaluate(state, batch)["loss"]
         placed = self._placed(state, batch)
         if "loss" not in self._done:
             self.compile(evaluate=True)
@@ -151,6 +147,60 @@ class Pipeline:
     def loss_and_grads(self, state: Tree, batch: Mapping[str, Any]) -> tuple[jax.Array, Tree]:
         """Return (mean loss, gradients in natural order) of a batch; the state stays."""
         return self.engine.loss_and_grads(state, self._placed(state, batch))
+
+    def _is_whole(self, batch: Mapping[str, Any]) -> bool:
+        return np.shape(batch["inputs"])[:1] == (self.batch_size,)
+
+    def evaluate(self, state: Tree, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Return the means over a batch {"inputs", "targets"} of the loss and of each metric.
+
+        Any number of examples will do: each device of the mesh computes some of them with the whole
+        model, compiled once. Means are over losses (examples or tokens), and over a metric's
+        values by their weights: those of an accuracy are `outputs.argmax(-1) == batch["targets"]`,
+        with weights `batch["targets"] >= 0` where some tokens have no target.
+
+        ConfigError: the batch has other shapes than [examples, ...] of the pipeline's batch.
+        """
+        return self._whole.evaluate(*self._of_whole(state, batch))
+
+    def predict(self, state: Tree, inputs: Any) -> Tree:
+        """Return the model's outputs, such as logits, for inputs [examples, ...], as `evaluate`.
+
+        Outputs are [examples, ...] each, in the dtype of compute. ConfigError for a `Stack` without
+        outputs, and for inputs of other shapes.
+        """
+        if self.stack.outputs is None:
+            raise ConfigError(
+                "The Stack has no outputs, only a loss. Give it outputs=..., a function "
+                "(embed_head, x)."
+            )
+        params, batch = self._of_whole(state, {"inputs": inputs})
+        return self._whole.predict(params, batch["inputs"])
+
+    def params(self, state: Tree) -> Tree:
+        """Return a state's parameters as their author has them.
+
+        Of a `Network` the tree that its init returns, of a `Stack` {"embed_head", "layers"}, whose
+        layers are [L, ...] in model order.
+        """
+        self._state_checks.check(state)
+        return of_author(self.stack, self.engine.params(state))
+
+    def _of_whole(self, state: Tree, batch: Any) -> tuple[Tree, dict[str, np.ndarray]]:
+        """Return (natural parameters, a batch of any number of examples on the host), checked."""
+        self._state_checks.check(state)
+        if self.stack.mixes_examples:
+            raise ConfigError(
+                "The model mixes the examples of a batch (mixes_examples=True), so that none has "
+                f"outputs or a loss by itself. Use pipe.loss with batches of {self.batch_size}."
+            )
+        arrays = examples_on_host(batch, self.batch_shapes, self.stack)
+        return self.engine.params(state), arrays
+
+    @cached_property
+    def _whole(self) -> WholeModel:
+        how = self.stack, self.mesh, self.dtype, self.metrics
+        return WholeModel(*how, self.model.microbatch["inputs"].shape[0])
 
     def _placed(self, state: Tree, batch: Mapping[str, Any]) -> Tree:
         """Return a batch on the devices of its step, after checks of both."""
@@ -188,6 +238,11 @@ class Pipeline:
             )
         few = few_examples(examples, self.batch_shapes)
         return refuse_mixing(name, self.stack, few, self.dtype)
+
+    def with_checked_metrics(self) -> Pipeline:
+        """Return this; ConfigError for a metric that fails or has no value for each example."""
+        self._whole.check_metrics(self.states.natural["params"], self.batch_shapes)
+        return self
 
     def _try_examples(self) -> None:
         if "examples" in self._done:
@@ -248,117 +303,3 @@ class Pipeline:
         if self.ticks is not None:
             return self.ticks.bubble_fraction(costs)
         return simulate(self.schedule, costs).bubble_fraction
-
-
-def pipeline(
-    model: Stack | Network,
-    mesh: Mesh,
-    schedule: request.AnySchedule = BASELINE,
-    optimizer: optax.GradientTransformation | None = None,
-    *,
-    batch: Tree,
-    num_microbatches: int | None = None,
-    executor: str | Reference = "spmd",
-    partition: str | Sequence[int] = "uniform",
-    vocab: str = "whole",
-    dtype: Any = jnp.float32,
-    clip_norm: float | None = None,
-    lr_schedule: optax.Schedule | None = None,
-    seed: int = 0,
-    num_layers: int | None = None,
-    layers: str = "marks",
-    **options: Any,
-) -> Pipeline:
-    """Return a model pipelined over a mesh; ConfigError or ScheduleError before any compiling.
-
-    Args:
-        model: A `Stack`, or a `Network`, cut into `num_layers` layers: layers="marks" | "auto".
-        mesh: As `ppctl.mesh` makes it.
-        schedule: The name of a family, `ppctl.family(...)`, a `Schedule`, or `Ticks`.
-        num_microbatches: Of a step; required with a name, otherwise the schedule's.
-        batch: {"inputs", "targets"}: a global batch, or its shapes and dtypes.
-        optimizer: Of optax, for each parameter by itself; sees the author's tree, layer by layer.
-        executor: spmd | mpmd | reference, or a value: `ppctl.spmd(...)`.
-        partition: uniform | balanced (by FLOPs) | the number of layers of each stage.
-        vocab: whole (embedding and head on first and last stage) | parallel (on all ranks).
-        dtype: Of compute; parameters have the model's.
-        clip_norm: Clip gradients by the global norm of the whole model; None: no clipping.
-        lr_schedule, seed: The learning rate of a step, for the metrics; the default of `init`.
-        options: Settings of the executor (remat, gather, ...) and of the schedule (num_chunks=2).
-    """
-    optimizer = check_parts(model, mesh, optimizer)
-    # 1. the request: executor, batch, schedule, model
-    seed, dtype = whole_number("seed", seed, 0), floating("dtype", dtype)
-    clip_norm, num_microbatches = checked_numbers(clip_norm, num_microbatches)
-    execution, knobs = execution_of(executor, mesh, options)
-    shapes = request.shapes_of(batch)
-    plan = request.schedule_for(schedule, mesh, num_microbatches, knobs, shapes)
-    stack = request.layered_stack(model, batch, num_layers, layers, dtype)
-    # 2. the order of tasks by their relative costs; layers on stages, stages on devices
-    work = _work(stack, shapes, dtype, schedule, plan, vocab, execution)
-    plan, lowered, execution, costs, costs_of_layers = work
-    layers_of = request.partition_for(partition, stack.num_layers, plan, costs_of_layers)
-    divided, shards, auto = request.divided(stack, execution, mesh, shapes)
-    layout = Layout(mesh, layers_of, plan.rank_of, shards, auto)
-    # 3. the state, and the engine that runs its steps
-    on_layers = _on_layers(stack, layout, optim.clipped(optimizer, clip_norm), execution)
-    states = States(layout, _initial(stack, on_layers), seed)
-    shown = model_of(divided, states, shapes, plan.num_microbatches, execution, dtype)
-    if execution.is_pipelined:
-        request.check_split(stack, plan, layers_of, shown)
-    how = on_layers, lr_schedule, execution, clip_norm, costs
-    engine = make_engine(stack, shown, states, plan, lowered, shapes, *how)
-    parts = states, on_layers, dtype, shapes, engine, shown, lr_schedule
-    return Pipeline(stack, *work, *parts, few_examples(batch, shapes))
-
-
-def _initial(stack: Stack, optimizer: LayerOptimizer) -> Callable[[int], Tree]:
-    """Return the initial state by seed, in natural order."""
-    return lambda seed: init_state(init(stack, seed), optimizer, stack.trainable)
-
-
-def _on_layers(
-    stack: Stack,
-    layout: Layout,
-    optimizer: optax.GradientTransformation,
-    execution: Execution,
-) -> LayerOptimizer:
-    """Return the optimizer of the stack's trained parameters."""
-    params = trained_part(jax.eval_shape(lambda: init(stack, 0)), stack.trainable)
-    on_layers = LayerOptimizer(optimizer, params, layout)
-    over_ranks = ["pp" in shard.axes for shard in layout.shards.values()]
-    if execution.dispatches_tasks and any(over_ranks) and not on_layers.is_elementwise:
-        raise ConfigError(
-            "vocab=parallel divides embedding and head over the ranks, and with executor=mpmd each "
-            "rank updates its part, but the optimizer needs whole parameters (norms, factors or "
-            "products of them). Use vocab=whole, or executor=spmd."
-        )
-    return on_layers
-
-
-def _work(
-    stack: Stack,
-    shapes: Mapping[str, jax.ShapeDtypeStruct],
-    dtype: jnp.dtype,
-    requested: request.AnySchedule,
-    plan: Schedule,
-    vocab: str,
-    execution: Execution,
-) -> tuple[Schedule, Ticks | None, Execution, Costs, Callable[[], RelativeCosts]]:
-    """Return the schedule, with vocab=parallel on all ranks, and the next fields of `Pipeline`."""
-    initial, recompute = jax.eval_shape(lambda: init(stack, 0)), execution.remat.recomputes
-    checked_flags(initial, stack.trainable)
-    relative = cache(lambda: relative_costs(stack, shapes, dtype, recompute=recompute))
-    costs = task_costs(execution.remat, trained_share(initial["layers"], stack.trains("layers")))
-    if vocab != "whole" or plan.divides_vocabulary:
-        costs = relative().with_parts(costs)
-    if vocab != "whole":
-        plan = request.divided_vocabulary(plan, vocab, requested, execution, costs)
-    execution = replace(execution, axes=request.with_vocabulary_of(plan, execution))
-    lowered = requested if isinstance(requested, Ticks) else None
-    if lowered is not None:
-        check_lowering(lowered, execution)
-    elif execution.in_ticks:
-        lowered = ticks(plan, costs, execution.remat)
-    of_stages = (lambda: relative().without_embed_head) if plan.divides_vocabulary else relative
-    return plan, lowered, execution, costs, of_stages

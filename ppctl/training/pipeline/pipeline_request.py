@@ -370,10 +370,12 @@ def partition_for(
         return explicit(num_layers, schedule.num_stages, partition)
 
 
-def check_split(stack: Stack, schedule: Schedule, partition: Partition, model: Model) -> None:
+def check_split(
+    stack: Stack, schedule: Schedule, partition: Partition, model: Model, execution: Execution
+) -> None:
     """Raise ConfigError for the first stage with a split backward whose layer cannot be split."""
-    stages = sorted({task.stage for rank in schedule.ranks for task in rank if task.kind == "I"})
-    for s in stages:
+    stages = {task.stage for rank in schedule.ranks for task in rank if task.kind == "I"}
+    for s in sorted(stages) if execution.is_pipelined else ():
         held = partition[s]
         if not held:
             continue

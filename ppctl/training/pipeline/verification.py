@@ -27,6 +27,7 @@ from ppctl.model.stack import Stack, init
 from ppctl.model.trainable_parameters import trained_part, with_trained
 from ppctl.schedule.mesh_axes import DATA_AXES
 from ppctl.training.pipeline.job import TrainingJob, evaluate, make_optimizer
+from ppctl.training.pipeline.whole_model import of_author
 
 Tree = Any
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}  # max|difference|/max|reference|
@@ -301,19 +302,6 @@ def compare_training(
     leaves = in_layers(stack, compare_trees(*(of_author(stack, tree) for tree in trees)))
     is_requested = plain.clip_norm == requested.optim.clip_norm
     return TrainingComparison(plain.clip_norm, is_requested, tuple(steps), leaves, eval_loss)
-
-
-def of_author(stack: Stack, tree: Tree) -> Tree:
-    """Return a tree with each subtree of parameters' form by the names of a network's author.
-
-    Trees of other models stay as they are.
-    """
-    export = stack.export
-    if export is None:
-        return tree
-    is_form = lambda node: isinstance(node, dict) and {*node} == {"embed_head", "layers"}  # noqa: E731
-    whole = lambda node: export(jax.tree.map(jnp.asarray, node)) if is_form(node) else node  # noqa: E731
-    return jax.tree.map(whole, tree, is_leaf=is_form)
 
 
 def in_layers(stack: Stack, leaves: Iterable[Leaf]) -> tuple[Leaf, ...]:

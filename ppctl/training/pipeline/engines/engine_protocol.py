@@ -57,6 +57,9 @@ class Engine(Protocol):
     def share(self, rank: int) -> Tree:
         """Return the shapes of one device's share of a rank's {"params", "optimizer", "step"}."""
 
+    def params(self, state: Tree) -> Tree:
+        """Return a state's parameters in natural order on the whole mesh."""
+
     @property
     def state_shapes(self) -> Tree:
         """Shapes, dtypes and shardings of a state; None in place of other processes' ranks."""

@@ -136,6 +136,11 @@ class Mpmd:
         shapes = self.given.shapes()
         return shard_shapes({name: shapes[name, rank] for name in STATE})
 
+    def params(self, state: Tree) -> Tree:
+        of_ranks, shapes = [each["params"] for each in state], self.states.staged["params"]
+        join, to_natural = self.division.join, self.states.params_to_natural
+        return self._alone(lambda: to_natural(join(of_ranks, shapes)))
+
     @cached_property
     def state_shapes(self) -> Tree:
         shapes, placed = self.given.shapes(), self.runtime.placed

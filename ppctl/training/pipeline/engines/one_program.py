@@ -60,6 +60,9 @@ class OneProgram:
         del rank  # all ranks hold equal shares
         return shard_shapes(self.states.staged)
 
+    def params(self, state: Tree) -> Tree:
+        return self.states.params_to_natural(state["params"])
+
     @property
     def state_shapes(self) -> Tree:
         return self.states.staged

@@ -57,6 +57,9 @@ class PostValidated(Mpmd):
     def to_natural(self, state: Attempt) -> Tree:
         return super().to_natural(self.settled(state))
 
+    def params(self, state: Attempt) -> Tree:
+        return super().params(self.settled(state))
+
     def from_natural(self, state: Tree) -> Attempt:
         return Attempt(super().from_natural(state))
 

@@ -52,6 +52,10 @@ class States:
         return jax.jit(self.layout.to_natural, out_shardings=shardings_of(self.natural))
 
     @cached_property
+    def params_to_natural(self) -> Callable[[Tree], Tree]:
+        return jax.jit(self.layout.to_natural, out_shardings=shardings_of(self.natural["params"]))
+
+    @cached_property
     def to_staged(self) -> Callable[[Tree], Tree]:
         return jax.jit(self.layout.to_staged, out_shardings=shardings_of(self.staged))
 

@@ -1,0 +1,155 @@
+"""`ppctl.pipeline`: a request checked, and made a `Pipeline`, for the command line and scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from ppctl.config import Reference
+from ppctl.errors import ConfigError
+from ppctl.executors.parameter_layout import Layout
+from ppctl.executors.stage.jaxpr_flops import RelativeCosts, relative_costs
+from ppctl.model.network import Network
+from ppctl.model.stack import Stack, init
+from ppctl.model.trainable_parameters import checked_flags, trained_part, trained_share
+from ppctl.schedule.costs import Costs, task_costs
+from ppctl.schedule.families.registry import BASELINE
+from ppctl.schedule.ir import Schedule
+from ppctl.schedule.tick_lowering import Ticks, ticks
+from ppctl.training.pipeline import optimizers as optim
+from ppctl.training.pipeline import pipeline_request as request
+from ppctl.training.pipeline.call_checks import (
+    checked_numbers,
+    checked_parts,
+)
+from ppctl.training.pipeline.engines.make_engine import make_engine, model_of
+from ppctl.training.pipeline.engines.train_states import States
+from ppctl.training.pipeline.execution import Execution, check_lowering, execution_of
+from ppctl.training.pipeline.layer_optimizers import LayerOptimizer
+from ppctl.training.pipeline.mixing import few_examples
+from ppctl.training.pipeline.optimizers import init_state
+from ppctl.training.pipeline.pipeline import Pipeline
+from ppctl.training.pipeline.whole_model import Metric
+
+Tree = Any
+
+
+def pipeline(
+    model: Stack | Network,
+    mesh: Mesh,
+    schedule: request.AnySchedule = BASELINE,
+    optimizer: optax.GradientTransformation | None = None,
+    *,
+    batch: Tree,
+    num_microbatches: int | None = None,
+    executor: str | Reference = "spmd",
+    partition: str | Sequence[int] = "uniform",
+    vocab: str = "whole",
+    dtype: Any = jnp.float32,
+    clip_norm: float | None = None,
+    lr_schedule: optax.Schedule | None = None,
+    seed: int = 0,
+    num_layers: int | None = None,
+    layers: str = "marks",
+    metrics: Mapping[str, Metric] | None = None,
+    **options: Any,
+) -> Pipeline:
+    """Return a model pipelined over a mesh; ConfigError or ScheduleError before any compiling.
+
+    Args:
+        model: A `Stack`, or a `Network`, cut into `num_layers` layers: layers="marks" | "auto".
+        mesh: As `ppctl.mesh` makes it.
+        schedule: The name of a family, `ppctl.family(...)`, a `Schedule`, or `Ticks`.
+        num_microbatches: Of a step; required with a name, otherwise the schedule's.
+        batch: {"inputs", "targets"}: a global batch, or its shapes and dtypes.
+        optimizer: Of optax, for each parameter by itself; sees the author's tree, layer by layer.
+        executor: spmd | mpmd | reference, or a value: `ppctl.spmd(...)`.
+        partition: uniform | balanced (by FLOPs) | the number of layers of each stage.
+        vocab: whole (embedding and head on first and last stage) | parallel (on all ranks).
+        dtype, clip_norm: Of compute; at which the global norm is clipped, None: no clipping.
+        metrics: Functions (outputs, batch) -> values [examples, ...] | (values, weights), by name.
+        lr_schedule, seed: The learning rate of a step, to report; the default of `init`.
+        options: Settings of the executor (remat, gather, ...) and of the schedule (num_chunks=2).
+    """
+    # 1. the request
+    optimizer, seed, dtype = checked_parts(model, mesh, optimizer, seed, dtype)
+    clip_norm, num_microbatches = checked_numbers(clip_norm, num_microbatches)
+    execution, knobs = execution_of(executor, mesh, options)
+    shapes = request.shapes_of(batch)
+    plan = request.schedule_for(schedule, mesh, num_microbatches, knobs, shapes)
+    stack = request.layered_stack(model, batch, num_layers, layers, dtype)
+    # 2. the order of tasks by their relative costs; layers on stages, stages on devices
+    work = _work(stack, shapes, dtype, schedule, plan, vocab, execution)
+    plan, lowered, execution, costs, costs_of_layers = work
+    layers_of = request.partition_for(partition, stack.num_layers, plan, costs_of_layers)
+    divided, shards, auto = request.divided(stack, execution, mesh, shapes)
+    layout = Layout(mesh, layers_of, plan.rank_of, shards, auto)
+    # 3. the state, and the engine that runs its steps
+    on_layers = _on_layers(stack, layout, optim.clipped(optimizer, clip_norm), execution)
+    states = States(layout, _initial(stack, on_layers), seed)
+    shown = model_of(divided, states, shapes, plan.num_microbatches, execution, dtype)
+    request.check_split(stack, plan, layers_of, shown, execution)
+    how = on_layers, lr_schedule, execution, clip_norm, costs
+    engine = make_engine(stack, shown, states, plan, lowered, shapes, *how)
+    parts = states, on_layers, dtype, shapes, engine, shown, lr_schedule
+    few, functions = few_examples(batch, shapes), dict(metrics or {})
+    return Pipeline(stack, *work, *parts, few, functions).with_checked_metrics()
+
+
+def _initial(stack: Stack, optimizer: LayerOptimizer) -> Callable[[int], Tree]:
+    """Return the initial state by seed, in natural order."""
+    return lambda seed: init_state(init(stack, seed), optimizer, stack.trainable)
+
+
+def _on_layers(
+    stack: Stack,
+    layout: Layout,
+    optimizer: optax.GradientTransformation,
+    execution: Execution,
+) -> LayerOptimizer:
+    """Return the optimizer of the stack's trained parameters."""
+    params = trained_part(jax.eval_shape(lambda: init(stack, 0)), stack.trainable)
+    on_layers = LayerOptimizer(optimizer, params, layout)
+    over_ranks = ["pp" in shard.axes for shard in layout.shards.values()]
+    if execution.dispatches_tasks and any(over_ranks) and not on_layers.is_elementwise:
+        raise ConfigError(
+            "vocab=parallel divides embedding and head over the ranks, and with executor=mpmd each "
+            "rank updates its part, but the optimizer needs whole parameters (norms, factors or "
+            "products of them). Use vocab=whole, or executor=spmd."
+        )
+    return on_layers
+
+
+def _work(
+    stack: Stack,
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    dtype: jnp.dtype,
+    requested: request.AnySchedule,
+    plan: Schedule,
+    vocab: str,
+    execution: Execution,
+) -> tuple[Schedule, Ticks | None, Execution, Costs, Callable[[], RelativeCosts]]:
+    """Return the schedule, with vocab=parallel on all ranks, and the next fields of `Pipeline`."""
+    initial, recompute = jax.eval_shape(lambda: init(stack, 0)), execution.remat.recomputes
+    checked_flags(initial, stack.trainable)
+    relative = cache(lambda: relative_costs(stack, shapes, dtype, recompute=recompute))
+    costs = task_costs(execution.remat, trained_share(initial["layers"], stack.trains("layers")))
+    if vocab != "whole" or plan.divides_vocabulary:
+        costs = relative().with_parts(costs)
+    if vocab != "whole":
+        plan = request.divided_vocabulary(plan, vocab, requested, execution, costs)
+    execution = replace(execution, axes=request.with_vocabulary_of(plan, execution))
+    lowered = requested if isinstance(requested, Ticks) else None
+    if lowered is not None:
+        check_lowering(lowered, execution)
+    elif execution.in_ticks:
+        lowered = ticks(plan, costs, execution.remat)
+    of_stages = (lambda: relative().without_embed_head) if plan.divides_vocabulary else relative
+    return plan, lowered, execution, costs, of_stages

@@ -1,0 +1,141 @@
+"""The un-pipelined model on all devices of a pipeline's mesh: predictions, losses and metrics.
+
+Every device computes other examples with the whole model, whose layers XLA gathers from where the
+pipeline keeps them. So results do not depend on schedule, executor or mesh, and any number of
+examples will do: the last group is filled with copies of an example that count for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ppctl.errors import ConfigError
+from ppctl.executors.reference import by_example, outputs_of
+from ppctl.model.stack import Stack, divisor
+from ppctl.training.pipeline.user_code import call_user_code
+
+Tree = Any
+Metric = Callable[[Tree, Tree], Any]  # outputs, batch -> values, or (values, weights)
+RESERVED = ("loss", "grad_norm", "lr")  # metrics of a step
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """The model of a pipeline without its stages.
+
+    metrics: functions by name, see `ppctl.pipeline`. num_examples: those of a device at a time.
+    """
+
+    stack: Stack
+    mesh: Mesh
+    dtype: jnp.dtype
+    metrics: Mapping[str, Metric]
+    num_examples: int
+
+    def predict(self, params: Tree, inputs: np.ndarray) -> Tree:
+        """Return the outputs [examples, ...] for inputs [examples, ...]."""
+        groups = [
+            self._predict(params, group["inputs"]) for group, _ in self._groups({"inputs": inputs})
+        ]
+        number = len(inputs)
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts)[:number], *groups)
+
+    def evaluate(self, params: Tree, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Return the means of the loss and of each metric over a batch {"inputs", "targets"}."""
+        sums = [self._sums(params, group, valid) for group, valid in self._groups(batch)]
+        totals = jax.tree.map(lambda *parts: sum(parts[1:], start=parts[0]), *sums)
+        return {name: total / divisor(weight) for name, (total, weight) in totals.items()}
+
+    def check_metrics(self, params: Tree, batch: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+        """Raise ConfigError for a metric that fails, or returns no value for each example.
+
+        params, batch: shapes.
+        """
+        if not self.metrics:
+            return
+        if self.stack.outputs is None:
+            raise ConfigError("metrics need the outputs of the model. Give the Stack outputs=...")
+        for name, metric in self.metrics.items():
+            if name in RESERVED or not isinstance(name, str) or not callable(metric):
+                raise ConfigError(
+                    f"metrics has {name!r}: {type(metric).__name__}. Give functions by names other "
+                    f"than {', '.join(RESERVED)}."
+                )
+        size = self.mesh.size * self.num_examples
+        shape = lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype)  # noqa: E731
+        valid = jax.ShapeDtypeStruct((size,), bool)
+        jax.eval_shape(self._sums_of, params, jax.tree.map(shape, dict(batch)), valid)
+
+    @cached_property
+    def _predict(self) -> Callable[[Tree, Tree], Tree]:
+        return jax.jit(outputs_of(self.stack, dtype=self.dtype))
+
+    @cached_property
+    def _sums(self) -> Callable[[Tree, Tree, jax.Array], dict[str, tuple[jax.Array, jax.Array]]]:
+        return jax.jit(self._sums_of)
+
+    def _sums_of(
+        self, params: Tree, batch: Tree, valid: jax.Array
+    ) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """Return (sum, weight) of the loss and of each metric; valid: which examples count."""
+        losses, numbers, outputs = by_example(self.stack, dtype=self.dtype)(params, batch)
+        total = lambda a: jnp.where(valid, a, 0).sum()  # noqa: E731
+        sums = {"loss": (total(losses), total(numbers))}
+        for name, metric in self.metrics.items():
+            wide = jnp.promote_types(self.dtype, jnp.float32)
+            values, weights = _values(name, metric, outputs, batch, wide)
+            counts = valid.reshape(-1, *(1,) * (values.ndim - 1))
+            weights = jnp.where(counts, weights, 0)
+            sums[name] = (jnp.where(weights == 0, 0, values * weights).sum(), weights.sum())
+        return sums
+
+    def _groups(self, batch: Mapping[str, np.ndarray]) -> Iterator[tuple[Tree, jax.Array]]:
+        """Yield (examples of all devices, whether each counts) of one size."""
+        number, size = len(batch["inputs"]), self.mesh.size * self.num_examples
+        sharding = NamedSharding(self.mesh, P(self.mesh.axis_names))
+        put = lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__)  # noqa: E731
+        for start in range(0, number, size):
+            rows = np.arange(start, start + size)
+            valid = rows < number
+            group = {name: put(a[np.where(valid, rows, 0)]) for name, a in batch.items()}
+            yield group, put(valid)
+
+
+def of_author(stack: Stack, tree: Tree) -> Tree:
+    """Return a tree with each subtree of parameters' form by the names of a network's author.
+
+    Trees of other models stay as they are.
+    """
+    export = stack.export
+    if export is None:
+        return tree
+    is_form = lambda node: isinstance(node, dict) and {*node} == {"embed_head", "layers"}  # noqa: E731
+    whole = lambda node: export(jax.tree.map(jnp.asarray, node)) if is_form(node) else node  # noqa: E731
+    return jax.tree.map(whole, tree, is_leaf=is_form)
+
+
+def _values(
+    name: str, metric: Metric, outputs: Tree, batch: Tree, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """Return a metric's values and weights [examples, ...] in a dtype."""
+    call = partial(metric, outputs, batch)
+    found = call_user_code(f"metric {name}", "metric(outputs, batch)", call)
+    values, weights = found if isinstance(found, tuple) and len(found) == 2 else (found, 1)
+    values = jnp.asarray(values)
+    number = len(batch["inputs"])
+    shape = values.shape
+    if not shape or shape[0] != number:
+        raise ConfigError(
+            f"metric {name} returns the shape {shape} for {number} examples. Return a value for "
+            f"each example or token, [{number}, ...], without their mean."
+        )
+    return values.astype(dtype), jnp.broadcast_to(jnp.asarray(weights, dtype), shape)
