@@ -132,12 +132,12 @@ def _check_launch(config: Config) -> None:
 
 def _check_executor(config: Config) -> None:
     mesh, partition, model = config.mesh, config.partition.name, config.model
-    if not config.executor.IS_PIPELINED and mesh.num_devices > 1:
+    if not config.executor.ENGINE.is_pipelined and mesh.num_devices > 1:
         raise ConfigError(
             f"executor=reference is the un-pipelined model on one device, but mesh={mesh.text} "
             f"has {mesh.num_devices}. Use mesh=1x1, executor=spmd or executor=mpmd."
         )
-    if not config.executor.IS_PIPELINED and partition != "uniform":
+    if not config.executor.ENGINE.is_pipelined and partition != "uniform":
         raise ConfigError(
             f"partition={partition} divides layers over stages, and executor=reference has none. "
             "Use partition=uniform or another executor."
@@ -190,7 +190,7 @@ def _check_trained(config: Config) -> None:
 
 def _check_timeline(config: Config) -> None:
     run = config.run
-    if run.timeline and not config.executor.DISPATCHES_TASKS:
+    if run.timeline and not config.executor.ENGINE.dispatches_tasks:
         raise ConfigError(
             "run.timeline=true measures tasks that are programs of their own, but "
             f"executor={config.executor.name} is one program. Use executor=mpmd, or "
@@ -211,12 +211,12 @@ def _check_timeline(config: Config) -> None:
 
 def _check_inspected(config: Config) -> None:
     request, executor = config.inspect, config.executor
-    if request.task is not None and not executor.DISPATCHES_TASKS:
+    if request.task is not None and not executor.ENGINE.dispatches_tasks:
         raise ConfigError(
             f"inspect.task={request.task} chooses among the programs of executor=mpmd, but "
             f"executor={executor.name} is one program. Leave it out, or use executor=mpmd."
         )
-    if request.what == "program" and not executor.IS_PIPELINED:
+    if request.what == "program" and not executor.ENGINE.is_pipelined:
         raise ConfigError(
             "inspect.what=program shows what ranks run, but executor=reference has neither ticks "
             "nor tasks. Use inspect.what=jaxpr, stablehlo or hlo, or executor=spmd or mpmd."

@@ -117,7 +117,7 @@ def pipeline_of(
     in lockstep, where bytes are capped.
     """
     # 1. measures of a schedule in lockstep
-    costs, in_ticks = task_costs(executor.remat, trained), executor.IN_TICKS
+    costs, in_ticks = task_costs(executor.remat, trained), executor.ENGINE.in_ticks
 
     @lru_cache(2)
     def lower(found: Schedule) -> Ticks:

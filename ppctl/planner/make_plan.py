@@ -160,7 +160,7 @@ def _network_layers(pipe: Pipeline) -> tuple[LayerPart, ...]:
 def _stages(job: TrainingJob, costs: Costs | None) -> dict[str, Any]:
     """Return Prediction's stages and transfer_s, by the costs of tasks."""
     pipe = job.pipe
-    if not pipe.execution.is_pipelined:
+    if not pipe.execution.engine.is_pipelined:
         return {"stages": (), "transfer_s": None}
     stages, is_described = list[StagePart](), job.config.plan.only_predicts_topology
     for s, (layers, rank) in enumerate(zip(pipe.partition, pipe.layout.rank_of, strict=True)):
@@ -279,7 +279,7 @@ def propose(pipe: Pipeline) -> Proposal | None:
     """
     costs, ticks, schedule = pipe.task_costs, pipe.ticks, pipe.schedule
     most = min(MOST_SIMULATIONS, TASKS_SIMULATED // sum(map(len, schedule.ranks)))
-    if not pipe.execution.is_pipelined or not most:
+    if not pipe.execution.engine.is_pipelined or not most:
         return None
 
     def seconds(partition: Partition) -> float:

@@ -169,6 +169,7 @@ def test_settings_load_no_schedule_family():
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     rules = (
         "ppctl.schedule.remat",
+        "ppctl.schedule.engine_traits",
         "ppctl.schedule.partition",
         "ppctl.schedule.partition.divisibility",
         "ppctl.schedule.axis_table",

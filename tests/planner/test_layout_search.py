@@ -19,12 +19,14 @@ from ppctl.planner.cost.step_time import costs_of_stages
 from ppctl.planner.search import layout_candidate as candidates
 from ppctl.planner.search.layout_search import LayoutSearch, ascending, uncollected
 from ppctl.planner.search.layout_space import DeviceModel, Space
+from ppctl.schedule.engine_traits import BY_TASKS, IN_TICKS
 from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.search.extrapolated_cost import along
 
 EPSILON = 1 + 1e-9
+ENGINES = {"spmd": IN_TICKS, "mpmd": BY_TASKS}
 
 
 def some(seed):
@@ -67,9 +69,7 @@ def some(seed):
     )
     size = choose.choice([4, 8])
     executor = choose.choice(["spmd", "mpmd"])
-    space = Space(
-        size, choose.randint(6, 9), 2 * size, example_bytes=8, in_ticks=executor == "spmd"
-    )
+    space = Space(size, choose.randint(6, 9), 2 * size, example_bytes=8, engine=ENGINES[executor])
     models = {MeshSizes(): DeviceModel(work, params)}
     if seed % 3 == 0:
         models |= {
@@ -219,7 +219,7 @@ def test_a_family_is_predicted_with_split_backwards_exactly_where_its_tasks_are_
     family, monkeypatch
 ):
     space, models, machine = some(0)
-    space = replace(space, num_layers=16, in_ticks=False, families=(family,))
+    space = replace(space, num_layers=16, engine=ENGINES["mpmd"], families=(family,))
     microbatch = Microbatch(1, 8, space.example_bytes, Remat.LAYER)
     bounds = LayoutSearch(space, models, machine).bounds(MeshSizes(1, 4, 1), microbatch)
     splits = []
@@ -297,7 +297,7 @@ def test_a_long_schedule_is_extrapolated_from_shorter_ones(family, executor, mon
         num_devices=4,
         num_layers=9,
         batch_size=256,
-        in_ticks=executor == "spmd",
+        engine=ENGINES[executor],
         families=(family,),
     )
     search = LayoutSearch(space, models, machine)

@@ -52,15 +52,19 @@ def bench(config: Config, *, as_json: bool) -> int:
     # 1. the train steps; the largest mesh first: it decides how many devices are simulated
     executor, schedule = config.executor, config.schedule
     requests = {"reference": without_pipeline(config)}
-    for remat in executor.REMAT if executor.IS_PIPELINED else ():
+    for remat in executor.REMAT if executor.ENGINE.is_pipelined else ():
         requests[f"remat={remat}"] = replace(config, executor=replace(executor, remat=remat))
-    if executor.DISPATCHES_TASKS and schedule.name in LOOPED_WHOLE:
+    if executor.ENGINE.dispatches_tasks and schedule.name in LOOPED_WHOLE:
         requests["executor=spmd"] = replace(config, executor=Spmd(remat=executor.remat))
     candidates = [prepare(name, request) for name, request in reversed(requests.items())][::-1]
     steps = time_steps(candidates)
 
     # 2. programs of more microbatches
-    families = LOOPED_WHOLE if executor.IN_TICKS else (schedule.name,) * executor.IS_PIPELINED
+    families = (
+        LOOPED_WHOLE
+        if executor.ENGINE.in_ticks
+        else (schedule.name,) * executor.ENGINE.is_pipelined
+    )
     growth = [grow(config, name) for name in families]
     if as_json:
         device = jax.devices()[0].device_kind
@@ -96,7 +100,7 @@ def prepare(name: str, config: Config) -> BenchStep:
     engine, num_tasks = job.pipe.engine, None
     temp_bytes, compile_cpu_s = _compile(job)
     batch = engine.put(next(job.data.batches()))
-    if job.pipe.execution.dispatches_tasks:
+    if job.pipe.execution.engine.dispatches_tasks:
         num_tasks = sum(map(len, job.pipe.schedule.ranks))
     return BenchStep(name, engine, engine.new_state(), batch, compile_cpu_s, temp_bytes, num_tasks)
 

@@ -42,7 +42,7 @@ def inspect(config: Config, *, as_json: bool) -> int:
     """Print the views of inspect.what; return 0."""
     job = assemble(config, default_dtype=DEFAULT_DTYPE)
     found = job.pipe.engine.programs(partial(chosen, config, job.pipe.schedule))
-    usual = ["summary", *(["program"] if config.executor.IS_PIPELINED else [])]
+    usual = ["summary", *(["program"] if config.executor.ENGINE.is_pipelined else [])]
     wanted = usual if config.inspect.what is None else [config.inspect.what]
     if "summary" in wanted or "hlo" in wanted:
         step_programs.compile_all(found.programs)
@@ -107,7 +107,7 @@ def _devices(job: TrainingJob) -> str:
 def show_summary(console: Console, job: TrainingJob, found: StepPrograms) -> None:
     """Print a step's communication: collectives in the programs, and transfers between them."""
     config, schedule = job.config, job.pipe.schedule
-    which = "no pipeline" if not config.executor.IS_PIPELINED else schedule.name
+    which = "no pipeline" if not config.executor.ENGINE.is_pipelined else schedule.name
     head = (
         f"{config.executor.name}: {which}, {schedule.num_microbatches} microbatches, "
         f"mesh={config.mesh.text} ({', '.join(config.mesh.axes_text.split())}) on {_devices(job)}"

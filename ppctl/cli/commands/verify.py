@@ -184,7 +184,7 @@ def _error_text(error: float, tolerance: float) -> str:
 
 
 def _what(config: Config) -> str:
-    if not config.executor.IS_PIPELINED:
+    if not config.executor.ENGINE.is_pipelined:
         return "executor=reference"
     schedule, knobs = config.schedule, config.schedule.knobs()
     sizes = {"microbatches": schedule.num_microbatches}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ppctl.config.field_checks import at_least, choice
+from ppctl.schedule.engine_traits import ALONE, BY_TASKS, IN_TICKS, EngineTraits
 from ppctl.schedule.remat import Remat
 
 
@@ -17,9 +18,7 @@ class Reference:
     remat: str = "none"  # none | layer | full: what the backward recomputes
     xla_flags: str = "auto"  # auto: flags that suit the devices, besides XLA_FLAGS' | none
 
-    IS_PIPELINED: ClassVar[bool] = False
-    IN_TICKS: ClassVar[bool] = False  # ranks run in lockstep, in one program
-    DISPATCHES_TASKS: ClassVar[bool] = False  # each task is a program of its own
+    ENGINE: ClassVar[EngineTraits] = ALONE
     REMAT: ClassVar[tuple[str, ...]] = tuple(map(str, Remat))
 
     def check(self) -> None:
@@ -35,7 +34,6 @@ class Pipelined(Reference):
     gather: str = "step"  # over fsdp: step (all layers at once) | layer (each before its use)
     sequence_parallel: bool = True  # with mesh.tp: tokens between layers are divided, too
 
-    IS_PIPELINED: ClassVar[bool] = True
     GATHER: ClassVar[tuple[str, ...]] = ("step", "layer")
 
     def check(self) -> None:
@@ -50,7 +48,7 @@ class Spmd(Pipelined):
 
     name: str = "spmd"
 
-    IN_TICKS: ClassVar[bool] = True
+    ENGINE: ClassVar[EngineTraits] = IN_TICKS
 
 
 @dataclass
@@ -61,7 +59,7 @@ class Mpmd(Pipelined):
     context: str = "gather"  # with mesh.cp: keys and values are gathered | go round a ring
     post_validation: bool = False  # update before the global norm is known, again if wrong
 
-    DISPATCHES_TASKS: ClassVar[bool] = True
+    ENGINE: ClassVar[EngineTraits] = BY_TASKS
 
     def check(self) -> None:
         super().check()

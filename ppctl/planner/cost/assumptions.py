@@ -84,7 +84,7 @@ def _counted(job: TrainingJob, machine: Machine) -> Iterator[str]:
     yield from _links(job, machine)
     if job.pipe.stack.takes_key:
         yield "random numbers of layers not counted"
-    task = "tick" if job.pipe.execution.in_ticks else "task"
+    task = "tick" if job.pipe.execution.engine.in_ticks else "task"
     yield f"{_microseconds(machine.task_s)} to start a {task}"
 
 
@@ -110,7 +110,7 @@ def _overlap(job: TrainingJob, machine: Machine) -> Iterator[str]:
     """Yield the work that runs at the same time."""
     # 1. tasks and transfers between ranks
     pipe, mesh = job.pipe, job.config.mesh
-    if mesh.pp > 1 and pipe.execution.in_ticks:
+    if mesh.pp > 1 and pipe.execution.engine.in_ticks:
         yield "ticks as long as the slowest rank's and a transfer"
     elif mesh.pp > 1:
         yield "ranks that compute while values travel"

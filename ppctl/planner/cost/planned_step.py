@@ -6,7 +6,7 @@ its tasks. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, prod
@@ -92,14 +92,6 @@ class Ring(NamedTuple):
 
     link: Link
     size: int
-
-
-def layers_of_ranks(sizes: Sequence[int], rank_of: Sequence[int]) -> list[int]:
-    """Return the number of layers of each rank, given each stage's layers and rank."""
-    sums = [0] * (max(rank_of) + 1)
-    for size, rank in zip(sizes, rank_of, strict=True):
-        sums[rank] += size
-    return sums
 
 
 @dataclass(frozen=True)

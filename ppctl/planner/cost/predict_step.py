@@ -30,7 +30,6 @@ from ppctl.planner.cost.planned_step import (
     ParamBytes,
     PlannedLayout,
     Step,
-    layers_of_ranks,
 )
 from ppctl.planner.cost.step_bytes import reference_bytes, task_bytes, workspace_bytes
 from ppctl.planner.cost.step_time import StepTime, costs_of, costs_of_stages, step_time
@@ -100,7 +99,7 @@ def _bubble(pipe: Pipeline, times: OpTimes, time: StepTime) -> float | None:
     Devices that share cores, as simulated ones do, are busy for longer while others work: of these
     it takes a timeline, None where that is too long.
     """
-    if not pipe.execution.is_pipelined:
+    if not pipe.execution.engine.is_pipelined:
         return None
     if time.width >= pipe.mesh.size:
         return time.bubble_fraction
@@ -140,7 +139,7 @@ def step_of(job: TrainingJob, machine: Machine | None) -> Step:
     examples, number = model.microbatch["inputs"].shape[0], pipe.schedule.num_microbatches
     example_bytes = tree_bytes(model.microbatch) // examples
     # the reference adds whole gradients of a microbatch, and each microbatch casts parameters
-    is_alone = not execution.is_pipelined
+    is_alone = not execution.engine.is_pipelined
     return Step(
         work_of(job.counted_model),
         param_bytes(pipe.states.natural, model, pipe.layout.shards),
@@ -162,8 +161,7 @@ def times_of(job: TrainingJob, machine: Machine | None = None) -> OpTimes:
 def layout_of(pipe: Pipeline) -> PlannedLayout:
     """Return how the model lies on the mesh."""
     sizes, schedule = [len(layers) for layers in pipe.partition], pipe.schedule
-    in_ticks, of_ranks = pipe.execution.in_ticks, layers_of_ranks(sizes, schedule.rank_of)
-    largest = max(sizes) * schedule.num_chunks if in_ticks else max(of_ranks)
+    largest = pipe.execution.engine.rank_layers(sizes, schedule.rank_of)
     mesh = MeshSizes.of(pipe.mesh.shape)
     return PlannedLayout(mesh, largest, max(sizes), has_parts=schedule.divides_vocabulary)
 
@@ -217,7 +215,11 @@ def memory_of(pipe: Pipeline, step: Step) -> tuple[Mapping[str, int], ...]:
     def of_program(program: ProgramId | None) -> int:
         """Return the temporaries of one of executor=mpmd's programs, or of a whole step (None)."""
         if program is None:
-            return workspace_bytes(step) if pipe.execution.is_pipelined else reference_bytes(step)
+            return (
+                workspace_bytes(step)
+                if pipe.execution.engine.is_pipelined
+                else reference_bytes(step)
+            )
         if program.kind in (*PART_KINDS, *JOINS):
             return round(step.head_bytes) if program.kind == "T" else 0
         if program.kind in TASKS:
@@ -233,7 +235,7 @@ def memory_of(pipe: Pipeline, step: Step) -> tuple[Mapping[str, int], ...]:
 
 def time_of(pipe: Pipeline, times: OpTimes, costs: Costs | None = None) -> StepTime:
     """Return the seconds of a train step; costs: of the stages' tasks, None: by op times."""
-    if not pipe.execution.is_pipelined:
+    if not pipe.execution.engine.is_pipelined:
         alone = build(BASELINE, 1, pipe.schedule.num_microbatches)
         whole = costs_of_stages(times, [pipe.stack.num_layers], keeps_input=False)
         return step_time(times, alone, None, whole, 1)

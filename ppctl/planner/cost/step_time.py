@@ -45,8 +45,13 @@ def costs_of(
 ) -> Costs:
     """Return the costs of a schedule's tasks; layer_costs: over their mean, None: all alike."""
     sizes = stage_costs(partition, embed=0.0, head=0.0, layers=layer_costs)
-    how = {"split": schedule.is_split, "num_parts": schedule.num_parts}
-    return costs_of_stages(op_times, sizes, keeps_input=remat.keeps_input_only, **how)
+    return costs_of_stages(
+        op_times,
+        sizes,
+        keeps_input=remat.keeps_input_only,
+        split=schedule.is_split,
+        num_parts=schedule.num_parts,
+    )
 
 
 def costs_of_stages(

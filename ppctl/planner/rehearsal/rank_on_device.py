@@ -27,6 +27,7 @@ from ppctl.planner.rehearsal.stand_ins import alone
 from ppctl.planner.rehearsal.timed_runs import Timing, median, random_like, timed_at_once
 from ppctl.training.pipeline.engines.make_engine import tick_options
 from ppctl.training.pipeline.job import TrainingJob
+from ppctl.training.pipeline.layer_optimizers import LayerOptimizer
 from ppctl.training.pipeline.optimizers import apply_gradients, global_norm
 
 Tree = Any
@@ -68,7 +69,7 @@ class RankOnDevice:
         self.device, self.entries = pipe.mesh.devices.flat[0], entries
         self.library = ProgramLibrary(self.model, {})
         self.options = dict(pipe.execution.xla_flags)
-        self.has_presets = pipe.execution.dispatches_tasks and self.device.platform == "cpu"
+        self.has_presets = pipe.execution.engine.dispatches_tasks and self.device.platform == "cpu"
         read = (key for entry in entries for key in entry.reads)
         given = {key for key in read if key[0] in ("inputs", "targets", *NUMBERS)}
         self.freed = last_uses(entries, keep={*prepare.writes, *given})
@@ -81,7 +82,8 @@ class RankOnDevice:
         examples = {key: jax.device_put(batch[key[0]], self.device) for key in of_batch}
         filled = lambda: {key: self._filled(key, a) for key, a in shapes.items()}  # noqa: E731
         self.values = [filled() | examples for _ in range(copies)]
-        self.update, self.states = self._update(job, pipe.engine.share(prepare.rank), copies)
+        share = pipe.engine.share(prepare.rank)
+        self.update, self.states = self._update(job, role, share, copies)
 
     def times(self, runs: int) -> RankTimes:
         """Return medians over so many runs, after one that warms up."""
@@ -190,13 +192,14 @@ class RankOnDevice:
             return dict(zip(lowered, threads.map(compiled, lowered), strict=True))
 
     def _update(
-        self, job: TrainingJob, shapes: Tree, copies: int
+        self, job: TrainingJob, role: RankRole, shapes: Tree, copies: int
     ) -> tuple[Callable[..., Tree], list[Tree]]:
         """Return the update of a device's share of the state, and its arguments for each copy."""
-        optimizer = job.pipe.optimizer
+        optimizer, of_rank = job.pipe.optimizer, {"layer_in_slot": role.layer_in_slot}
+        how = of_rank if isinstance(optimizer, LayerOptimizer) else {}
 
         def update(state: Tree, grads: Tree) -> tuple[Tree, Tree]:
-            return apply_gradients(optimizer, state, grads, global_norm(grads)), grads
+            return apply_gradients(optimizer, state, grads, global_norm(grads), **how), grads
 
         trained = trained_part(shapes["params"], job.pipe.stack.trainable)
         zeros = lambda: (zeros_like(shapes), zeros_like(trained))  # noqa: E731

@@ -110,7 +110,7 @@ def rehearse(config: Config) -> tuple[Rehearsal, Timeline]:
 
 def _check(config: Config) -> None:
     refused = None
-    if not config.executor.IS_PIPELINED:
+    if not config.executor.ENGINE.is_pipelined:
         refused = "executor=reference has no ranks. Use executor=spmd or mpmd"
     elif (how := config.run.distributed) != "off":
         refused = f"run.distributed={how} joins processes, but one device runs. Leave it out"

@@ -14,11 +14,12 @@ from typing import Any
 
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.planner.cost.op_times import OpTimes, op_times
-from ppctl.planner.cost.planned_step import Step, layers_of_ranks
+from ppctl.planner.cost.planned_step import Step
 from ppctl.planner.cost.step_bytes import array_bytes, task_bytes, workspace_bytes
 from ppctl.planner.cost.step_time import StepTime, costs_of, step_time
 from ppctl.planner.search.layout_space import Bounds
 from ppctl.schedule.costs import OF_STAGES, Costs, task_costs
+from ppctl.schedule.engine_traits import layers_of_ranks
 from ppctl.schedule.families.registry import FAMILIES
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.lockstep_ticks import Counted, TickShape
@@ -88,7 +89,7 @@ class Layout:
         """The bytes with the closed form of the family; one microbatch where it has none."""
         pp, number = self.bounds.mesh.pp, self.bounds.step.microbatch.number
         peak, knobs = None, knobs_of(self.family, self.num_chunks)
-        if self.bounds.space.in_ticks:
+        if self.bounds.space.engine.in_ticks:
             peak = FAMILIES[self.family].peak_activations(pp, number, **knobs)
         share = 1.0 if peak is None else peak * self._least_share
         return self.bounds.with_stashes(share)
@@ -107,7 +108,7 @@ class Layout:
         sizes: the layers of each stage; None: those that balance it.
         """
         bounds, step = self.bounds, self.bounds.step
-        pp, number, in_ticks = bounds.mesh.pp, step.microbatch.number, bounds.space.in_ticks
+        pp, number, in_ticks = bounds.mesh.pp, step.microbatch.number, bounds.space.engine.in_ticks
         vocab = "whole" if not bounds.has_parts else "ticks" if in_ticks else "free"
         few = min(number, 2 * pp + number % pp)
         try:
@@ -141,9 +142,7 @@ class Placed:
     def step(self) -> Step:
         """The step of its largest rank."""
         step, sizes = self.layout.bounds.step, self.sizes
-        most = max(layers_of_ranks(sizes, self.placed.rank_of))
-        if self.layout.bounds.space.in_ticks:
-            most = max(sizes) * self.layout.num_chunks
+        most = self.layout.bounds.space.engine.rank_layers(sizes, self.placed.rank_of)
         return step.with_layers(most, max(sizes))
 
     @cached_property
@@ -176,7 +175,7 @@ class Placed:
         times, slots = list[Mapping[str, float]](), list[Mapping[str, float]]()
         for key, schedule in self.schedules:
             counted = None
-            if space.in_ticks:
+            if space.engine.in_ticks:
                 lowered_for = step.microbatch.remat, space.trained
                 counted = _rows(*key)[_shape(key, *lowered_for)]
                 slots.append(_slots(key, *lowered_for))
@@ -184,7 +183,7 @@ class Placed:
         time = StepTime(**self._along(times))
 
         # 2. bytes
-        if space.in_ticks:
+        if space.engine.in_ticks:
             memory = array_bytes(step, self._along(slots))
             memory["temporaries"] = workspace_bytes(step)
         else:

@@ -13,6 +13,7 @@ from ppctl.planner.cost.planned_step import Machine, Microbatch, ParamBytes, Pla
 from ppctl.planner.cost.roofline import ModelWork
 from ppctl.planner.cost.step_bytes import array_bytes
 from ppctl.planner.cost.step_time import seconds_of_part
+from ppctl.schedule.engine_traits import IN_TICKS, EngineTraits
 from ppctl.schedule.families.registry import BASELINE, FAMILIES
 from ppctl.schedule.mesh_axes import DATA_AXES, MeshSizes
 from ppctl.schedule.remat import Remat
@@ -40,7 +41,7 @@ class Space:
     num_layers: int
     batch_size: int
     example_bytes: int  # of the data: inputs and targets
-    in_ticks: bool = True  # executor=spmd: ranks in lockstep
+    engine: EngineTraits = IN_TICKS
     gather: str = "step"  # executor.gather
     unroll: float = float("inf")  # executor.unroll
     adds: bool = False  # products of the devices can add to sums
@@ -87,7 +88,7 @@ class Space:
         most = min(self.num_layers // pp, max(1, self.max_chunks))
         for name in self.families:
             family = FAMILIES[name]
-            if (pp == 1 and name != BASELINE) or (self.in_ticks and not family.runs_on_ring):
+            if (pp == 1 and name != BASELINE) or (self.engine.in_ticks and not family.runs_on_ring):
                 continue
             chunks = CHUNKS if family.knobs_for(1) else [family.num_chunks]
             yield from ((name, v) for v in chunks if v <= most)
@@ -136,7 +137,7 @@ class Bounds:
     def with_stashes(self, number: float) -> int:
         """Return the same with `number` microbatches, through all of the rank's layers."""
         step, share, pp = self.step, self.space.num_layers // self.mesh.pp, self.mesh.pp
-        if not (self.space.in_ticks or self.has_parts):  # the mean of all ranks
+        if not (self.space.engine.in_ticks or self.has_parts):  # the mean of all ranks
             step = replace(step, params=step.params.with_embed_head_over(pp))
         return sum(array_bytes(step.with_layers(share, share), {"stash": number}).values())
 

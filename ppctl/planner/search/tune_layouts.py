@@ -143,7 +143,7 @@ def _search(
         stack.num_layers,
         batch_size,
         example_bytes=tree_bytes(batch) // batch_size,
-        in_ticks=executor.IN_TICKS,
+        engine=executor.ENGINE,
         gather=executor.gather,
         unroll=executor.unroll,
         adds=target.adds_products,
@@ -159,7 +159,7 @@ def _search(
 
 
 def _check(config: Config) -> None:
-    if not config.executor.IS_PIPELINED:
+    if not config.executor.ENGINE.is_pipelined:
         raise ConfigError(
             "executor=reference has one layout, on one device. Use executor=spmd or executor=mpmd."
         )
@@ -168,7 +168,7 @@ def _check(config: Config) -> None:
             "schedule.vocab=parallel is of one schedule, and `ppctl tune` chooses schedules. "
             "Leave it out: it is found where it wins, and alone with tune.vocab=[parallel]."
         )
-    runs = ON_RING if config.executor.IN_TICKS else FAMILIES
+    runs = ON_RING if config.executor.ENGINE.in_ticks else FAMILIES
     for family in config.tune.schedules or ():
         if family not in runs:
             raise ConfigError(

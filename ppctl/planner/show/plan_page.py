@@ -43,7 +43,7 @@ def plan_page(
 
     picture: of the step, or why there is none; words: the request after `ppctl plan`.
     """
-    pipeline = found.schedule if config.executor.IS_PIPELINED else "un-pipelined"
+    pipeline = found.schedule if config.executor.ENGINE.is_pipelined else "un-pipelined"
     bars = [(rank_name(found, r), found.memory_bytes[r]) for r in shown_ranks(found, MOST_BARS)]
     memory = memory_bars(bars, PARTS, found.limit_bytes, ABOUT), _table(*memory_table(found))
     left = kit.soft(f"{LEFT_TO_BACKWARD}." if is_left_to_backward(found.stages) else "")
@@ -78,7 +78,7 @@ def rehearsal_page(found: Rehearsal, timeline: Timeline, config: Config) -> str:
 def picture_of(job: TrainingJob, unknown: str | None) -> Drawing | str:
     """Return the chart of the predicted step, or why none; `unknown`: why its time is unknown."""
     schedule = job.pipe.schedule
-    if not job.pipe.execution.is_pipelined:
+    if not job.pipe.execution.engine.is_pipelined:
         return "executor=reference has no pipeline to draw."
     if unknown is not None:
         return f"Not drawn, because the step time is not known: {unknown}"

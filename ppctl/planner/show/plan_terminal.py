@@ -75,7 +75,7 @@ def plan_lines(found: Prediction, config: Config) -> Iterator[tuple[str, str]]:
     size = f"{model.num_layers} layers, {found.num_parameters:,} parameters"
     yield "model", f"{model.name}, {size}, {flops}"
     yield "mesh", f"{config.mesh.axes_text} on {found.devices}"
-    if not config.executor.IS_PIPELINED:
+    if not config.executor.ENGINE.is_pipelined:
         yield "schedule", f"none: executor=reference has no pipeline; {microbatches}"
     else:
         bubble = bubble_text(found.ideal_bubble_fraction, found.predicted_bubble_fraction)

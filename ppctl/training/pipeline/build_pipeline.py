@@ -118,7 +118,7 @@ def _on_layers(
     params = trained_part(jax.eval_shape(lambda: init(stack, 0)), stack.trainable)
     on_layers = LayerOptimizer(optimizer, params, layout)
     over_ranks = ["pp" in shard.axes for shard in layout.shards.values()]
-    if execution.dispatches_tasks and any(over_ranks) and not on_layers.is_elementwise:
+    if execution.engine.dispatches_tasks and any(over_ranks) and not on_layers.is_elementwise:
         raise ConfigError(
             "vocab=parallel divides embedding and head over the ranks, and with executor=mpmd each "
             "rank updates its part, but the optimizer needs whole parameters (norms, factors or "
@@ -149,7 +149,7 @@ def _work(
     lowered = requested if isinstance(requested, Ticks) else None
     if lowered is not None:
         check_lowering(lowered, execution)
-    elif execution.in_ticks:
+    elif execution.engine.in_ticks:
         lowered = ticks(plan, costs, execution.remat)
     of_stages = (lambda: relative().without_embed_head) if plan.divides_vocabulary else relative
     return plan, lowered, execution, costs, of_stages

@@ -15,6 +15,7 @@ from ppctl.errors import ConfigError
 from ppctl.executors.compiler_options import Flags, flags_for
 from ppctl.executors.reference import MOST_UNROLLED
 from ppctl.model.parallel import WHOLE, StageAxes
+from ppctl.schedule.engine_traits import EngineTraits
 from ppctl.schedule.mesh_axes import AXES, STAGE_AXES
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.tick_lowering import Ticks
@@ -67,18 +68,8 @@ class Execution:
         return self.gather == "layer"
 
     @property
-    def is_pipelined(self) -> bool:
-        return EXECUTORS[self.executor].IS_PIPELINED
-
-    @property
-    def in_ticks(self) -> bool:
-        """Return whether ranks run in lockstep, with stages padded to the largest."""
-        return EXECUTORS[self.executor].IN_TICKS
-
-    @property
-    def dispatches_tasks(self) -> bool:
-        """Return whether each task is a separate program that the host dispatches."""
-        return EXECUTORS[self.executor].DISPATCHES_TASKS
+    def engine(self) -> EngineTraits:
+        return EXECUTORS[self.executor].ENGINE
 
 
 def spmd(**options: Any) -> Spmd:
@@ -195,7 +186,7 @@ def _check_mesh(execution: Execution, mesh: Mesh) -> None:
             f"The mesh has axes {mesh.axis_names}, not {AXES}. Make it with "
             f"ppctl.mesh({', '.join(f'{axis}=' for axis in AXES)})."
         )
-    if not execution.is_pipelined and mesh.size > 1:
+    if not execution.engine.is_pipelined and mesh.size > 1:
         raise ConfigError(
             "executor=reference is the un-pipelined model on one device, but the mesh has "
             f"{mesh.size}. Use ppctl.mesh(), executor=spmd or executor=mpmd."
@@ -204,7 +195,7 @@ def _check_mesh(execution: Execution, mesh: Mesh) -> None:
 
 def check_lowering(lowered: Ticks, execution: Execution) -> None:
     """Raise ConfigError for ticks that this execution does not run."""
-    if not execution.in_ticks:
+    if not execution.engine.in_ticks:
         what = f"Ticks are run by executor=spmd, not by executor={execution.executor}"
         raise ConfigError(f"{what}. Give it the schedule.")
     if lowered.remat is not execution.remat:

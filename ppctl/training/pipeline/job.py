@@ -177,8 +177,10 @@ def assemble(
     one device are those of the mesh, but the job does not train.
     """
     # 1. a schedule that follows from its settings, before JAX starts
-    is_auto = isinstance(config.schedule, settings.Auto) and config.executor.IS_PIPELINED
-    by_costs = is_auto or (config.schedule.vocab == "parallel" and config.executor.DISPATCHES_TASKS)
+    is_auto = isinstance(config.schedule, settings.Auto) and config.executor.ENGINE.is_pipelined
+    by_costs = is_auto or (
+        config.schedule.vocab == "parallel" and config.executor.ENGINE.dispatches_tasks
+    )
     planned = None if by_costs else plan(config)
     _check_hosts(config)
     # 2. devices
@@ -241,7 +243,7 @@ def plan_auto(config: Config, pipelined: Callable[..., Pipeline]) -> ScheduledPi
     baseline = build(BASELINE, config.mesh.pp, request.num_microbatches)
     probe = pipelined(schedule=baseline, partition="balanced")
     costs = ModelCosts(probe, lambda rank_of: divide(config, rank_of, probe.relative_costs))
-    is_capped, in_ticks = request.max_memory_gib is not None, config.executor.IN_TICKS
+    is_capped, in_ticks = request.max_memory_gib is not None, config.executor.ENGINE.in_ticks
     seconds_of = costs.layers(with_bytes=is_capped and not in_ticks).on
     return plan(config, seconds_of, costs.in_ticks_bytes if is_capped and in_ticks else None)
 

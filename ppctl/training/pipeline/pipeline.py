@@ -297,7 +297,7 @@ class Pipeline:
 
         costs: seconds of tasks; None: `task_costs`, in equal stages. None without a pipeline.
         """
-        if not self.execution.is_pipelined:
+        if not self.execution.engine.is_pipelined:
             return None
         costs = self.task_costs if costs is None else costs
         if self.ticks is not None:

@@ -157,12 +157,12 @@ def divided_vocabulary(
     if not isinstance(schedule, str | FamilyWithKnobs):
         why = f"vocab=parallel is of a schedule family, not of a custom {type(schedule).__name__}"
         raise ConfigError(f"{why}. Give it with_vocabulary(schedule).")
-    return with_vocabulary(plan, 0 if execution.in_ticks else None, costs)
+    return with_vocabulary(plan, 0 if execution.engine.in_ticks else None, costs)
 
 
 def with_vocabulary_of(plan: Schedule, execution: Execution) -> StageAxes:
     """Return the division of stages, with the ranks that divide this schedule's vocabulary."""
-    if not plan.divides_vocabulary or not execution.is_pipelined:
+    if not plan.divides_vocabulary or not execution.engine.is_pipelined:
         return execution.axes
     return replace(execution.axes, vocab_ranks=plan.num_ranks)
 
@@ -176,7 +176,7 @@ def divided(
     """Return the model as one device computes it, and the results of `shards_in_stages`."""
     part = stack
     with in_arguments():
-        if execution.is_pipelined:
+        if execution.engine.is_pipelined:
             part = divided_stack(stack, execution.axes, shapes)
         shards, auto = shards_in_stages(stack, part, execution.axes)
         if auto:
@@ -230,7 +230,7 @@ def divided_stack(
 
 def check_division_by_xla(execution: Execution, mesh: Mesh) -> None:
     """Raise ConfigError where XLA cannot divide a model over tp: in spmd, and with gather=layer."""
-    if execution.in_ticks:
+    if execution.engine.in_ticks:
         raise ConfigError(
             f"mesh.tp={mesh.shape['tp']} divides a model by its PartitionSpecs (sharding) with "
             "executor=mpmd only: in the one program of executor=spmd XLA's collectives would "
@@ -375,7 +375,7 @@ def check_split(
 ) -> None:
     """Raise ConfigError for the first stage with a split backward whose layer cannot be split."""
     stages = {task.stage for rank in schedule.ranks for task in rank if task.kind == "I"}
-    for s in sorted(stages) if execution.is_pipelined else ():
+    for s in sorted(stages) if execution.engine.is_pipelined else ():
         held = partition[s]
         if not held:
             continue

@@ -45,7 +45,7 @@ def _schedule_lines(job: TrainingJob) -> Iterator[str]:
     """Yield the lines about schedule, executor and partition."""
     pipe, schedule, ticks = job.pipe, job.pipe.schedule, job.pipe.ticks
     # 1. the schedule
-    if not pipe.execution.is_pipelined:
+    if not pipe.execution.engine.is_pipelined:
         yield f"executor  reference (no pipeline), {schedule.num_microbatches} microbatches"
     else:
         chunks = f"{schedule.num_chunks} chunk{'s' if schedule.num_chunks > 1 else ''} a rank"
@@ -59,7 +59,7 @@ def _schedule_lines(job: TrainingJob) -> Iterator[str]:
     # 2. its programs
     if pipe.execution.xla_flags:
         yield f"xla       {text_of(pipe.execution.xla_flags)}"
-    if pipe.execution.dispatches_tasks:
+    if pipe.execution.engine.dispatches_tasks:
         barrier = ", no barrier before the optimizer" if pipe.execution.post_validation else ""
         programs = "a program for each stage and kind of task, dispatched by the host"
         yield f"executor  mpmd: {programs}{barrier}"

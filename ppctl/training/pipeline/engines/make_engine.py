@@ -53,7 +53,7 @@ def make_engine(
     """
     how = optimizer, lr_schedule
     # 1. mpmd
-    if execution.dispatches_tasks:
+    if execution.engine.dispatches_tasks:
         both = schedule, forward_only(schedule)
         training, evaluation = ((each, dispatch_order(each, costs)) for each in both)
         arguments = states, shapes, model, (training, evaluation), *how, dict(execution.xla_flags)
@@ -90,7 +90,7 @@ def model_of(
     size = shapes["inputs"].shape[0] // parts
     microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype), shapes)
     specs = None
-    if execution.dispatches_tasks and execution.gathers_by_layer and mesh.shape["fsdp"] > 1:
+    if execution.engine.dispatches_tasks and execution.gathers_by_layer and mesh.shape["fsdp"] > 1:
         specs = layer_specs(states.layout.staged_specs(states.staged["params"])["layers"])
     embed_head = params["embed_head"]
     parts = {"embed_head": embed_head, "layers": layer}
