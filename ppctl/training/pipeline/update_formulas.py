@@ -61,7 +61,7 @@ class Place(NamedTuple):
 def places_in(state: Tree, params: Tree) -> list[Place]:
     """Return the place of each leaf of a state, in order; params: None for frozen parameters.
 
-    >>> places_in({"mu": {"w": 1.0}, "count": 2}, {"w": 0.0})[1]
+    >>> places_in({"mu": {"w": 1.0, "none": {}}, "count": 2}, {"w": 0.0, "none": {}})[1]
     Place(names=('mu', 'w'), owner=0, slot='mu')
     """
     spots, treedef = jax.tree.flatten(params, is_leaf=lambda a: a is None)
@@ -91,7 +91,7 @@ def _leaf_counts(params: Any, state: Any) -> list[int] | None:
     kind = state.node_data() and state.node_data()[0]
     if kind is optax.MaskedNode:
         return [0] * params.num_leaves
-    if jax.tree_util.treedef_is_leaf(params):
+    if jax.tree_util.treedef_is_leaf(params) and params.num_leaves:  # {} is one, without leaves
         return None if _has_records(state) else [state.num_leaves]
     pairs = params.node_data(), state.node_data(), params.children(), state.children()
     if pairs[0] != pairs[1] or len(pairs[2]) != len(pairs[3]):
