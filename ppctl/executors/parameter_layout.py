@@ -329,6 +329,19 @@ def gather_shards(tree: Tree, specs: Tree) -> Tree:
     return jax.tree.map(whole, tree, specs)
 
 
+def own_shards(tree: Tree, specs: Tree) -> Tree:
+    """Return, inside shard_map, this device's shards of leaves as `gather_shards` returns them."""
+
+    def shard(leaf: jax.Array, spec: P) -> jax.Array:
+        dim, axes = _fsdp(spec)
+        if dim is None:
+            return leaf
+        size = leaf.shape[dim] // jax.lax.axis_size(axes)
+        return jax.lax.dynamic_slice_in_dim(leaf, jax.lax.axis_index(axes) * size, size, dim)
+
+    return jax.tree.map(shard, tree, specs)
+
+
 def layer_specs(staged: Tree, *, are_stacked: bool = False) -> Tree:
     """Return the PartitionSpecs of one layer (or of a chunk's, stacked) from the staged ones."""
     first = 2 if are_stacked else 3

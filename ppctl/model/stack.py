@@ -71,6 +71,7 @@ class Stack:
     export(params) -> tree: parameters in the form of the model's author.
     outputs(embed_head, x) -> tree: the head's predictions before the loss, such as logits.
     contents: of a network, the contents of its embedding, layers and head, in this order.
+    network: of a network, where it is cut and how layers are packed.
     divided(axes) -> Stack: the same model as one device of a stage divided over axes, such as tp
     and cp, computes it. Its functions take this device's shards of parameters and communicate as
     `ppctl.parallel` says; x are its activations. ConfigError for sizes that do not fit. None:
@@ -107,6 +108,7 @@ class Stack:
     divided: Callable[[StageAxes], Stack] | None = None
     sharding: Tree = field(default=None, compare=False)
     contents: tuple[Contents, ...] = field(default=(), compare=False)
+    network: Any = field(default=None, compare=False)
     has_vocabulary: bool = False
     parts: VocabularyParts | None = field(default=None, compare=False)
     trainable: Tree = field(default=True, compare=False)

@@ -247,11 +247,11 @@ class TracedNetwork:
         for i, place in enumerate(self.places):
             if place is not None:
                 mark = (FROZEN,) * (not self.is_trained[i])
-                found[*mark, self._group(i)][place].append(i)
+                found[*mark, self.group(i)][place].append(i)
         used = {name: leaves for name, leaves in found.items() if any(leaves)}
         return used or {("kernel",): found["kernel",]}
 
-    def _group(self, leaf: int) -> str:
+    def group(self, leaf: int) -> str:
         """Return "kernel" for a leaf with weight decay, a matrix not in NO_DECAY, else "bias"."""
         is_vector = len(self.shapes[leaf]) < 2 or self.names[leaf].rpartition("/")[2] in NO_DECAY
         return "bias" if is_vector else "kernel"
@@ -274,15 +274,28 @@ class TracedNetwork:
 
     def to_parts(self, params: Tree) -> Tree:
         """Return a stack's parameters, from the network's."""
-        leaves = [leaf.astype(self.dtype) for leaf in jax.tree.leaves(params)]
-        layers = {}
-        for name, of_layers in self.groups.items():
+        leaves = dict(enumerate(a.astype(self.dtype) for a in jax.tree.leaves(params)))
+        layers = [self.packed_layer(l, leaves) for l in range(self.num_layers)]
+        named = ((self.names[i], {self.group(i): leaves[i]}) for i in self.outer)
+        return {
+            "embed_head": dict(named),
+            "layers": jax.tree.map(lambda *a: jnp.stack(a), *layers),
+        }
+
+    @property
+    def outer(self) -> list[int]:
+        """The leaves of embedding and head."""
+        return [i for i, place in enumerate(self.places) if place is None]
+
+    def packed_layer(self, l: int, leaves: Mapping[int, jax.Array]) -> Tree:
+        """Return layer l of a stack's parameters; None for groups with missing leaves."""
+        packed = {}
+        for name, layers in self.groups.items():
+            is_missing = any(i not in leaves for of_layer in layers for i in of_layer)
             shape = Shape((self.packed_lengths[name],), self.dtype)
-            packed = [pack_flat([leaves[i] for i in each], shape) for each in of_layers]
-            layers[name] = jnp.stack(packed)
-        which = (i for i, place in enumerate(self.places) if place is None)
-        embed_head = {self.names[i]: {self._group(i): leaves[i]} for i in which}
-        return {"embed_head": embed_head, "layers": {self.tag: _nested(layers)}}
+            of_layer = [leaves[i] for i in layers[l] if i in leaves]
+            packed[name] = None if FROZEN in name and is_missing else pack_flat(of_layer, shape)
+        return {self.tag: _nested(packed)}
 
     @property
     def trainable(self) -> Tree:
@@ -294,24 +307,33 @@ class TracedNetwork:
 
     def from_parts(self, parts: Tree) -> Tree:
         """Return the network's parameters, from a stack's in natural order."""
-        leaves: dict[int, Any] = self._unpacked_embed_head(parts["embed_head"])
+        leaves: dict[int, Any] = self.embed_head_leaves(parts["embed_head"])
         for l in range(self.num_layers):
-            leaves |= self._leaves_of(l, jax.tree.map(lambda a, l=l: a[l], parts["layers"]))
+            leaves |= self.leaves_of(l, jax.tree.map(lambda a, l=l: a[l], parts["layers"]))
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
 
-    def _leaves_of(self, l: int, w: Mapping[str, Mapping[str, Any]]) -> dict[int, jax.Array]:
+    def leaves_of(self, l: int, w: Mapping[str, Mapping[str, Any]]) -> dict[int, jax.Array]:
+        """Return the leaves of layer l by number, from a stack's parameters of it."""
         layer, found = w[self.tag], dict[int, jax.Array]()
         for name, layers in self.groups.items():
-            if not layers[l]:
-                continue
             packed: Any = reduce(getitem, name, layer)
+            if not layers[l] or packed is None:
+                continue
             shapes = [Shape(self.shapes[i], packed.dtype) for i in layers[l]]
             found |= zip(layers[l], unpack_flat(shapes, packed), strict=True)
         return found
 
-    def _unpacked_embed_head(self, embed_head: Tree) -> dict[int, jax.Array]:
+    def vectors_of(self, l: int, w: Mapping[str, Mapping[str, Any]]) -> dict[int, Any]:
+        """Return for each leaf of layer l the value of its group's vector; None: left out."""
+        pairs = (
+            (reduce(getitem, name, w[self.tag]), layers[l]) for name, layers in self.groups.items()
+        )
+        return {i: value for value, leaves in pairs if value is not None for i in leaves}
+
+    def embed_head_leaves(self, embed_head: Tree) -> dict[int, jax.Array]:
+        """Return the leaves of embedding and head by number, without those of None."""
         named = ((name, leaf) for name, group in embed_head.items() for leaf in group.values())
-        return {self.names.index(name): leaf for name, leaf in named}
+        return {self.names.index(name): leaf for name, leaf in named if leaf is not None}
 
     def _computed(self, leaves: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
         return {i: leaf.astype(self.compute) for i, leaf in leaves.items()}
@@ -319,21 +341,21 @@ class TracedNetwork:
     # the functions of a stack
 
     def embed(self, embed_head: Tree, inputs: jax.Array) -> jax.Array:
-        trace, leaves = self.at(len(inputs)), self._computed(self._unpacked_embed_head(embed_head))
+        trace, leaves = self.at(len(inputs)), self._computed(self.embed_head_leaves(embed_head))
         inputs = inputs.astype(self.compute) if _is_floating(self.inputs) else inputs
         given = [inputs] * len(trace.crossing(0))  # [] if nothing depends on the inputs
         return self._packed(trace.run(0, self.bounds[0], given, leaves), len(inputs))
 
     def layer(self, l: int, w: Tree, x: jax.Array) -> jax.Array:
         start, stop = self.bounds[l : l + 2]
-        leaves = self._computed(self._leaves_of(l, w))
+        leaves = self._computed(self.leaves_of(l, w))
         for i, name in self._attached(start, stop).items():
             leaves[i] = place_of_loss(name).astype(self.dtype)
         values = self.at(len(x)).run(start, stop, self._unpacked(x, start), leaves)
         return self._packed(values, len(x))
 
     def outputs(self, embed_head: Tree, x: jax.Array) -> Tree:
-        start, leaves = self.bounds[-1], self._computed(self._unpacked_embed_head(embed_head))
+        start, leaves = self.bounds[-1], self._computed(self.embed_head_leaves(embed_head))
         return self.at(len(x)).outputs(start, self._unpacked(x, start), leaves)
 
     def head(
@@ -361,6 +383,7 @@ def stack_of(network: TracedNetwork) -> Stack:
         outputs=network.outputs,
         trainable=True if all(network.is_trained) else network.trainable,
         contents=network.contents,
+        network=network,
     )
 
 

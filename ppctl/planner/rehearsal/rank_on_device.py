@@ -27,7 +27,6 @@ from ppctl.planner.rehearsal.stand_ins import alone
 from ppctl.planner.rehearsal.timed_runs import Timing, median, random_like, timed_at_once
 from ppctl.training.pipeline.engines.make_engine import tick_options
 from ppctl.training.pipeline.job import TrainingJob
-from ppctl.training.pipeline.layer_optimizers import LayerOptimizer
 from ppctl.training.pipeline.optimizers import apply_gradients, global_norm
 
 Tree = Any
@@ -82,8 +81,7 @@ class RankOnDevice:
         examples = {key: jax.device_put(batch[key[0]], self.device) for key in of_batch}
         filled = lambda: {key: self._filled(key, a) for key, a in shapes.items()}  # noqa: E731
         self.values = [filled() | examples for _ in range(copies)]
-        share = pipe.engine.share(prepare.rank)
-        self.update, self.states = self._update(job, role, share, copies)
+        self.update, self.states = self._update(job, role, pipe.engine.share(prepare.rank), copies)
 
     def times(self, runs: int) -> RankTimes:
         """Return medians over so many runs, after one that warms up."""
@@ -196,10 +194,10 @@ class RankOnDevice:
     ) -> tuple[Callable[..., Tree], list[Tree]]:
         """Return the update of a device's share of the state, and its arguments for each copy."""
         optimizer, of_rank = job.pipe.optimizer, {"layer_in_slot": role.layer_in_slot}
-        how = of_rank if isinstance(optimizer, LayerOptimizer) else {}
 
         def update(state: Tree, grads: Tree) -> tuple[Tree, Tree]:
-            return apply_gradients(optimizer, state, grads, global_norm(grads), **how), grads
+            norm = global_norm(grads)
+            return apply_gradients(optimizer, state, grads, norm, **of_rank), grads
 
         trained = trained_part(shapes["params"], job.pipe.stack.trainable)
         zeros = lambda: (zeros_like(shapes), zeros_like(trained))  # noqa: E731

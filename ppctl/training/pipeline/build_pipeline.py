@@ -32,8 +32,9 @@ from ppctl.training.pipeline.call_checks import (
 from ppctl.training.pipeline.engines.make_engine import make_engine, model_of
 from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.execution import Execution, check_lowering, execution_of
-from ppctl.training.pipeline.layer_optimizers import LayerOptimizer
+from ppctl.training.pipeline.layer_optimizers import LayerOptimizer, ModelOptimizer
 from ppctl.training.pipeline.mixing import few_examples
+from ppctl.training.pipeline.network_optimizers import network_optimizer
 from ppctl.training.pipeline.optimizers import init_state
 from ppctl.training.pipeline.pipeline import Pipeline
 from ppctl.training.pipeline.whole_model import Metric
@@ -103,7 +104,7 @@ def pipeline(
     return Pipeline(stack, *work, *parts, few, functions).with_checked_metrics()
 
 
-def _initial(stack: Stack, optimizer: LayerOptimizer) -> Callable[[int], Tree]:
+def _initial(stack: Stack, optimizer: ModelOptimizer) -> Callable[[int], Tree]:
     """Return the initial state by seed, in natural order."""
     return lambda seed: init_state(init(stack, seed), optimizer, stack.trainable)
 
@@ -113,9 +114,11 @@ def _on_layers(
     layout: Layout,
     optimizer: optax.GradientTransformation,
     execution: Execution,
-) -> LayerOptimizer:
+) -> ModelOptimizer:
     """Return the optimizer of the stack's trained parameters."""
     params = trained_part(jax.eval_shape(lambda: init(stack, 0)), stack.trainable)
+    if stack.network is not None:
+        return network_optimizer(optimizer, stack.network, params, layout)
     on_layers = LayerOptimizer(optimizer, params, layout)
     over_ranks = ["pp" in shard.axes for shard in layout.shards.values()]
     if execution.engine.dispatches_tasks and any(over_ranks) and not on_layers.is_elementwise:

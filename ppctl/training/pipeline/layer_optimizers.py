@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,32 @@ from ppctl.training.pipeline.update_formulas import (
 
 Tree = Any
 STAGED = 3  # leading dims of the leaves of layers in staged form: chunk, rank, layer slot
+
+
+class ModelOptimizer(Protocol):
+    """An optimizer of a model as it is stored. Arguments: see `LayerOptimizer`.
+
+    is_elementwise: whether `update` takes any shards of arrays. guards_finite: whether it has a
+    rule for gradients that are not finite.
+    """
+
+    @property
+    def is_elementwise(self) -> bool: ...
+
+    @property
+    def guards_finite(self) -> bool: ...
+
+    def init(self, params: Tree) -> Tree: ...
+
+    def update(
+        self,
+        grads: Tree,
+        state: Tree,
+        params: Tree,
+        *,
+        norm: jax.Array,
+        layer_in_slot: np.ndarray | None = None,
+    ) -> tuple[Tree, Tree]: ...
 
 
 @dataclass(frozen=True)
@@ -66,9 +92,13 @@ class LayerOptimizer:
         )
         return {"embed_head": self.params["embed_head"], "layers": layers}
 
-    @cached_property
+    @property
     def is_elementwise(self) -> bool:
         """Whether arrays may be divided and padded: each number's update depends on it only."""
+        return self._is_elementwise
+
+    @cached_property
+    def _is_elementwise(self) -> bool:
         padded = jax.eval_shape(lambda tree: self.layout.padded(tree, 0), self.one_layer)
         return is_elementwise(self.optimizer, self.one_layer, padded)
 

@@ -13,7 +13,7 @@ import optax
 from ppctl.model.random_keys import with_example_keys
 from ppctl.model.stack import NO_DECAY
 from ppctl.model.trainable_parameters import trained_part, with_trained
-from ppctl.training.pipeline.layer_optimizers import LayerOptimizer
+from ppctl.training.pipeline.layer_optimizers import ModelOptimizer
 from ppctl.training.pipeline.update_formulas import names_of
 
 
@@ -33,7 +33,7 @@ def warmup_cosine(
 def decays(params: Any) -> Any:
     """Return for each leaf whether weight decay applies: to matrices, not to norms and biases.
 
-    params: the author's tree, as `LayerOptimizer` shows it to optimizers.
+    params: the author's tree, as a `ModelOptimizer` shows it to optimizers.
     """
     is_matrix = lambda path, a: a.ndim > 1 and names_of(path[-1:])[0] not in NO_DECAY  # noqa: E731
     return jax.tree_util.tree_map_with_path(is_matrix, params)
@@ -79,7 +79,7 @@ def sum_of_squares(tree: Any) -> jax.Array:
 
 
 Tree = Any
-Optimizer = optax.GradientTransformation | LayerOptimizer
+Optimizer = optax.GradientTransformation | ModelOptimizer
 LossAndGrads = Callable[[Tree, Tree], tuple[dict[str, jax.Array], Tree]]  # params, batch -> losses
 
 
@@ -119,7 +119,7 @@ def apply_gradients(
 ) -> Tree:
     """Return the next state of a model or of a part of it; gradients of None: frozen parameters.
 
-    norm: of the whole model's gradients. of_rank: further arguments of a `LayerOptimizer`.
+    norm: of the whole model's gradients. of_rank: further arguments of a `ModelOptimizer`.
     """
     is_plain = isinstance(optimizer, optax.GradientTransformation)
     update = (optax.with_extra_args_support(optimizer) if is_plain else optimizer).update

@@ -38,7 +38,7 @@ from ppctl.training.pipeline.engines.engine_protocol import Engine, Footprint
 from ppctl.training.pipeline.engines.step_programs import StepPrograms
 from ppctl.training.pipeline.engines.train_states import States, shardings_of
 from ppctl.training.pipeline.execution import Execution, in_arguments
-from ppctl.training.pipeline.layer_optimizers import LayerOptimizer
+from ppctl.training.pipeline.layer_optimizers import ModelOptimizer
 from ppctl.training.pipeline.mixing import MOST_BYTES, few_examples, refuse_mixing
 from ppctl.training.pipeline.whole_model import Metric, WholeModel, of_author
 
@@ -61,7 +61,7 @@ class Pipeline:
     task_costs: Costs  # relative; F = I = W = 1, plus recomputation, W of the trained share
     costs_of_layers: Callable[[], RelativeCosts]
     states: States
-    optimizer: LayerOptimizer
+    optimizer: ModelOptimizer
     dtype: jnp.dtype  # of compute
     batch_shapes: Tree  # shapes and dtypes of a global batch
     engine: Engine

@@ -26,7 +26,7 @@ from ppctl.training.pipeline.engines.one_program import OneProgram
 from ppctl.training.pipeline.engines.post_validation import PostValidated
 from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.execution import Execution
-from ppctl.training.pipeline.layer_optimizers import LayerOptimizer
+from ppctl.training.pipeline.layer_optimizers import ModelOptimizer
 from ppctl.training.pipeline.optimizers import LossAndGrads
 
 Tree = Any
@@ -40,7 +40,7 @@ def make_engine(
     schedule: Schedule,
     lowered: Ticks | None,
     shapes: Tree,
-    optimizer: LayerOptimizer,
+    optimizer: ModelOptimizer,
     lr_schedule: optax.Schedule | None,
     execution: Execution,
     clip_norm: float | None,

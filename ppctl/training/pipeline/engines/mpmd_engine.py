@@ -51,7 +51,6 @@ from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporari
 from ppctl.training.pipeline.engines.plan_inputs import STATE, Given
 from ppctl.training.pipeline.engines.step_programs import Choose, StepPrograms, dispatched_programs
 from ppctl.training.pipeline.engines.train_states import States
-from ppctl.training.pipeline.layer_optimizers import LayerOptimizer
 from ppctl.training.pipeline.optimizers import Optimizer, apply_gradients, sum_of_squares
 
 Tree = Any
@@ -331,7 +330,8 @@ class _Once:
         self.engine, self.optimizer, self.lr_schedule = engine, optimizer, lr_schedule
         self.losses = engine.model.inputs.losses
         self.axes = tuple(axis for axis in RANK_AXES if axis not in engine.layout.auto)
-        self.is_elementwise = not isinstance(optimizer, LayerOptimizer) or optimizer.is_elementwise
+        self.is_plain = isinstance(optimizer, optax.GradientTransformation)
+        is_elementwise = getattr(optimizer, "is_elementwise", True)
         staged, described = engine.states.staged, engine.division.described
         self.of_state = {
             here: {name: described(tree, r, (DictKey(name),))[1] for name, tree in staged.items()}
@@ -347,7 +347,7 @@ class _Once:
             is_one_device=engine.division.submeshes[0].size == 1,
             once=once,
             once_specs=self._specs,
-            whole_arrays=() if self.is_elementwise else ("update", "try"),
+            whole_arrays=() if is_elementwise else ("update", "try"),
         )
 
     def _specs(self, program: ProgramId, name: str) -> Tree | None:
@@ -411,7 +411,7 @@ class _Once:
         state = {"params": params, "optimizer": optimizer, "step": step}
         grads = self._scaled(grads, numbers["number"], shared)
         here = {"layer_in_slot": program.shape.layer_in_slot}
-        of_rank = here if isinstance(self.optimizer, LayerOptimizer) else {}
+        of_rank = {} if self.is_plain else here
         state = apply_gradients(self.optimizer, state, grads, numbers["grad_norm"], **of_rank)
         return state["params"], state["optimizer"], state["step"]
 
