@@ -11,6 +11,8 @@ Names are loaded when they are used: drawing a schedule starts no JAX.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ppctl.schedule.ir import Schedule, Task
+
 if TYPE_CHECKING:
     from ppctl.config.schedule_from_config import read as read_schedule
     from ppctl.errors import PpctlError
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from ppctl.schedule.costs import Costs
     from ppctl.schedule.families.registry import build as build_schedule
     from ppctl.schedule.families.registry import family
-    from ppctl.schedule.ir import Schedule, Task
     from ppctl.schedule.simulator import Timeline, simulate
     from ppctl.schedule.tick_lowering import Ticks, ticks
     from ppctl.training.pipeline.build_pipeline import pipeline
@@ -78,7 +79,6 @@ _HOMES = {  # public names by module
     "reports.charts.draw_schedule": "draw",
     "schedule.costs": "Costs",
     "schedule.families.registry": "family",
-    "schedule.ir": "Schedule Task",
     "schedule.simulator": "Timeline simulate",
     "schedule.tick_lowering": "Ticks ticks",
     "training.pipeline.build_pipeline": "pipeline",
@@ -104,6 +104,13 @@ def __getattr__(name: str) -> Any:
         if name in names.split():
             return getattr(import_module(f"ppctl.{module}"), name)
     raise AttributeError(f"module 'ppctl' has no attribute {name!r}")
+
+
+def _html_of(schedule: Schedule) -> str:
+    return import_module("ppctl.reports.charts.notebook_display").schedule_html(schedule)
+
+
+Schedule.html = staticmethod(_html_of)  # schedules, below the reports, know no charts
 
 
 def __dir__() -> list[str]:

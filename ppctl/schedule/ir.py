@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from ppctl.errors import ScheduleError
 
@@ -134,6 +135,11 @@ class Schedule:
     rank_of: tuple[int, ...]
     num_microbatches: int
     divides_vocabulary: bool = False  # every rank has a part of embedding and head
+    html: ClassVar[Callable[[Schedule], str] | None] = None  # for notebooks; ppctl/__init__.py
+
+    def _repr_html_(self) -> str | None:
+        """Return the chart that notebooks show."""
+        return None if Schedule.html is None else Schedule.html(self)
 
     @property
     def num_ranks(self) -> int:

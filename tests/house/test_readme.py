@@ -191,6 +191,11 @@ def test_the_first_example_is_short():
     assert len([line for line in example.splitlines() if line]) <= 12
 
 
+def test_the_example_of_the_python_api_is_short():
+    first, *_ = blocks(TEXTS["docs/api.md"], "python")
+    assert len([line for line in first.splitlines() if line]) <= 15
+
+
 def test_the_readme_is_read_in_two_minutes():
     lines = TEXTS["README.md"].splitlines()
     assert len(lines) <= 150

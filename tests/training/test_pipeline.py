@@ -2,6 +2,8 @@
 line.
 """
 
+import base64
+import re
 from dataclasses import replace
 
 import jax
@@ -332,6 +334,22 @@ def test_built_in_models_refuse_sizes_that_do_not_fit():
 def test_a_schedule_is_drawn_in_the_form_of_its_file(tmp_path, form):
     file = ppctl.draw(of(2), tmp_path / f"1f1b.{form}")
     assert file.stat().st_size > 50
+
+
+def test_notebooks_show_a_schedule_and_a_pipeline():
+    def svg(html):
+        data = re.search(r'src="data:image/svg\+xml;base64,([^"]+)"', html)[1]
+        return base64.b64decode(data).decode()
+
+    schedule = of(2)
+    assert "1f1b: 2 ranks, 4 microbatches" in svg(schedule._repr_html_())
+    pipe = make(schedule="zb_v", executor="mpmd")
+    html = pipe._repr_html_()
+    assert "zb_v: 2 ranks" in svg(html)
+    cells = re.findall(r"<td>([^<]*)</td>", html)
+    assert cells[:2] == ["0", "0-0, 3-3"]
+    assert "pp=2, cpu" in html
+    assert "<img" not in make(executor="reference", mesh=ppctl.mesh())._repr_html_()
 
 
 def test_a_drawing_of_no_known_form_is_refused(tmp_path):

@@ -20,6 +20,7 @@ from ppctl.executors.parameter_layout import Layout
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts
 from ppctl.model.stack import Stack
 from ppctl.model.trainable_parameters import trained_part
+from ppctl.reports.charts.notebook_display import pipeline_html
 from ppctl.reports.terminal_output import size_text
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule
@@ -287,6 +288,26 @@ class Pipeline:
     def memory(self) -> tuple[Mapping[str, int], ...]:
         """Return each rank's bytes a device by part: by shapes; "temporaries" once compiled."""
         return self.engine.memory()
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show: sizes, the layers and memory of each rank, the schedule."""
+        axes = " x ".join(f"{axis}={n}" for axis, n in self.mesh.shape.items() if n > 1)
+        layers = [f"{each.start}-{each[-1]}" if each else "none" for each in self.partition]
+        held = [
+            ", ".join(l for l, at in zip(layers, self.layout.rank_of, strict=True) if at == rank)
+            for rank in range(self.mesh.shape["pp"])
+        ]
+        bubble, numbers = self.bubble(), (self.num_parameters, self.num_trained)
+        facts = {
+            "model": "{:,} parameters, {:,} trained, in {}".format(*numbers, self.dtype),
+            "mesh": f"{axes or 'one device'}, {self.mesh.devices.flat[0].device_kind}",
+            "executor": f"{self.execution.executor}, remat={self.execution.remat}",
+        }
+        if bubble is not None:
+            numbers = f"{self.schedule.num_microbatches} microbatches, bubble {bubble:.1%}"
+            facts["schedule"] = f"{self.schedule.name}, {numbers}"
+        shown = self.schedule if self.execution.is_pipelined else None
+        return pipeline_html(facts, [{"layers": each} for each in held], self.memory(), shown)
 
     def programs(self) -> StepPrograms:
         """Return the traced programs of a step (jaxpr, StableHLO, HLO, collectives, transfers)."""

@@ -1,0 +1,64 @@
+"""Schedules and pipelines as html for notebooks: a picture and plain tables, without a style sheet.
+
+Pictures are data of <img>, so that their ids and fonts do not meet those of other cells.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+
+from ppctl.reports.charts.image_charts import MAX_RANKS, MAX_VECTORS, image
+from ppctl.reports.charts.schedule_drawing import Drawing, drawing_of_timeline
+from ppctl.reports.page_kit import text
+from ppctl.reports.terminal_output import size_text
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.ir import Schedule
+from ppctl.schedule.simulator import simulate
+
+LOOK = "max-width:100%;background:white"
+
+
+def schedule_html(schedule: Schedule) -> str:
+    """Return the chart of a schedule on free-running ranks, F = I = W = 1 s; large ones in words.
+
+    >>> from ppctl.schedule.families.registry import build
+    >>> schedule_html(build("gpipe", 1024, 1))
+    '<p>gpipe: 1024 ranks, 1 microbatch. Too large for a picture here: ppctl.draw makes a page.</p>'
+    """
+    num_ranks, number = schedule.num_ranks, schedule.num_microbatches
+    if num_ranks > MAX_RANKS or sum(map(len, schedule.ranks)) > MAX_VECTORS:
+        ranks, each = f"{num_ranks} rank{'s' * (num_ranks != 1)}", "es" * (number != 1)
+        size = f"{schedule.name}: {ranks}, {number} microbatch{each}"
+        return f"<p>{text(size)}. Too large for a picture here: ppctl.draw makes a page.</p>"
+    return _picture(drawing_of_timeline(schedule.name, simulate(schedule, Costs())))
+
+
+def pipeline_html(
+    facts: Mapping[str, str],
+    ranks: Sequence[Mapping[str, str]],
+    memory: Sequence[Mapping[str, int]],
+    schedule: Schedule | None,
+) -> str:
+    """Return facts in words, a table of ranks with the bytes of a device, and the schedule's chart.
+
+    ranks, memory: of each rank what it holds in words, and bytes by part.
+    """
+    lines = "".join(f"<b>{text(name)}</b> {text(words)}<br>" for name, words in facts.items())
+    parts = [part for part in memory[0] if any(held.get(part) for held in memory)]
+    heads = ["rank", *ranks[0], "memory", *parts]
+    rows = [
+        [str(r), *held.values(), size_text(sum(sizes.values()))]
+        + [size_text(sizes.get(part, 0)) for part in parts]
+        for r, (held, sizes) in enumerate(zip(ranks, memory, strict=True))
+    ]
+    head = "".join(f"<th>{text(name)}</th>" for name in heads)
+    body = "".join(f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<p>{lines}</p>{table}" + ("" if schedule is None else schedule_html(schedule))
+
+
+def _picture(drawing: Drawing) -> str:
+    data = base64.b64encode(image([drawing], "svg")).decode()
+    words = text(f"{drawing.title}; {drawing.verdict}")
+    return f'<img alt="{words}" style="{LOOK}" src="data:image/svg+xml;base64,{data}">'
