@@ -5,6 +5,7 @@ requests are refused.
 import json
 import math
 import re
+from dataclasses import asdict
 from math import inf
 
 import pytest
@@ -62,7 +63,7 @@ def test_the_document_holds_what_is_needed_to_train_each_layout(tuned, tmp_path)
     assert times == sorted(times)
     for each in document["best"][::4]:
         asked = request(*each["overrides"])
-        assert list(asked.mesh.sizes) == each["mesh"]
+        assert asdict(asked.mesh.sizes) == each["mesh"]
         assert step_s(assemble(asked)) == pytest.approx(each["step_time_s"], rel=1e-9)
 
 
@@ -118,11 +119,11 @@ def test_stages_are_divided_over_tp_and_cp_as_the_request_allows(executor, capsy
     assert all(mesh.num_devices == 8 and mesh.cp == 2 for mesh in meshes)
     assert cli.main(["tune", *words, "tune.tp=[2]"]) == 0
     layout = json.loads(capsys.readouterr().out)["best"][0]
-    assert layout["mesh"][3:] == [2, 2]
+    assert (layout["mesh"]["tp"], layout["mesh"]["cp"]) == (2, 2)
     asked = composed(
         [*DIVIDED.replace("--json", "").split(), f"executor={executor}", *layout["overrides"]]
     )
-    assert list(asked.mesh.sizes) == layout["mesh"]
+    assert asdict(asked.mesh.sizes) == layout["mesh"]
     assert step_s(assemble(asked)) == pytest.approx(layout["step_time_s"], rel=1e-9)
 
 
