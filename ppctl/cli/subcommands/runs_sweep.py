@@ -13,16 +13,11 @@ from rich.markup import escape
 from ppctl.cli.resume_command import resumption
 from ppctl.launch.sweep.sweep_records import is_sweep, job_name, read_sweep
 from ppctl.reports.foreign_files import printable
+from ppctl.reports.page_kit import NUMBERS
 from ppctl.reports.run_files import is_run
-from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, show_table
+from ppctl.reports.terminal_output import SPEEDS, OutputConsole, show_json, show_lines, show_table
 
-NUMBERS = {  # of a job: title and format of its column
-    "final_loss": ("loss", ".4f"),
-    "eval_loss": ("eval loss", ".4f"),
-    "step_time_s": ("s/step", ".3g"),
-    "tokens_per_s": ("tok/s", ",.0f"),
-    "rows_per_s": ("rows/s", ",.0f"),
-}
+COLUMNS = ("final_loss", "eval_loss", "step_time_s", *SPEEDS)  # of a job
 
 
 def find_sweep(name: str, tops: Sequence[Path]) -> Path | None:
@@ -51,7 +46,7 @@ def show_sweep(directory: Path, *, as_json: bool) -> int:
     for label, text in lines:
         say(printable(f"{label:9} {text}"))
     # 2. its jobs, and why some failed
-    present = [name for name in NUMBERS if any(job[name] is not None for job in jobs)]
+    present = [name for name in COLUMNS if any(job[name] is not None for job in jobs)]
     columns = ["job", "status", "step", *(NUMBERS[name][0] for name in present)]
     if jobs:
         show_table(console, "", columns, [_row(job, present) for job in jobs])
@@ -62,10 +57,9 @@ def show_sweep(directory: Path, *, as_json: bool) -> int:
 
 
 def _row(job: Mapping[str, Any], present: Sequence[str]) -> list[str]:
-    numbers = ((job[name], NUMBERS[name][1]) for name in present)
     return [
         escape(printable(f"{job['job']}: {job_name(job)}")),
         escape(job["status"]),
         f"{job['step']} of {'?' if job['num_steps'] is None else job['num_steps']}",
-        *("" if value is None else format(value, form) for value, form in numbers),
+        *("" if job[name] is None else NUMBERS[name][1](job[name]) for name in present),
     ]

@@ -202,7 +202,7 @@ class SavedRun:
         model = config.model
         with self._checkpoints() as checkpoints:
             meta = checkpoints.meta(self._step(None))
-        data = described(meta["data"]) if "example" in meta["data"] else self.data
+        data = described(meta["data"])
         if isinstance(model, settings.Transformer):  # the run's kernel may not run here
             model = replace(model, attention="auto")
         with self._own_code():
