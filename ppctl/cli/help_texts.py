@@ -42,7 +42,7 @@ _MOST_USED = {
     "verify": "steps",
     "plan": "compile topology memory_gib tokens html",
     "tune": "devices measure recipe launch",
-    "inspect": "what task",
+    "inspect": "what",
 }
 MOST_USED = [f"{part}.{name}" for part, names in _MOST_USED.items() for name in names.split()]
 EXIT_CODES = """\

@@ -211,15 +211,10 @@ def _check_timeline(config: Config) -> None:
 
 def _check_inspected(config: Config) -> None:
     request, executor = config.inspect, config.executor
-    if request.task is not None and not executor.ENGINE.dispatches_tasks:
+    if request.what == "program" and not executor.ENGINE.in_ticks:
         raise ConfigError(
-            f"inspect.task={request.task} chooses among the programs of executor=mpmd, but "
-            f"executor={executor.name} is one program. Leave it out, or use executor=mpmd."
-        )
-    if request.what == "program" and not executor.ENGINE.is_pipelined:
-        raise ConfigError(
-            "inspect.what=program shows what ranks run, but executor=reference has neither ticks "
-            "nor tasks. Use inspect.what=jaxpr, stablehlo or hlo, or executor=spmd or mpmd."
+            f"inspect.what=program shows the ticks of ranks, but executor={executor.name} has "
+            "none. Use inspect.what=jaxpr, stablehlo or hlo, or executor=spmd."
         )
 
 

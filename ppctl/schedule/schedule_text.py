@@ -72,12 +72,3 @@ def from_csv(text: str, name: str) -> Schedule:
     placed = tuple(rank_of[stage] for stage in range(len(rank_of)))
     has_parts = any(task.kind in PART_KINDS for tasks in ranks for task in tasks)
     return validate(Schedule(name, tuple(ranks), placed, num_microbatches, has_parts))
-
-
-def task_name(task: Task) -> str:
-    """Return a task as JaxPP prints it: WORD_STAGE__MICROBATCH.
-
-    >>> task_name(Task(2, "F", 0)), task_name(Task(0, "W", 3))
-    ('fwd_2__0', 'bwd_w_0__3')
-    """
-    return f"{WORDS[task.kind]}_{task.stage}__{task.microbatch}"

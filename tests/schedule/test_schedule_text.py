@@ -6,7 +6,7 @@ from ppctl.errors import ScheduleError
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.ir import KINDS, Task, Value
 from ppctl.schedule.schedule_faults import grid
-from ppctl.schedule.schedule_text import task_name
+from ppctl.schedule.schedule_text import WORDS
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,6 +91,11 @@ SAME = [
     ("interleaved", {"num_chunks": 1}, OF_FOUR),
     ("interleaved", {}, OF_EIGHT),
 ]
+
+
+def task_name(task):
+    """A task as JaxPP prints it."""
+    return f"{WORDS[task.kind]}_{task.stage}__{task.microbatch}"
 
 
 @pytest.mark.parametrize(("name", "knobs", "printed"), SAME)

@@ -1,23 +1,18 @@
-"""`ppctl inspect`: show the programs of a run: ticks or tasks, collectives, jaxpr, StableHLO, HLO.
+"""`ppctl inspect`: show the programs of a run: ticks, collectives, jaxpr, StableHLO, HLO.
 
 Nothing is run. A summary counts the collectives in the compiled programs; the program is the table
-of ticks that one XLA program reads (executor=spmd), or the list that the host dispatches
-(executor=mpmd).
+of ticks that one XLA program reads (executor=spmd).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from rich.console import Console
 
 from ppctl.config import Config
-from ppctl.errors import ConfigError
-from ppctl.executors.mpmd.dispatch_plan import PlanEntry
-from ppctl.executors.mpmd.plan_listing import listing, runs_text
 from ppctl.reports.terminal_output import (
     OutputConsole,
     show_json,
@@ -25,11 +20,14 @@ from ppctl.reports.terminal_output import (
     show_table,
     size_text,
 )
-from ppctl.schedule.ir import Schedule
-from ppctl.schedule.remat import Remat
 from ppctl.schedule.tick_lowering import Ticks, TickTask, tick_tasks, tick_text
 from ppctl.training.pipeline.engines import step_programs
-from ppctl.training.pipeline.engines.step_programs import FORMS, StepProgram, StepPrograms
+from ppctl.training.pipeline.engines.step_programs import (
+    FORMS,
+    StepProgram,
+    StepPrograms,
+    runs_text,
+)
 from ppctl.training.pipeline.job import DEFAULT_DTYPE, TrainingJob, assemble
 
 COLUMNS = (  # of the summary's table
@@ -41,8 +39,8 @@ COLUMNS = (  # of the summary's table
 def inspect(config: Config, *, as_json: bool) -> int:
     """Print the views of inspect.what; return 0."""
     job = assemble(config, default_dtype=DEFAULT_DTYPE)
-    found = job.pipe.engine.programs(partial(chosen, config, job.pipe.schedule))
-    usual = ["summary", *(["program"] if config.executor.ENGINE.is_pipelined else [])]
+    found, ticks = job.pipe.programs(), job.pipe.ticks
+    usual = ["summary"] if ticks is None else ["summary", "program"]
     wanted = usual if config.inspect.what is None else [config.inspect.what]
     if "summary" in wanted or "hlo" in wanted:
         step_programs.compile_all(found.programs)
@@ -52,8 +50,8 @@ def inspect(config: Config, *, as_json: bool) -> int:
     for what in wanted:
         if what == "summary":
             show_summary(OutputConsole(), job, found)
-        elif what == "program":
-            print(program_text(job, found), end="")
+        elif what == "program" and ticks is not None:
+            print(program_text(ticks), end="")
         else:
             for each in found.programs:
                 head = f"# {each.name}\n" if len(found.programs) > 1 else ""
@@ -74,9 +72,8 @@ def document(job: TrainingJob, found: StepPrograms, wanted: Sequence[str]) -> di
     if "summary" in wanted:
         shown["programs"] = [_program(each) for each in found.programs]
         shown["transfers"] = [each._asdict() for each in found.transfers]
-    if "program" in wanted:
-        ticks, dispatch = job.pipe.ticks, [each._asdict() for each in found.dispatch]
-        shown |= {"dispatch": dispatch} if ticks is None else _ticks(ticks)
+    if "program" in wanted and job.pipe.ticks is not None:
+        shown |= _ticks(job.pipe.ticks)
     for form in FORMS:
         if form in wanted:
             shown[form] = {each.name: each.text(form) for each in found.programs}
@@ -136,51 +133,10 @@ def _rows(program: StepProgram) -> Iterator[tuple[str, ...]]:
         head = "", "", ""
 
 
-def program_text(job: TrainingJob, found: StepPrograms) -> str:
-    """Return the table of ticks, or the list that the host dispatches."""
-    ticks, schedule = job.pipe.ticks, job.pipe.schedule
-    if ticks is None:
-        return f"what the host dispatches in a step\n{listing(found.dispatch, schedule.stages_of)}"
+def program_text(ticks: Ticks) -> str:
+    """Return the table of ticks."""
     slots = ", ".join(f"{number} of {kind}" for kind, number in ticks.num_slots.items() if number)
     is_fb = ticks.program == "fb"
     which = "an F, then a B, and a hop each way" if is_fb else "one task of any kind"
     head = f"one scan over {ticks.num_ticks} ticks, each {which}"
     return f"{head}; slots of a rank: {slots or 'none'}\n{tick_text(ticks)}"
-
-
-# --- the choice of inspect.task -----------------------------------------------------------------
-
-
-def _kind(op: PlanEntry) -> str:
-    """Return a program's kind in inspect.task."""
-    assert op.program is not None, "a move has no program"
-    return op.program.kind if op.task is None else op.task.kind
-
-
-def chosen(config: Config, schedule: Schedule, ops: Sequence[PlanEntry]) -> set[PlanEntry] | None:
-    """Return the entries that inspect.task names; None: all. ConfigError for no such program."""
-    # 1. those of the stage
-    stage, kind = config.inspect.stage_and_kind
-    if stage is None and kind is None:
-        return None
-    if stage is not None and stage >= schedule.num_stages:
-        raise ConfigError(
-            f"inspect.task={config.inspect.task}: {schedule.name} on {schedule.num_ranks} ranks "
-            f"has stages 0 to {schedule.num_stages - 1}."
-        )
-    run = [op for op in ops if op.program is not None]
-    if stage is not None:
-        rank = schedule.rank_of[stage]
-        run = [op for op in run if (op.rank == rank if op.task is None else op.task.stage == stage)]
-    # 2. those of the kind
-    found = run if kind is None else [op for op in run if _kind(op) == kind]
-    if not found:
-        why, is_last = "", stage == schedule.num_stages - 1
-        if kind == "F" and is_last and Remat.of(config.executor.remat).keeps_input_only:
-            why = " With executor.remat=full the last stage's forward is left to its backward."
-        where = "" if stage is None else f" of stage {stage} and its rank"
-        kinds = ", ".join(dict.fromkeys(map(_kind, run)))
-        raise ConfigError(
-            f"inspect.task={config.inspect.task} is no program{where}.{why} Use one of {kinds}."
-        )
-    return set(found)

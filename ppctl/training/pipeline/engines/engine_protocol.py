@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
 from ppctl.executors.mpmd.rank_programs import SHARED
 from ppctl.schedule.ir import Task
-from ppctl.training.pipeline.engines.step_programs import Choose, StepPrograms
+from ppctl.training.pipeline.engines.step_programs import StepPrograms
 
 Tree = Any
 PARTS = (
@@ -96,8 +96,8 @@ class Engine(Protocol):
         temporaries: those of each program; None: as compiled, if it is.
         """
 
-    def programs(self, choose: Choose | None = None) -> StepPrograms:
-        """Return the traced programs of a step; `choose` selects among dispatched ones."""
+    def programs(self) -> StepPrograms:
+        """Return the traced programs of a step."""
 
 
 class TimedEngine(Engine, Protocol):

@@ -49,7 +49,7 @@ from ppctl.schedule.ir import Schedule, Task
 from ppctl.schedule.mesh_axes import RANK_AXES
 from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporaries, by_part
 from ppctl.training.pipeline.engines.plan_inputs import STATE, Given
-from ppctl.training.pipeline.engines.step_programs import Choose, StepPrograms, dispatched_programs
+from ppctl.training.pipeline.engines.step_programs import StepPrograms, dispatched_programs
 from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.optimizers import Optimizer, apply_gradients, sum_of_squares
 
@@ -175,9 +175,9 @@ class Mpmd:
         pairs = zip(self.given.bytes(), held, strict=True)
         return tuple(by_part(given | of_rank) for given, of_rank in pairs)
 
-    def programs(self, choose: Choose | None = None) -> StepPrograms:
-        plan = self.plan(self.step_plan)
-        return dispatched_programs(self.runtime, plan, self.given.shapes(), choose)
+    def programs(self) -> StepPrograms:
+        ops, _ = self.plan(self.step_plan)
+        return dispatched_programs(self.runtime, ops, self.given.shapes())
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         return self.run_step(self.walk(self.step_plan), state, batch)

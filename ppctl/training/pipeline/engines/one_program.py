@@ -19,7 +19,7 @@ from ppctl.model.layer_inputs import LOSS
 from ppctl.model.random_keys import SEED, key_of_seed, with_example_keys
 from ppctl.schedule.mesh_axes import DATA_AXES
 from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporaries
-from ppctl.training.pipeline.engines.step_programs import Choose, StepPrograms, one_program
+from ppctl.training.pipeline.engines.step_programs import StepPrograms, one_program
 from ppctl.training.pipeline.engines.train_states import (
     States,
     examples_of,
@@ -144,8 +144,7 @@ class OneProgram:
             of_rank["temporaries"] = max(0, rest)
         return (of_rank,) * self.states.layout.mesh.shape["pp"]
 
-    def programs(self, choose: Choose | None = None) -> StepPrograms:
-        del choose  # there is one program
+    def programs(self) -> StepPrograms:
         mesh = self.states.layout.mesh.shape
         return one_program(self.trace_train_step(), mesh, self.compile_program)
 

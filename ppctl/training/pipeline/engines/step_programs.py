@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,15 +14,12 @@ import jax
 from ppctl.executors.compiler_options import temp_bytes
 from ppctl.executors.hlo_text import Collective, collectives
 from ppctl.executors.model_shapes import shard_bytes
-from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, last_uses
+from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry
 from ppctl.executors.mpmd.mpmd_runtime import Runtime
-from ppctl.executors.mpmd.plan_listing import ListedEntry, listed_entries, runs_text
 from ppctl.schedule.ir import PART_KINDS
 from ppctl.schedule.schedule_text import WORDS
 
 FORMS = ("jaxpr", "stablehlo", "hlo")
-# from a plan's entries to the entries to show; None: all
-Choose = Callable[[Sequence[PlanEntry]], Collection[PlanEntry] | None]
 
 
 @dataclass(frozen=True)
@@ -76,10 +73,9 @@ class Transfers(NamedTuple):
 
 
 class StepPrograms(NamedTuple):
-    """The programs of a step; dispatch and transfers are those of executor=mpmd."""
+    """The programs of a step; the transfers are those of executor=mpmd."""
 
     programs: list[StepProgram]
-    dispatch: list[ListedEntry]
     transfers: list[Transfers]
 
 
@@ -97,26 +93,17 @@ def one_program(
     """Return the programs of a step that is one program of all ranks."""
     ranks, compile = tuple(range(mesh["pp"])), lambda: compiled(step.lowered)
     step = StepProgram("step", mesh, ranks, 1, traced, traced.lower, compile)
-    return StepPrograms([step], [], [])
+    return StepPrograms([step], [])
 
 
 def dispatched_programs(
-    runtime: Runtime,
-    plan: tuple[list[PlanEntry], list[Key]],
-    given: dict[Key, Any],
-    choose: Choose | None,
+    runtime: Runtime, ops: Sequence[PlanEntry], given: dict[Key, Any]
 ) -> StepPrograms:
     """Return the programs and transfers of a dispatched plan; given: shapes of its first values."""
-    # 1. the entries to show
-    ops, kept = plan
+    # 1. the programs
     shapes = runtime.shapes(ops, given)
-    listed = list(zip(ops, last_uses(ops, {*kept, *given}), strict=True))
-    wanted = None if choose is None else choose(ops)
-    if wanted is not None:
-        listed = [(op, freed) for op, freed in listed if op in wanted]
-    # 2. their programs
     users: dict[Any, list[PlanEntry]] = {}
-    for op, _ in listed:
+    for op in ops:
         if op.program is not None:
             users.setdefault(op.program, []).append(op)
     programs = [
@@ -131,13 +118,13 @@ def dispatched_programs(
         )
         for program, these in users.items()
     ]
-    # 3. their transfers
+    # 2. the transfers
     sent: dict[tuple[int, int], list[int]] = {}
-    for op, _ in listed:
+    for op in ops:
         if op.sender is not None and op.sender != op.rank:
             sent.setdefault((op.sender, op.rank), []).append(shard_bytes(shapes[op.reads[0]]))
     transfers = [Transfers(*ranks, len(sizes), sum(sizes)) for ranks, sizes in sorted(sent.items())]
-    return StepPrograms(programs, listed_entries(listed), transfers)
+    return StepPrograms(programs, transfers)
 
 
 def _name(ops: Sequence[PlanEntry]) -> str:
@@ -151,3 +138,18 @@ def _name(ops: Sequence[PlanEntry]) -> str:
     if op.program.kind == "reduce":
         return f"reduce of stage {runs_text(sorted({s for each in ops for _, s in each.reads}))}"
     return f"{op.program.kind} of rank {runs_text(sorted({each.rank for each in ops}))}"
+
+
+def runs_text(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text, with their runs as such.
+
+    >>> runs_text([0, 1, 2, 5, 7, 8]), runs_text([])
+    ('0-2 5 7-8', '')
+    """
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
