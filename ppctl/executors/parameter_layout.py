@@ -80,7 +80,7 @@ def shards_of(params: Tree, sharding: Tree, axes: StageAxes) -> dict[tuple[str, 
     found = {}
     paths, specs = jax.tree_util.tree_flatten_with_path(params)[0], tree_specs(sharding)
     for (path, leaf), spec in zip(paths, specs, strict=True):
-        over_ranks = axes.vocab_ranks > 1 and not is_layer(path)
+        over_ranks = axes.vocab_parts > 0 and not is_layer(path)
         names = ("pp",) * over_ranks + sharded_over(spec)
         num_parts = axes.parts(names)
         if sharded_over(spec) and num_parts > 1:

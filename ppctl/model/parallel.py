@@ -31,13 +31,13 @@ Tree = Any
 class StageAxes(axes_record(STAGE_AXES, is_frozen=True)):
     """The devices that divide a stage: a field for each axis inside one, such as tp and cp.
 
-    vocab_ranks: the ranks of the pipeline that divide embedding and head by their vocabulary, on
-    top of tp: see `VocabularyParts`. context: how attention gets the keys and values of other
-    devices along cp, gather | ring.
+    vocab_parts: of embedding and head, divided over the pipeline's ranks by their vocabulary, on
+    top of tp; 0: not over ranks. See `VocabularyParts`. context: how attention gets the keys and
+    values of other devices along cp, gather | ring.
     """
 
     sequence_parallel: bool = True
-    vocab_ranks: int = 1
+    vocab_parts: int = 0
     context: str = "gather"
 
     @classmethod
@@ -62,12 +62,12 @@ class StageAxes(axes_record(STAGE_AXES, is_frozen=True)):
     @property
     def need_a_model(self) -> bool:
         """Whether only models that say how can be divided so: more than examples is divided."""
-        return self.vocab_ranks > 1 or bool(self.divided.keys() - set(DATA_AXES))
+        return bool(self.vocab_parts or self.divided.keys() - set(DATA_AXES))
 
     def parts(self, axes: Iterable[str]) -> int:
         """Return the number of parts of a dim that is divided over some axes, "pp": by vocabulary.
 
-        >>> StageAxes(tp=2, vocab_ranks=4).parts(("pp", "tp"))
+        >>> StageAxes(tp=2, vocab_parts=4).parts(("pp", "tp"))
         8
         """
         return prod(size for name, size in self.sizes if name in axes)
@@ -85,7 +85,7 @@ class StageAxes(axes_record(STAGE_AXES, is_frozen=True)):
     @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
         """Names and sizes of the axes, as traces need them."""
-        ranks = (("pp", self.vocab_ranks),) if self.vocab_ranks > 1 else ()
+        ranks = (("pp", self.vocab_parts),) if self.vocab_parts else ()
         return *ranks, *((name, getattr(self, name)) for name in STAGE_AXES)
 
     def padded(self, num_tokens: int) -> int:

@@ -80,7 +80,7 @@ class Stack:
     dim tp, or other axes inside a stage; one, or None, may stand for a subtree. With `divided` it
     names the shards that the functions take; without, XLA divides the functions of whole arrays
     over tp by it.
-    has_vocabulary: whether `divided` supports `axes.vocab_ranks` (`StageAxes`) and returns parts;
+    has_vocabulary: whether `divided` supports `axes.vocab_parts` (`StageAxes`) and returns parts;
     in its sharding of embed_head tp then also means the ranks of the pipeline.
     parts: of a stack from `divided`, the functions of a rank's part of embedding and head.
     trainable: whether parameters are trained: booleans like the parameters' tree (of one layer);

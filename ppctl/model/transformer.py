@@ -98,7 +98,7 @@ def _stack(
     function_of = {has_window: model.layer(has_window) for has_window in sorted(set(kinds))}
     layers = tuple(function_of[has_window] for has_window in kinds)
     parts, embed, head = None, model.embed, model.head
-    if axes.vocab_ranks > 1:
+    if axes.vocab_parts:
         parts = VocabularyParts(model.embed, model.part_sums, model.part_head)
         embed, head = over_ranks(parts)
     stack = Stack(
@@ -156,7 +156,7 @@ class _Transformer:
             return self._embed_ids(embed_head, own_tokens(inputs_BT, axes), part)
         ids_BT, is_first_BT = split_starts(inputs_BT)
         marks_BT = own_tokens(is_first_BT, axes)
-        if axes.vocab_ranks > 1:  # summands of ranks: marks count once
+        if axes.vocab_parts:  # summands of ranks: marks count once
             marks_BT = marks_BT & (part == 0)
         return with_starts(self._embed_ids(embed_head, own_tokens(ids_BT, axes), part), marks_BT)
 
@@ -228,7 +228,7 @@ class _Transformer:
 
     @property
     def _of_parts(self) -> dict[str, Any]:
-        sizes = self.sizes.vocab_size, self.axes.tp, self.axes.vocab_ranks
+        sizes = self.sizes.vocab_size, self.axes.tp, max(1, self.axes.vocab_parts)
         return self._settings | {"vocabulary": Vocabulary(*sizes)}
 
     def _normed(self, embed_head: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:

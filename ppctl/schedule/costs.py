@@ -69,16 +69,16 @@ class Costs:
         """Return the bytes that one forward of `stage` keeps for its backward."""
         return _of_stage(self.activation_bytes, stage, num_chunks)
 
-    def check(self, num_stages: int, num_parts: int = 0) -> None:
+    def check(self, num_stages: int, vocab_parts: int = 0) -> None:
         """Raise ConfigError for a tuple without one entry a stage, or a part of the vocabulary."""
         settings: dict[str, OfStages] = vars(self)
         for name, value in settings.items():
             if not isinstance(value, tuple):
                 continue
             is_of_part = name in OF_PARTS.values()
-            if is_of_part and num_parts and len(value) != num_parts:
+            if is_of_part and vocab_parts and len(value) != vocab_parts:
                 raise ConfigError(
-                    f"{name} has {len(value)} entries for {num_parts} ranks, each with a part of "
+                    f"{name} has {len(value)} entries for {vocab_parts} ranks, each with a part of "
                     "the vocabulary. Give one for each, or a number for all."
                 )
             if not is_of_part and len(value) != num_stages:

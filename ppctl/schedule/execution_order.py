@@ -37,7 +37,7 @@ class Rule:
     def of(schedule: Schedule) -> Rule:
         names: list[tuple[str, int]] = [
             *product(STAGE_VALUES, range(schedule.num_stages)),
-            *product(PART_VALUES, range(schedule.num_parts)),
+            *product(PART_VALUES, range(schedule.vocab_parts)),
         ]
         base = {place: i * schedule.num_microbatches for i, place in enumerate(names)}
 

@@ -73,18 +73,18 @@ class Value(NamedTuple):
         return f"{self.name}({self.stage},{self.microbatch})"
 
 
-def reads(task: Task, num_stages: int, num_parts: int = 0) -> tuple[Value, ...]:
-    """Return the values that must exist before `task` runs. num_parts: of the vocabulary, or 0.
+def reads(task: Task, num_stages: int, vocab_parts: int = 0) -> tuple[Value, ...]:
+    """Return the values that must exist before `task` runs. vocab_parts: of the vocabulary, or 0.
 
     >>> [str(v) for v in reads(Task(1, "B", 0), num_stages=4)]
     ['stash(1,0)', 'grad(2,0)']
-    >>> [str(v) for v in reads(Task(3, "B", 0), num_stages=4, num_parts=2)]
+    >>> [str(v) for v in reads(Task(3, "B", 0), num_stages=4, vocab_parts=2)]
     ['stash(3,0)', 'head_grad(0,0)', 'head_grad(1,0)']
     """
     stage, kind, m = task
 
     def of_all_parts(name: str) -> tuple[Value, ...]:
-        return tuple(Value(name, part, m) for part in range(num_parts))
+        return tuple(Value(name, part, m) for part in range(vocab_parts))
 
     match kind:
         case "F":
@@ -134,7 +134,7 @@ class Schedule:
     ranks: tuple[tuple[Task, ...], ...]
     rank_of: tuple[int, ...]
     num_microbatches: int
-    divides_vocabulary: bool = False  # every rank has a part of embedding and head
+    vocab_parts: int = 0  # of embedding and head, part r on rank r; 0: they are whole
     html: ClassVar[Callable[[Schedule], str] | None] = None  # for notebooks; ppctl/__init__.py
 
     def _repr_html_(self) -> str | None:
@@ -149,14 +149,9 @@ class Schedule:
     def num_stages(self) -> int:
         return len(self.rank_of)
 
-    @property
-    def num_parts(self) -> int:
-        """Return the number of parts of the vocabulary, part r on rank r; 0 if it is whole."""
-        return self.num_ranks if self.divides_vocabulary else 0
-
     def places(self, kind: Kind) -> range:
         """Return the stages, or parts of the vocabulary, that have tasks of a kind."""
-        return range(self.num_parts if kind in PART_KINDS else self.num_stages)
+        return range(self.vocab_parts if kind in PART_KINDS else self.num_stages)
 
     def rank_at(self, task: Task | Value) -> int:
         """Return the rank of a task, or the rank that writes a value."""
@@ -165,7 +160,7 @@ class Schedule:
 
     def reads(self, task: Task) -> tuple[Value, ...]:
         """Return the values that must exist before `task` runs."""
-        return reads(task, self.num_stages, self.num_parts)
+        return reads(task, self.num_stages, self.vocab_parts)
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:

@@ -70,5 +70,6 @@ def from_csv(text: str, name: str) -> Schedule:
             f"tasks or more, but there are {num_tasks}."
         )
     placed = tuple(rank_of[stage] for stage in range(len(rank_of)))
-    has_parts = any(task.kind in PART_KINDS for tasks in ranks for task in tasks)
-    return validate(Schedule(name, tuple(ranks), placed, num_microbatches, has_parts))
+    is_divided = any(task.kind in PART_KINDS for tasks in ranks for task in tasks)
+    vocab_parts = len(ranks) if is_divided else 0
+    return validate(Schedule(name, tuple(ranks), placed, num_microbatches, vocab_parts))

@@ -116,7 +116,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     >>> simulate(one_f_one_b(8, 32), Costs()).makespan_s
     117.0
     """
-    costs.check(schedule.num_stages, schedule.num_parts)
+    costs.check(schedule.num_stages, schedule.vocab_parts)
     start_s, end_s, num_chunks = dict[Task, float](), dict[Task, float](), schedule.num_chunks
 
     def seconds(kind: Kind, stage: int) -> float:

@@ -70,7 +70,7 @@ class Ticks:
     def columns(self) -> tuple[str, ...]:
         """Return the names of the table's columns."""
         columns = FB_COLUMNS if self.program == "fb" else COLUMNS
-        return columns + PASS_COLUMNS if self.schedule.divides_vocabulary else columns
+        return columns + PASS_COLUMNS if self.schedule.vocab_parts else columns
 
     @property
     def has_backward(self) -> bool:
@@ -156,7 +156,7 @@ def packings(schedule: Schedule) -> dict[TickShape, TickPacking]:
 
 def how_divided(schedule: Schedule) -> Divided | None:
     """Return how ticks have the parts of a schedule's vocabulary; None where it is whole."""
-    if not schedule.divides_vocabulary:
+    if not schedule.vocab_parts:
         return None
     return Divided(schedule.num_stages, runs_in_fb_ticks(schedule), schedule.kinds)
 
@@ -172,7 +172,7 @@ def in_shape(schedule: Schedule, packing: TickPacking, remat: Remat) -> Ticks:
     """Return `schedule` as it was packed, with slots for every value."""
     program: TickProgram = "fb" if runs_in_fb_ticks(schedule) else "op"
     table, num_slots = assign_slots(schedule, packing.cells, remat, program)
-    if schedule.divides_vocabulary:
+    if schedule.vocab_parts:
         passes = (passes_of(row, schedule.num_stages) for row in packing.cells)
         columns = (tuple(0 if m is None else 1 + m for m in each) for each in passes)
         rows = zip(table, columns, strict=True)

@@ -100,7 +100,7 @@ class _RankSlots:
 
     def __init__(self, schedule: Schedule, remat: Remat, program: TickProgram):
         trains, self.is_op = schedule.has_backward, program == "op"
-        self.last, self.is_divided = schedule.num_stages - 1, schedule.divides_vocabulary
+        self.last, self.is_divided = schedule.num_stages - 1, bool(schedule.vocab_parts)
         self.keep_input = trains and remat.keeps_input_only  # forwards alone keep nothing
         self.keep_stash = trains and not remat.keeps_input_only
         self.head_in_forward = self.keep_stash or (trains and self.is_divided)

@@ -55,7 +55,7 @@ def free_running(schedule: Schedule, costs: Costs, capacity: float = inf) -> Tim
     """
     if capacity >= schedule.num_ranks:
         return simulate(schedule, costs)
-    costs.check(schedule.num_stages, schedule.num_parts)
+    costs.check(schedule.num_stages, schedule.vocab_parts)
     rule, num_chunks = Rule.of(schedule), schedule.num_chunks
     arrivals, now = rule.arrivals(costs.transfer_s), 0.0
     at, written = [0] * schedule.num_ranks, dict[int, float]()  # each rank's step | value's time

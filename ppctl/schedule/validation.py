@@ -48,7 +48,7 @@ def _outside(schedule: Schedule, task: Task) -> str:
     """Return the message on a task of no stage, part or microbatch."""
     last = f"microbatches 0..{schedule.num_microbatches - 1}."
     if task.kind in PART_KINDS:
-        return f"{task} is outside parts 0..{schedule.num_parts - 1} of the vocabulary x {last}"
+        return f"{task} is outside parts 0..{schedule.vocab_parts - 1} of the vocabulary x {last}"
     return f"{task} is outside stages 0..{schedule.num_stages - 1} x {last}"
 
 
@@ -74,7 +74,7 @@ def _check_complete(schedule: Schedule, rule: Rule, written: bytearray) -> None:
             backward: Kind = "W" if written[pending + m] else "B"
             name, kind = ("wgrad", backward) if written[act + m] else ("act", "F")
             raise _missing(schedule, rank, Task(stage, kind, m), Value(name, stage, m))
-    for part in range(schedule.num_parts):
+    for part in range(schedule.vocab_parts):
         for kind in PART_KINDS:
             task = Task(part, kind, 0)
             for base, value in zip(rule.writes[kind][part], writes(task), strict=True):

@@ -46,7 +46,7 @@ def with_vocabulary(
             f"{schedule.name}: schedule.vocab=parallel divides embedding and head over the ranks "
             "of the pipeline, but num_ranks=1. Use schedule.vocab=whole, or more ranks."
         )
-    if schedule.divides_vocabulary:
+    if schedule.vocab_parts:
         what = "its tasks divide the vocabulary already (E, S, T and G)"
         raise ScheduleError(f"{schedule.name}: {what}. Use schedule.vocab=whole.")
     delays = DELAYS if delay is None else (delay,)
@@ -58,7 +58,7 @@ def _delayed(schedule: Schedule, delay: int, costs: Costs) -> tuple[float, Sched
     """Return (makespan, schedule): infinity and a part of it if ranks wait for each other."""
     programs = zip(schedule.ranks, schedule.stages_of, strict=True)
     ahead = tuple(_ahead(tasks, delay * len(stages)) for tasks, stages in programs)
-    insertion = _Insertion(replace(schedule, ranks=ahead, divides_vocabulary=True), costs)
+    insertion = _Insertion(replace(schedule, ranks=ahead, vocab_parts=schedule.num_ranks), costs)
     divided = insertion.run()
     tasks = sum(map(len, ahead)) + schedule.num_ranks * len(PART_KINDS) * schedule.num_microbatches
     is_whole = sum(map(len, divided.ranks)) == tasks
@@ -73,15 +73,15 @@ def with_parts(schedule: Schedule) -> Schedule:
     cells = list(product(PART_KINDS, range(schedule.num_microbatches)))
     parts = ([Task(r, kind, m) for kind, m in cells] for r in range(schedule.num_ranks))
     ranks = tuple((*tasks, *more) for tasks, more in zip(schedule.ranks, parts, strict=True))
-    return replace(schedule, ranks=ranks, divides_vocabulary=True)
+    return replace(schedule, ranks=ranks, vocab_parts=schedule.num_ranks)
 
 
 def without_vocabulary(schedule: Schedule) -> Schedule:
     """Return `schedule` without the tasks of parts of the vocabulary."""
-    if not schedule.divides_vocabulary:
+    if not schedule.vocab_parts:
         return schedule
     of_stages = ((task for task in tasks if task.kind in KINDS) for tasks in schedule.ranks)
-    return replace(schedule, ranks=tuple(map(tuple, of_stages)), divides_vocabulary=False)
+    return replace(schedule, ranks=tuple(map(tuple, of_stages)), vocab_parts=0)
 
 
 def _ahead(tasks: tuple[Task, ...], number: int) -> tuple[Task, ...]:
@@ -156,7 +156,7 @@ class _Insertion:
         name, place, _ = value
         key = name, 0 if name in OF_ALL else place, microbatch
         if name in OF_ALL:
-            left = self.parts_left.get(key, self.schedule.num_parts) - 1
+            left = self.parts_left.get(key, self.schedule.vocab_parts) - 1
             self.parts_left[key] = left
             if left:
                 return set()

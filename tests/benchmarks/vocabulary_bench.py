@@ -56,13 +56,15 @@ def simulated(pipe):
     relative = relative_costs(pipe.stack, pipe.batch_shapes, pipe.dtype, recompute=True)
     free, layer = PieceTimes(0.0, 0.0, 0.0), PieceTimes(1.0, 1.0, 1.0)
     third = (
-        4 * relative.head / 3 / (pipe.schedule.num_parts or 1)
+        4 * relative.head / 3 / (pipe.schedule.vocab_parts or 1)
     )  # of a layer 4: it runs again in the backward
     op_times = OpTimes(
         free, layer, PieceTimes(third, third, third), task_s=0.0, hop_s=0.0, overhead_s=0.0
     )
     sizes = [len(layers) for layers in pipe.partition]
-    costs = costs_of_stages(op_times, sizes, keeps_input=False, num_parts=pipe.schedule.num_parts)
+    costs = costs_of_stages(
+        op_times, sizes, keeps_input=False, vocab_parts=pipe.schedule.vocab_parts
+    )
     return simulate(pipe.schedule, costs).makespan_s
 
 

@@ -83,8 +83,8 @@ def some(seed):
         gather=gather,
         vocab=("whole", "parallel") if seed % 2 else ("whole",),
     )
-    by_parts = lambda division, ranks=None: (
-        models[division] if ranks is None else in_parts(models[division], ranks)
+    by_parts = lambda division, vocab_parts=0: (
+        in_parts(models[division], vocab_parts) if vocab_parts else models[division]
     )
     return space, by_parts, machine
 

@@ -84,7 +84,7 @@ def engine_of(case, stack, params, batch, clip_norm=CLIP_NORM, *, post_validatio
     """The same of this stack, which starts with these parameters."""
     schedule = case.program()
     (dp, pp, fsdp), whole = case.mesh, stack
-    axes = StageAxes(vocab_ranks=pp if case.has_parts else 1)
+    axes = StageAxes(vocab_parts=pp if case.has_parts else 0)
     stack = divided_stack(stack, axes, batch)
     shards, _ = shards_in_stages(whole, stack, axes)
     layout = Layout(make_mesh(MeshSizes(*case.mesh)), case.partition(), schedule.rank_of, shards)

@@ -166,7 +166,7 @@ def _steps(
         if program is None:
             continue
         rank = schedule.rank_at(task)
-        if schedule.divides_vocabulary:
+        if schedule.vocab_parts:
             for name in program.reads:
                 if _is_joined(schedule, task, name) and (name, task.microbatch) not in joined:
                     joined.add((name, task.microbatch))

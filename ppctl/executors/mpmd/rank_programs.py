@@ -41,7 +41,7 @@ class RankRole:
     stages: tuple[Role, ...]
     num_layer_slots: int  # of a chunk in the staged form: its layers and padding
     shared: str | None = None  # "adds" (this rank sums all ranks' gradients) | "gives"
-    has_part: bool = False  # whether the rank has a part of a divided embedding and head
+    vocab_parts: int = 0  # of embedding and head, one on this rank; 0: they are whole
 
     @property
     def has_first(self) -> bool:
@@ -65,12 +65,12 @@ def rank_roles(model: Model, layout: Layout, roles: tuple[Role, ...]) -> tuple[R
     here: list[list[Role]] = [[] for _ in range(layout.mesh.shape["pp"])]
     for role, rank in zip(roles, layout.rank_of, strict=True):
         here[rank].append(role)
-    adds, last, has_part = layout.rank_of[0], layout.rank_of[-1], model.own_embed_head is not None
-    gives = set(range(len(here)) if has_part else [last]) - {adds}
+    adds, last, parts = layout.rank_of[0], layout.rank_of[-1], model.axes.vocab_parts
+    gives = set(range(len(here)) if parts else [last]) - {adds}
     shared = {adds: "adds"} | dict.fromkeys(gives, "gives") if any(model.shared) and gives else {}
     number = int(layout.counts.max())
     return tuple(
-        RankRole(tuple(stages), number, shared.get(r), has_part) for r, stages in enumerate(here)
+        RankRole(tuple(stages), number, shared.get(r), parts) for r, stages in enumerate(here)
     )
 
 
@@ -107,12 +107,12 @@ def rank_entries(
     for r, here in sorted(enumerate(ranks), key=lambda each: each[1].shared == "adds"):
         stages = [s for s, rank in enumerate(layout.rank_of) if rank == r]
         # 1. before the tasks: parameters and sums of zero
-        names = [("embed_head", "acc_embed_head")] * here.has_part
+        names = [("embed_head", "acc_embed_head")] * bool(here.vocab_parts)
         names += [("embed_head_in", "acc_in")] * here.has_first
         names += [("embed_head_out", "acc_out")] * here.has_last
         acc: list[Key] = [(name, r) for _, name in names]
         writes: list[Key] = [*(("w", s) for s in stages), *((name, r) for name, _ in names)]
-        writes += [("losses", r)] * (here.has_last or here.has_part)
+        writes += [("losses", r)] * (here.has_last or bool(here.vocab_parts))
         writes += [*(("acc", s) for s in stages), *acc] if with_grads else []
         reads: list[Key] = [("params", r)]
         if inputs.has_key:
@@ -182,7 +182,7 @@ def prepare_rank(
         "acc": [zeros(model.trained_weights(each)) for each in jax.eval_shape(whole)],
     }
     parts: dict[str, tuple[str, Tree]] = {}
-    if here.has_part:
+    if here.vocab_parts:
         parts["embed_head"] = "acc_embed_head", embed_head
     if here.has_first:
         parts["embed_head_in"] = "acc_in", model.keep(embed_head, by_embedding)
@@ -190,7 +190,7 @@ def prepare_rank(
         parts["embed_head_out"] = "acc_out", model.keep(embed_head, by_head)
     for name, (acc, part) in parts.items():
         found[name], found[acc] = [part], [zeros(model.trained_embed_head(part))]
-    if here.has_part or here.has_last:
+    if here.vocab_parts or here.has_last:
         found["losses"] = [tuple(jnp.zeros((1, *a.shape), a.dtype) for a in model.losses)]
     if KEYS in program.writes:
         number = model.num_examples * model.num_microbatches

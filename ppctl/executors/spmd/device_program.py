@@ -81,7 +81,7 @@ class Device:
         self.stack, self.ticks, self.options = stack, ticks, options
         self.params, self.specs, self.microbatches = params, specs, microbatches
         self.layer_slots, self.num_chunks = layer_slots, ticks.schedule.num_chunks
-        self.has_parts = ticks.schedule.divides_vocabulary  # `embed_head` is this rank's part
+        self.vocab_parts = ticks.schedule.vocab_parts  # `embed_head` is this rank's part
         # 2. embedding and head gathered; the inputs of layers besides parameters
         self.embed_head = gather_shards(self._compute(params["embed_head"]), specs["embed_head"])
         self.x = jax.eval_shape(stack.embed, self.embed_head, self.microbatch("inputs", 0))
@@ -254,7 +254,7 @@ class Device:
 
         With a divided vocabulary, the embedded tokens are in a slot too.
         """
-        if self.has_parts:
+        if self.vocab_parts:
             return read_slot(slots, slot)
         inputs = lambda: self.microbatch("inputs", place.microbatch)  # noqa: E731
         embed = lambda: self.stack.embed(self.embed_head, inputs())  # noqa: E731
@@ -299,7 +299,7 @@ class Device:
 
         With a divided vocabulary, all ranks add it after the tick's tasks.
         """
-        if self.has_parts:
+        if self.vocab_parts:
             return sums
         run = partial(self._with_embedding, gx, place.microbatch)
         return (*sums[:2], self.run_if(place.first, run, lambda: None, sums[2])[1], sums[3])
@@ -361,7 +361,7 @@ class Device:
         grads, grad: those of gradients.
         """
         arrived = lambda: read_slot(grads, grad)  # noqa: E731
-        if self.has_parts or not self.stage.keeps_input:
+        if self.vocab_parts or not self.stage.keeps_input:
             return read_slot(kept, slot), lambda sums: lambda _: (arrived(), ())
         otherwise = arrived if grads.shape[0] else None  # no gradient arrives at a single stage
         stash = self.input(place, kept, slot)

@@ -79,11 +79,11 @@ class _ForwardBackwardTicks:
         at = {name: columns[column] for name, column in self.names.items()}
         device, zero = self.device, zeros_like(self.device.x)
         # 1. the forward
-        if device.has_parts:
+        if device.vocab_parts:
             carry = self._embed_part(at, carry)
         with jax.named_scope(SCOPES["F"]):
             y, carry = device.run_if(at["f"], partial(self._forward, at), lambda: zero, carry)
-        if device.has_parts:
+        if device.vocab_parts:
             carry = self._head_part(at, y, carry)
         act = 1, at["act_arrives"], at["act_slot"]
         if not device.ticks.has_backward:
@@ -91,7 +91,7 @@ class _ForwardBackwardTicks:
         # 2. the backward
         with jax.named_scope(SCOPES["B"]):
             gx, carry = device.run_if(at["b"], partial(self._backward, at), lambda: zero, carry)
-        if device.has_parts:
+        if device.vocab_parts:
             with jax.named_scope(PART_SCOPES["G"]):
                 is_first = (at["b"] > 0) & (at["b_first"] > 0)
                 sums = device.embedding_grad_part(at, gx, is_first, carry["sums"])
@@ -129,7 +129,7 @@ class _ForwardBackwardTicks:
         carry, device, place = dict(carry), self.device, _place(at, "f_")
         y, stash = device.forward(place, carry["acts"], at["f_act"])
         carry = _kept(device, at, stash, "f_stash", carry)
-        if device.has_parts:
+        if device.vocab_parts:
             return y, carry
         if not device.ticks.has_backward:
             carry["sums"] = device.loss(place, y, carry["sums"])
@@ -184,7 +184,7 @@ class _SingleOpTicks:
         """Run one tick: the task of its kind, and the hops of its output."""
         at = {name: columns[column] for name, column in self.names.items()}
         device, out = self.device, zeros_like(self.device.x)
-        if device.has_parts:
+        if device.vocab_parts:
             with jax.named_scope(PART_SCOPES["E"]):
                 is_first = (at["kind"] == self.kinds["F"]) & (at["first"] > 0)
                 x = device.embed_part(at)
@@ -193,7 +193,7 @@ class _SingleOpTicks:
             with jax.named_scope(SCOPES[kind]):
                 run = partial(self.tasks[kind], at, out)
                 out, carry = device.run_if(at["kind"] == number, run, lambda out=out: out, carry)
-        if device.has_parts:
+        if device.vocab_parts:
             out, carry = self._head_and_embedding_parts(at, out, carry)
         # transfers last: a value may arrive in a slot that this tick's task has just freed
         values = carry["values"]
@@ -221,7 +221,7 @@ class _SingleOpTicks:
         carry, device, place = dict(carry), self.device, _place(at)
         y, stash = device.forward(place, carry["values"], at["act"])
         carry = _kept(device, at, stash, "stash", carry)
-        if device.has_parts:
+        if device.vocab_parts:
             return y, carry
         if not device.ticks.has_backward:
             carry["sums"] = device.loss(place, y, carry["sums"])

@@ -69,12 +69,12 @@ class PlannedLayout:
     mesh: MeshSizes
     rank_layers: int  # of the rank that holds most, with padding
     chunk_layers: int  # of its largest chunk, with padding
-    has_parts: bool = False  # each rank has a part of the vocabulary, never gathered over pp
+    vocab_parts: int = 0  # one on each rank, never gathered over pp; 0: the vocabulary is whole
 
     @property
     def end_axes(self) -> tuple[str, ...]:
         """The axes over which the optimizer's embedding and head are divided."""
-        return ("fsdp",) if self.has_parts else ("pp", "fsdp")
+        return ("fsdp",) if self.vocab_parts else ("pp", "fsdp")
 
     @property
     def end_devices(self) -> int:

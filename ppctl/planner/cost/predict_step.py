@@ -163,7 +163,7 @@ def layout_of(pipe: Pipeline) -> PlannedLayout:
     sizes, schedule = [len(layers) for layers in pipe.partition], pipe.schedule
     largest = pipe.execution.engine.rank_layers(sizes, schedule.rank_of)
     mesh = MeshSizes.of(pipe.mesh.shape)
-    return PlannedLayout(mesh, largest, max(sizes), has_parts=schedule.divides_vocabulary)
+    return PlannedLayout(mesh, largest, max(sizes), schedule.vocab_parts)
 
 
 def param_bytes(state: Tree, model: Model, shards: Mapping[tuple[str, ...], Shard]) -> ParamBytes:

@@ -254,7 +254,7 @@ class Simulated:
         stages = schedule.stages_of[rank]
         memory = {**self.job.pipe.memory()[rank], "temporaries": times.temp_bytes}
         seconds = lambda kind: tuple(self.costs.seconds(kind, s, 1) for s in stages)  # noqa: E731
-        parts = PART_KINDS if schedule.num_parts else ()
+        parts = PART_KINDS if schedule.vocab_parts else ()
         part_s = [self.costs.seconds(kind, rank, 1) for kind in parts]
         return RehearsedRank(
             rank=rank,

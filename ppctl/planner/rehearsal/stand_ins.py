@@ -26,7 +26,7 @@ def alone(function: Callable[..., Any], axes: StageAxes) -> Callable[..., Any]:
 
     ConfigError, in tracing, for sends without a stand-in.
     """
-    if axes.num_devices * axes.vocab_ranks == 1:
+    if axes.num_devices == 1 and not axes.vocab_parts:
         return function
 
     def run(*args: Any) -> Any:

@@ -43,12 +43,12 @@ class DividedModels:
     dtype: jnp.dtype
     axes: StageAxes
 
-    def __call__(self, division: MeshSizes, vocab_ranks: int = 1) -> DeviceModel:
+    def __call__(self, division: MeshSizes, vocab_parts: int = 0) -> DeviceModel:
         """Return the model of one device, made once. ConfigError where it cannot be divided so.
 
-        division: sizes of `STAGE_AXES`; vocab_ranks: ranks with a part of the vocabulary each.
+        division: sizes of `STAGE_AXES`; vocab_parts: of the vocabulary, one on each rank; 0: whole.
         """
-        key = division, vocab_ranks
+        key = division, vocab_parts
         if key not in self._made:
             self._made[key] = self._model(*key)
         return self._made[key]
@@ -57,13 +57,13 @@ class DividedModels:
     def _made(self) -> dict[tuple[MeshSizes, int], DeviceModel]:
         return {}
 
-    def _axes(self, division: MeshSizes, vocab_ranks: int = 1) -> StageAxes:
+    def _axes(self, division: MeshSizes, vocab_parts: int = 0) -> StageAxes:
         sizes = {name: getattr(division, name) for name in STAGE_AXES}
-        return replace(self.axes, **sizes, vocab_ranks=vocab_ranks)
+        return replace(self.axes, **sizes, vocab_parts=vocab_parts)
 
-    def _model(self, division: MeshSizes, vocab_ranks: int) -> DeviceModel:
+    def _model(self, division: MeshSizes, vocab_parts: int) -> DeviceModel:
         # 1. a device's shards
-        axes = self._axes(division, vocab_ranks)
+        axes = self._axes(division, vocab_parts)
         divided = divided_stack(self.stack, axes, self.batch)
         shards, _ = shards_in_stages(self.stack, divided, axes)
         held = shapes_on_device(self.state["params"], shards)
@@ -72,7 +72,7 @@ class DividedModels:
         # 2. their work; layers do not depend on the vocabulary
         shapes = held["embed_head"], layer, self._example
         model = Model(divided, *shapes, 1, Remat.NONE, 0, self.dtype, axes)
-        is_whole = vocab_ranks == 1
+        is_whole = vocab_parts == 0
         work = work_of(model) if is_whole else with_embed_head_of(self(division).work, model)
         return DeviceModel(work, param_bytes(self.state, model, shards))
 

@@ -33,8 +33,8 @@ from ppctl.schedule.search.placement_costs import Ledger
 from ppctl.schedule.tick_lowering import TickPacking, fastest, in_shape, packings
 from ppctl.schedule.vocabulary_parallel import with_parts, with_vocabulary
 
-# of a schedule: family, ranks, microbatches, chunks; vocab: whole, ticks or free
-Key = tuple[str, int, int, int, str]
+# of a schedule: family, ranks, microbatches, chunks, parts of the vocabulary, whether in ticks
+Key = tuple[str, int, int, int, int, bool]
 MOST_TASKS = 8_000  # of one simulation; longer schedules are extrapolated from two shorter ones
 FEW_RANKS = 16  # at most, to extrapolate by two rounds of microbatches; above by one
 
@@ -109,13 +109,13 @@ class Layout:
         """
         bounds, step = self.bounds, self.bounds.step
         pp, number, in_ticks = bounds.mesh.pp, step.microbatch.number, bounds.space.engine.in_ticks
-        vocab = "whole" if not bounds.has_parts else "ticks" if in_ticks else "free"
+        vocab = bounds.vocab_parts, in_ticks
         few = min(number, 2 * pp + number % pp)
         try:
-            schedule = _built(self.family, pp, few, self.num_chunks, vocab)
+            schedule = _built(self.family, pp, few, self.num_chunks, *vocab)
             sizes = sizes or self._balanced(schedule.rank_of)
             lengths = shorter(pp, number, self.num_chunks)
-            keys = [(self.family, pp, each, self.num_chunks, vocab) for each in lengths]
+            keys = [(self.family, pp, each, self.num_chunks, *vocab) for each in lengths]
             return Placed(self, sizes, schedule, tuple((key, _built(*key)) for key in keys))
         except (ScheduleError, ConfigError):
             return None
@@ -123,7 +123,7 @@ class Layout:
     def _balanced(self, rank_of: Sequence[int]) -> tuple[int, ...]:
         """Return the layers of each stage, with embedding and head counted in layers."""
         times, space, embed, head = self.bounds.op_times, self.bounds.space, 0.0, 0.0
-        if not self.bounds.has_parts:  # parts are the same on every rank
+        if not self.bounds.vocab_parts:  # parts are the same on every rank
             embed, head = (each.all_s / times.layer.all_s for each in (times.embed, times.head))
         layers = space.layer_costs or (1.0,) * space.num_layers
         return _partition(layers, tuple(rank_of), round(embed, 3), round(head, 3))
@@ -202,7 +202,7 @@ class Placed:
             time,
             again_s * number * copies / time.tasks_s,
             memory,
-            vocab="parallel" if layout.bounds.has_parts else "whole",
+            vocab="parallel" if layout.bounds.vocab_parts else "whole",
         )
 
     def _along(self, values: Sequence[Mapping[Any, float]]) -> Mapping[Any, float]:
@@ -213,10 +213,10 @@ class Placed:
     def _fullest_bytes(self) -> int:
         """The least bytes of executor=mpmd's fullest rank: of all that waits, or in one task."""
         ledger, last = self._ledger, len(self.sizes) - 1
-        rank_of, has_parts = self.placed.rank_of, self.layout.bounds.has_parts
+        rank_of, vocab_parts = self.placed.rank_of, self.layout.bounds.vocab_parts
 
         def running(stage: int, kind: str) -> float:
-            has_head, layers = stage == last and not has_parts, self.sizes[stage]
+            has_head, layers = stage == last and not vocab_parts, self.sizes[stage]
             reads = ledger.stash[stage] if kind in "BI" else 0
             temporaries = task_bytes(self.step, kind, layers, has_head=has_head)
             return ledger.held[rank_of[stage]] + reads + temporaries
@@ -230,7 +230,7 @@ class Placed:
     def _ledger(self) -> Ledger:
         """The bytes of ranks of executor=mpmd: always, of layers, and of values that wait."""
         step, sizes, microbatch = self.step, self.sizes, self.step.microbatch
-        ends = {} if self.layout.bounds.has_parts else {"embed_head": 0, "frozen_embed_head": 0}
+        ends = {} if self.layout.bounds.vocab_parts else {"embed_head": 0, "frozen_embed_head": 0}
         bare = replace(
             step,
             params=replace(step.params, **ends),
@@ -252,22 +252,27 @@ def knobs_of(family: str, chunks: int) -> dict[str, int]:
 
 
 @cache
-def _built(family: str, num_ranks: int, num_microbatches: int, chunks: int, vocab: str) -> Schedule:
+def _built(
+    family: str,
+    num_ranks: int,
+    num_microbatches: int,
+    chunks: int,
+    vocab_parts: int,
+    in_ticks: bool,
+) -> Schedule:
     """Return a schedule, not validated: families are proved by tests, and a run validates its own.
 
-    vocab: whole; or divided over the ranks, which run in ticks or free.
+    in_ticks: ranks in lockstep, which ignore the order of the parts' tasks.
     """
     schedule = FAMILIES[family].generate(num_ranks, num_microbatches, **knobs_of(family, chunks))
-    if vocab == "whole":
+    if not vocab_parts:
         return schedule
-    return with_parts(schedule) if vocab == "ticks" else with_vocabulary(schedule)
+    return with_parts(schedule) if in_ticks else with_vocabulary(schedule)
 
 
 @lru_cache(maxsize=8)  # the cells are many
-def _packings(
-    family: str, pp: int, number: int, chunks: int, vocab: str
-) -> dict[TickShape, TickPacking]:
-    return packings(_built(family, pp, number, chunks, vocab))
+def _packings(*key: Any) -> dict[TickShape, TickPacking]:
+    return packings(_built(*key))
 
 
 @cache

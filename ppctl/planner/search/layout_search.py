@@ -74,10 +74,9 @@ class LayoutSearch:
 
     def bounds(self, mesh: MeshSizes, microbatch: Microbatch, vocab: str = "whole") -> Bounds:
         """Return the lower bounds of a mesh with microbatches."""
-        has_parts = vocab == "parallel"
-        model = self.models(mesh.only(STAGE_AXES), *[mesh.pp] * has_parts)
-        how = self.space, model, self.machine, mesh, microbatch
-        return Bounds.of(*how, has_parts=has_parts)
+        vocab_parts = mesh.pp if vocab == "parallel" else 0
+        model = self.models(mesh.only(STAGE_AXES), vocab_parts)
+        return Bounds.of(self.space, model, self.machine, mesh, microbatch, vocab_parts)
 
     def _layouts(self) -> Iterator[Layout]:
         """Yield all with tp in one host; vocabulary parts only where they may gain."""

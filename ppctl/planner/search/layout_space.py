@@ -113,17 +113,16 @@ class Bounds:
         machine: Machine,
         mesh: MeshSizes,
         microbatch: Microbatch,
-        *,
-        has_parts: bool = False,
+        vocab_parts: int = 0,
     ) -> Bounds:
-        """Return the bounds of a mesh; has_parts: of a divided vocabulary, in the model too."""
+        """Return the bounds of a mesh; vocab_parts: in the model, too."""
         share = -(-space.num_layers // mesh.pp)
-        layout, how = PlannedLayout(mesh, share, share, has_parts), (space.gather, space.unroll)
+        layout, how = PlannedLayout(mesh, share, share, vocab_parts), (space.gather, space.unroll)
         return cls(space, mesh, Step(*model, layout, microbatch, machine, *how, space.adds))
 
     @property
-    def has_parts(self) -> bool:
-        return self.step.layout.has_parts
+    def vocab_parts(self) -> int:
+        return self.step.layout.vocab_parts
 
     @cached_property
     def op_times(self) -> OpTimes:
@@ -137,14 +136,14 @@ class Bounds:
     def with_stashes(self, number: float) -> int:
         """Return the same with `number` microbatches, through all of the rank's layers."""
         step, share, pp = self.step, self.space.num_layers // self.mesh.pp, self.mesh.pp
-        if not (self.space.engine.in_ticks or self.has_parts):  # the mean of all ranks
+        if not (self.space.engine.in_ticks or self.vocab_parts):  # the mean of all ranks
             step = replace(step, params=step.params.with_embed_head_over(pp))
         return sum(array_bytes(step.with_layers(share, share), {"stash": number}).values())
 
     @cached_property
     def embed_head_s(self) -> float:
         """Seconds of embedding and head of a microbatch, of all ranks together."""
-        if self.has_parts:
+        if self.vocab_parts:
             return self.mesh.pp * sum(seconds_of_part(self.op_times, self.mesh.pp).values())
         return self.op_times.embed.all_s + self.op_times.head.all_s
 
@@ -156,7 +155,7 @@ class Bounds:
         if self.embed_head_s * pp >= LEAST_EMBED_HEAD * layers_s:
             return True
         params = self.step.params.with_embed_head_over(pp)
-        layout = replace(self.step.layout, has_parts=True)
+        layout = replace(self.step.layout, vocab_parts=pp)
         divided = replace(self, step=replace(self.step, params=params, layout=layout))
         saved = self.least_bytes - divided.least_bytes
         return saved >= LEAST_EMBED_HEAD * self.least_bytes
@@ -171,7 +170,7 @@ class Bounds:
         # 1. work of a rank
         microbatch, op_times, pp = self.step.microbatch, self.op_times, self.mesh.pp
         layer, embed_head_s, last_s = op_times.layer, self.embed_head_s, op_times.layer.all_s
-        if microbatch.remat.keeps_input_only and not self.has_parts:
+        if microbatch.remat.keeps_input_only and not self.vocab_parts:
             last_s -= layer.forward_s  # a layer of the last stage
         speed = (pp - 1) / layer.all_s + 1 / last_s  # layers a second, of all ranks
         number, num_layers = microbatch.number, self.space.num_layers

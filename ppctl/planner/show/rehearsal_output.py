@@ -61,8 +61,8 @@ def rank_table(found: Rehearsal, most: int) -> TextTable:
     ranks, (*names, memory) = ranks_to_show(found, most), COLUMNS
     title = "ranks, with seconds of a step, and of a microbatch through each stage"
     title += "" if len(ranks) == len(found.ranks) else f" ({len(ranks)} of {len(found.ranks)})"
-    has_parts = any(each.part_s is not None for each in found.ranks)
-    return TextTable(title, (*names, *[PART_COLUMN] * has_parts, memory), [*map(_row, ranks)])
+    is_divided = any(each.part_s is not None for each in found.ranks)
+    return TextTable(title, (*names, *[PART_COLUMN] * is_divided, memory), [*map(_row, ranks)])
 
 
 def _row(of_rank: RehearsedRank) -> list[str]:

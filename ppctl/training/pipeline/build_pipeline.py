@@ -144,7 +144,7 @@ def _work(
     checked_flags(initial, stack.trainable)
     relative = cache(lambda: relative_costs(stack, shapes, dtype, recompute=recompute))
     costs = task_costs(execution.remat, trained_share(initial["layers"], stack.trains("layers")))
-    if vocab != "whole" or plan.divides_vocabulary:
+    if vocab != "whole" or plan.vocab_parts:
         costs = relative().with_parts(costs)
     if vocab != "whole":
         plan = request.divided_vocabulary(plan, vocab, requested, execution, costs)
@@ -154,5 +154,5 @@ def _work(
         check_lowering(lowered, execution)
     elif execution.engine.in_ticks:
         lowered = ticks(plan, costs, execution.remat)
-    of_stages = (lambda: relative().without_embed_head) if plan.divides_vocabulary else relative
+    of_stages = (lambda: relative().without_embed_head) if plan.vocab_parts else relative
     return plan, lowered, execution, costs, of_stages

@@ -162,9 +162,8 @@ def divided_vocabulary(
 
 def with_vocabulary_of(plan: Schedule, execution: Execution) -> StageAxes:
     """Return the division of stages, with the ranks that divide this schedule's vocabulary."""
-    if not plan.divides_vocabulary or not execution.engine.is_pipelined:
-        return execution.axes
-    return replace(execution.axes, vocab_ranks=plan.num_ranks)
+    vocab_parts = plan.vocab_parts if execution.engine.is_pipelined else 0
+    return replace(execution.axes, vocab_parts=vocab_parts)
 
 
 def divided(
@@ -191,19 +190,19 @@ def divided_stack(
 
     ConfigError if its stages cannot be divided.
     """
-    is_needed = axes.num_devices * axes.vocab_ranks > 1
+    is_needed = axes.num_devices > 1 or axes.vocab_parts
     if not is_needed or (stack.divided is None and not axes.need_a_model):
         return stack
     # 1. over ranks, by the vocabulary
-    if axes.vocab_ranks > 1 and not stack.has_vocabulary:
+    if axes.vocab_parts and not stack.has_vocabulary:
         raise ConfigError(
-            f"schedule.vocab=parallel divides embedding and head over {axes.vocab_ranks} ranks "
+            f"schedule.vocab=parallel divides embedding and head over {axes.vocab_parts} ranks "
             "by their vocabulary, as model=transformer has one; this model states none "
             "(Stack.has_vocabulary). Use schedule.vocab=whole."
         )
-    if axes.vocab_ranks > 1 and (stack.divided is None or _divided(stack, axes).parts is None):
+    if axes.vocab_parts and (stack.divided is None or _divided(stack, axes).parts is None):
         raise ConfigError(
-            f"schedule.vocab=parallel divides embedding and head over {axes.vocab_ranks} ranks, "
+            f"schedule.vocab=parallel divides embedding and head over {axes.vocab_parts} ranks, "
             "but Stack.divided(axes) of this model returns a stack without parts. Give it parts "
             "(ppctl.VocabularyParts), or use schedule.vocab=whole."
         )

@@ -90,12 +90,12 @@ class Mpmd:
         self.division = Division(layout, model.embed_head, holders)
         library = _Once(self, optimizer, lr_schedule).library
         self.runtime = Runtime(self.division.submeshes, library, compiler_options)
-        self.has_parts = not have_embed_head
+        self.vocab_parts = model.axes.vocab_parts
         readers = {"inputs": [self.first], "targets": [self.last]}
         self.given = Given(
             *(self.division, self.runtime, states.staged, batch_shapes),
-            dict.fromkeys(readers, self.ranks) if self.has_parts else readers,
-            *(model.num_microbatches, self.has_parts),
+            dict.fromkeys(readers, self.ranks) if self.vocab_parts else readers,
+            *(model.num_microbatches, self.vocab_parts),
             self._key_numbers(),
         )
         # 4. the rank whose copy of a step's numbers this process reads
@@ -280,7 +280,7 @@ class Mpmd:
 
     def _mean(self) -> list[PlanEntry]:
         """Return entries from the sums of losses (of all parts of the vocabulary) to their mean."""
-        moves, reads = self._to_last("losses", self.ranks if self.has_parts else [self.last])
+        moves, reads = self._to_last("losses", self.ranks if self.vocab_parts else [self.last])
         return [*moves, self._op("mean", self.last, reads, [("loss",), ("number",)])]
 
     def _to_last(self, name: str, ranks: Sequence[int]) -> tuple[list[PlanEntry], list[Key]]:

@@ -33,7 +33,7 @@ class Given:
     batch_shapes: Mapping[str, jax.ShapeDtypeStruct]
     readers: Mapping[str, Sequence[int]]  # ranks that read "inputs", and "targets"
     num_microbatches: int
-    has_parts: bool  # whether each rank has a part of the vocabulary
+    vocab_parts: int  # one on each rank; 0: embedding and head are whole
     key_numbers: Mapping[Key, np.ndarray]  # numbers from which ranks make keys, if layers have any
 
     @property
@@ -79,7 +79,7 @@ class Given:
         found: dict[Key, np.ndarray] = {
             ("m", r, m): number for r in readers for m, number in enumerate(numbers)
         }
-        if self.has_parts:
+        if self.vocab_parts:
             found |= {("part", r): np.asarray(r, np.int32) for r in self.ranks}
         return found | {**self.key_numbers}
 
