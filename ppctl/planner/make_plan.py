@@ -22,6 +22,7 @@ from ppctl.planner.cost.assumptions import assumptions
 from ppctl.planner.cost.predict_step import JobPrediction, predict_job, target_of
 from ppctl.planner.cost.target_devices import DeviceLimit, Target
 from ppctl.planner.rehearsal.timed_runs import out_of_memory
+from ppctl.planner.request_text import RequestText
 from ppctl.planner.search.token_budget import TokenBudget, check_tokens, token_budget
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.partition.cut_layers import improved
@@ -65,6 +66,7 @@ class LayerPart:
 class Prediction:
     """The prediction for a request."""
 
+    request: RequestText
     schedule: str
     auto: str | None  # the choice of schedule=auto, in a line
     partition: tuple[int, ...]  # layers of each stage
@@ -117,6 +119,7 @@ def predicted(job: TrainingJob) -> Prediction:
     peak, hardware = target.peak_flops, target.known_hardware
     step_s = None if found.time is None else found.time.total_s
     return Prediction(
+        request=RequestText.of(job),
         schedule=label(config.schedule),
         auto=None if job.choice is None else job.choice.summary,
         partition=tuple(map(len, pipe.partition)),

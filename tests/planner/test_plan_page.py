@@ -78,8 +78,8 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
-def shown(found, asked, picture):
-    return plan_page(found, asked, picture, ["mesh=1x2"])
+def shown(found, picture):
+    return plan_page(found, picture, ["mesh=1x2"])
 
 
 @cache
@@ -89,7 +89,7 @@ def made(name):
     job = assemble(asked)
     found = plan.predicted(job)
     picture = picture_of(job, found.unknown)
-    return found, picture, shown(found, asked, picture)
+    return found, picture, shown(found, picture)
 
 
 names = pytest.mark.parametrize("name", full_except([*ASKED], "mpmd", "does not fit"))
@@ -98,10 +98,10 @@ names = pytest.mark.parametrize("name", full_except([*ASKED], "mpmd", "does not 
 @names
 def test_the_page_has_the_lines_and_tables_of_the_terminal(name, capsys):
     found, _, text = made(name)
-    said, asked = Page(text).text, ASKED[name]
-    for words in (word for line in plan_lines(found, asked) for word in line):
+    said = Page(text).text
+    for words in (word for line in plan_lines(found) for word in line):
         assert " ".join(words.split()) in said
-    for title, columns, rows in (*stage_tables(found, asked), memory_table(found)):
+    for title, columns, rows in (*stage_tables(found), memory_table(found)):
         cells = [cell for row in (columns, *rows) for cell in row if cell]
         assert " ".join(" ".join(cells).split()) in said, title
 
@@ -140,11 +140,11 @@ def test_what_is_not_drawn_says_why(monkeypatch):
     assert made("reference")[1] == "executor=reference has no pipeline to draw."
     unknown = picture_of(job, "no <peak> is known.")
     assert unknown == "Not drawn, because the step time is not known: no <peak> is known."
-    assert "no &lt;peak&gt; is known." in shown(found, SMALL, unknown)
+    assert "no &lt;peak&gt; is known." in shown(found, unknown)
     monkeypatch.setattr("ppctl.reports.charts.html_charts.MOST_TASKS", 10)
     large = picture_of(job, None)
     assert large == "Not drawn: 16 tasks are too many for a chart (10 at most)."
-    text = shown(found, SMALL, large)
+    text = shown(found, large)
     assert large in text
     assert "<canvas" not in text
     assert "<script" not in text
@@ -159,7 +159,7 @@ def test_the_page_lists_what_the_plan_assumes_and_says_where_a_forward_has_gone(
     assert "with executor.remat=full a part of the last stage's backward." in said
     bare = replace(found, stages=tuple(replace(stage, devices=()) for stage in found.stages))
     assert "submesh devices forward s" in said
-    assert "submesh forward s" in Page(shown(bare, ASKED["full"], picture)).text
+    assert "submesh forward s" in Page(shown(bare, picture)).text
 
 
 def test_a_step_time_that_is_not_known_says_why():
@@ -170,7 +170,7 @@ def test_a_step_time_that_is_not_known_says_why():
         tokens_per_s=None,
         unknown="no <peak>.",
     )
-    said = Page(shown(found, SMALL, "none")).text
+    said = Page(shown(found, "none")).text
     assert "step not known: no <peak>." in said
 
 
@@ -190,7 +190,7 @@ def test_the_picture_is_the_step_that_is_predicted():
 
 def test_names_are_text_and_not_markup():
     found = replace(made("spmd")[0], schedule="</p><b>x", devices="2 x <i>cpu", hardware='"<u>')
-    text = plan_page(found, SMALL, "<h1>no", ["data.path=<script>alert(1)</script>&"])
+    text = plan_page(found, "<h1>no", ["data.path=<script>alert(1)</script>&"])
     for markup in ("<script>alert", "<b>x", "<i>cpu", "<u>", "<h1>no"):
         assert markup not in text
     said = Page(text).text
@@ -206,7 +206,7 @@ def test_names_are_text_and_not_markup():
 
 def test_a_proposal_is_shown():
     found = replace(made("spmd")[0], proposal=Proposal((3, 1), 0.625))
-    parsed = Page(shown(found, SMALL, "none"))
+    parsed = Page(shown(found, "none"))
     assert (
         "partition=explicit partition.layers=[3,1] takes 0.62 times as long a step" in parsed.text
     )
@@ -217,7 +217,7 @@ def test_many_ranks_have_few_bars():
     sizes = tuple({"parameters": 1000 + rank, "batch": 0} for rank in range(100))
     totals = tuple(sum(each.values()) for each in sizes)
     many = replace(found, memory_bytes=sizes, total_bytes=totals, predicted_bytes=totals)
-    parsed = Page(shown(many, ASKED["mpmd"], "none"))
+    parsed = Page(shown(many, "none"))
     [label] = [
         said["aria-label"]
         for tag, said in parsed.tags

@@ -103,7 +103,7 @@ def test_the_page_has_a_card_of_it():
     )
     found = plan.predict(request)
     assert found.token_budget is not None
-    page = plan_page(found, request, "no chart", [])
+    page = plan_page(found, "no chart", [])
     assert found.token_budget.text in page
     assert "MWh at 700 W a GPU" in page
 

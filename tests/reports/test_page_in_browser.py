@@ -141,7 +141,7 @@ def test_the_page_of_a_plan_draws_memory_to_scale_and_the_step(tmp_path, width):
     )
     job = assemble(asked)
     found = predicted(job)
-    text = plan_page.plan_page(found, asked, plan_page.picture_of(job, found.unknown), [])
+    text = plan_page.plan_page(found, plan_page.picture_of(job, found.unknown), [])
     said, _ = browse_page(tmp_path, text, ["ArrowRight"], width)
     assert said["loads"] == 0
     assert said["hidden"] <= 0  # nothing stands to the right of the window

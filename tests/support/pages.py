@@ -15,6 +15,7 @@ from ppctl.launch.sweep.sweep_jobs import Job, Outcome, Sweep
 from ppctl.launch.sweep.sweep_records import NUMBERS
 from ppctl.planner.make_plan import predicted
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal, RehearsedRank
+from ppctl.planner.request_text import RequestText
 from ppctl.planner.show import plan_page
 from ppctl.reports import measured_timeline_file as timeline_io
 from ppctl.reports.charts.html_charts import schedules_page
@@ -88,7 +89,6 @@ def plans() -> dict[str, str]:
     return {
         f"plan, {name}": plan_page.plan_page(
             replace(found, limit_bytes=limit, limit_source=stated.get(limit, "plan.memory_gib")),
-            asked,
             picture,
             ["mesh=1x4", "x" * 60],
         )
@@ -122,6 +122,7 @@ def rehearsal() -> str:
         for r in range(4)
     )
     found = Rehearsal(
+        request=RequestText("transformer", 8, "2x4", "dp=2 pp=4 fsdp=1", "dp=2", (), 8, "spmd"),
         schedule="1f1b",
         device="NVIDIA H100 80GB HBM3",
         hardware="h100",
@@ -139,9 +140,7 @@ def rehearsal() -> str:
         analytic_step_time_s=1.1,
         analytic_per_step_overhead_s=0.01,
     )
-    return plan_page.rehearsal_page(
-        found, schedule.timeline, Config(mesh=Mesh(2, 4), schedule=Plain("1f1b", 8))
-    )
+    return plan_page.rehearsal_page(found, schedule.timeline)
 
 
 def recorded(

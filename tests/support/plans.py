@@ -40,5 +40,5 @@ def plan_json(capsys, asked):
 def said_of(asked, capsys):
     """(prediction, what is printed of it)."""
     found = plan.predict(asked)
-    show_plan(found, asked)
+    show_plan(found)
     return found, capsys.readouterr().out

@@ -25,12 +25,12 @@ def plan(config: Config, *, as_json: bool) -> int:
     found = predicted(job)
     if file is not None:
         words = request_words(asdict(config))
-        page = plan_page(found, config, picture_of(job, found.unknown), words)
+        page = plan_page(found, picture_of(job, found.unknown), words)
         write_file(f"plan.html={file}", Path(file), page)
     if as_json:
         show_json(asdict(found))
     else:
-        show_plan(found, config)
+        show_plan(found)
         if note is not None:
             print(f"note      {note}")
     return int(found.fits is False)

@@ -19,9 +19,9 @@ def rehearse(config: Config, *, as_json: bool) -> int:
         check_file(f"plan.html={file}", Path(file))  # refused before the work
     found, timeline = run_ranks(config)
     if file is not None:
-        write_file(f"plan.html={file}", Path(file), rehearsal_page(found, timeline, config))
+        write_file(f"plan.html={file}", Path(file), rehearsal_page(found, timeline))
     if as_json:
         show_json(asdict(found))
     else:
-        show_rehearsal(found, config)
+        show_rehearsal(found)
     return 0

@@ -41,6 +41,7 @@ from ppctl.planner.rehearsal.rank_on_device import (
     time_in_ticks,
 )
 from ppctl.planner.rehearsal.timed_runs import examples_of_device, out_of_memory
+from ppctl.planner.request_text import RequestText
 from ppctl.schedule.costs import OF_PARTS, Costs
 from ppctl.schedule.ir import PART_KINDS, Kind
 from ppctl.schedule.simulator import Timeline
@@ -72,6 +73,7 @@ class RehearsedRank:
 class Rehearsal:
     """The predicted step of the whole mesh, as `ppctl rehearse --json` prints it."""
 
+    request: RequestText
     schedule: str
     device: str  # that the ranks ran on
     hardware: str | None  # whose links are counted
@@ -231,6 +233,7 @@ class Simulated:
         copies = pipe.mesh.size // pipe.mesh.shape["pp"]
         cpu_s = sum(each.cpu_s or 0.0 for each in ranks) * copies
         return Rehearsal(
+            request=RequestText.of(job),
             schedule=label(job.config.schedule),
             device=target.kind,
             hardware=target.hardware.name,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 
-from ppctl.config import Config
 from ppctl.planner.cost.predict_step import timeline_of, times_of
 from ppctl.planner.make_plan import Prediction
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal
@@ -36,22 +35,20 @@ MOST_BARS = 64
 FITS = {True: kit.YES, False: kit.NO, None: kit.UNKNOWN}
 
 
-def plan_page(
-    found: Prediction, config: Config, picture: Drawing | str, words: Sequence[str]
-) -> str:
+def plan_page(found: Prediction, picture: Drawing | str, words: Sequence[str]) -> str:
     """Return the text of the page.
 
     picture: of the step, or why there is none; words: the request after `ppctl plan`.
     """
-    pipeline = found.schedule if config.executor.ENGINE.is_pipelined else "un-pipelined"
+    pipeline = "un-pipelined" if found.ideal_bubble_fraction is None else found.schedule
     bars = [(rank_name(found, r), found.memory_bytes[r]) for r in shown_ranks(found, MOST_BARS)]
     memory = memory_bars(bars, PARTS, found.limit_bytes, ABOUT), _table(*memory_table(found))
     left = kit.soft(f"{LEFT_TO_BACKWARD}." if is_left_to_backward(found.stages) else "")
-    stages = [_table(*table, "stages") for table in stage_tables(found, config)]
+    stages = [_table(*table, "stages") for table in stage_tables(found)]
     return kit.page(
-        f"Plan: {_request(config)}, {pipeline}",
+        f"Plan: {found.request.title}, {pipeline}",
         kit.verdict(FITS[found.fits], fit_text(found)),
-        _table("the step", [], plan_lines(found, config), "request"),
+        _table("the step", [], plan_lines(found), "request"),
         kit.section("Memory of one device", *memory),
         kit.section("Stages", *stages, left),
         kit.section("The step, as predicted, without per-step overhead", _chart(picture)),
@@ -60,15 +57,15 @@ def plan_page(
     )
 
 
-def rehearsal_page(found: Rehearsal, timeline: Timeline, config: Config) -> str:
+def rehearsal_page(found: Rehearsal, timeline: Timeline) -> str:
     """Return the text of the page."""
     bars = [(f"rank {each.rank}", each.memory_bytes) for each in ranks_to_show(found, MOST_BARS)]
     memory = memory_bars(bars, PARTS, found.limit_bytes, ABOUT)
     reason = too_many_tasks(len(timeline.start_s))
     picture = drawing_of_timeline(found.schedule, timeline) if reason is None else reason
     return kit.page(
-        f"Rehearsal: {_request(config)}, {found.schedule}",
-        _table("the step", [], rehearsal_lines(found, config), "request"),
+        f"Rehearsal: {found.request.title}, {found.schedule}",
+        _table("the step", [], rehearsal_lines(found), "request"),
         kit.section("Ranks", _table(*rank_table(found, len(found.ranks)))),
         kit.section("Memory of one device", memory),
         kit.section("The step, simulated from the ranks' times", _chart(picture)),
@@ -86,11 +83,6 @@ def picture_of(job: TrainingJob, unknown: str | None) -> Drawing | str:
     if reason is not None:
         return reason
     return drawing_of_timeline(schedule.name, timeline_of(job.pipe, times_of(job)))
-
-
-def _request(config: Config) -> str:
-    """Return the model and the mesh of a request in words."""
-    return f"{config.model.name} of {config.model.num_layers} layers, mesh {config.mesh.text}"
 
 
 def _table(

@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ppctl.config import Config
 from ppctl.planner.make_plan import LayerPart, Prediction, StagePart
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal
 from ppctl.reports.bubble_names import bubble_text
@@ -52,11 +51,11 @@ class TextTable(NamedTuple):
     rows: Sequence[Sequence[str]]
 
 
-def show_plan(found: Prediction, config: Config) -> None:
+def show_plan(found: Prediction) -> None:
     """Print a prediction for people."""
     console = OutputConsole()
-    show_lines(console, *(f"{name:<10}{text}" for name, text in plan_lines(found, config)))
-    for table in stage_tables(found, config):
+    show_lines(console, *(f"{name:<10}{text}" for name, text in plan_lines(found)))
+    for table in stage_tables(found):
         show_table(console, *table)
     if is_left_to_backward(found.stages):
         show_lines(console, LEFT_TO_BACKWARD)
@@ -67,19 +66,19 @@ def show_plan(found: Prediction, config: Config) -> None:
     show_lines(console, fit_text(found))
 
 
-def plan_lines(found: Prediction, config: Config) -> Iterator[tuple[str, str]]:
+def plan_lines(found: Prediction) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of the lines above the tables."""
     # 1. the request
-    model, microbatches = config.model, f"{config.schedule.num_microbatches} microbatches"
+    request, microbatches = found.request, f"{found.request.num_microbatches} microbatches"
     flops = f"{found.step_flops / 1e12:,.3g} TFLOP a step"
-    size = f"{model.num_layers} layers, {found.num_parameters:,} parameters"
-    yield "model", f"{model.name}, {size}, {flops}"
-    yield "mesh", f"{config.mesh.axes_text} on {found.devices}"
-    if not config.executor.ENGINE.is_pipelined:
+    size = f"{request.num_layers} layers, {found.num_parameters:,} parameters"
+    yield "model", f"{request.model}, {size}, {flops}"
+    yield "mesh", f"{request.axes} on {found.devices}"
+    if found.ideal_bubble_fraction is None:
         yield "schedule", f"none: executor=reference has no pipeline; {microbatches}"
     else:
         bubble = bubble_text(found.ideal_bubble_fraction, found.predicted_bubble_fraction)
-        how = f"{microbatches}, bubble {bubble}, executor={config.executor.name}"
+        how = f"{microbatches}, bubble {bubble}, executor={request.executor}"
         yield "schedule", f"{found.schedule}, {how}"
         if found.auto is not None:
             yield "auto", found.auto
@@ -92,7 +91,7 @@ def plan_lines(found: Prediction, config: Config) -> Iterator[tuple[str, str]]:
         yield "costs", costs
     if found.token_budget is not None:
         yield "tokens", found.token_budget.text
-    elif config.plan.tokens is not None:
+    elif request.tokens is not None:
         yield "tokens", "not known, as the step"
     if found.proposal is not None:
         layers, ratio = ",".join(map(str, found.proposal.partition)), found.proposal.time_ratio
@@ -113,10 +112,10 @@ def memory_table(found: Prediction) -> TextTable:
     return TextTable("memory of one device", ("", *(rank_name(found, r) for r in ranks)), cells)
 
 
-def stage_tables(found: Prediction, config: Config) -> Iterator[TextTable]:
+def stage_tables(found: Prediction) -> Iterator[TextTable]:
     """Yield a table of the stages, and of a network one of its layers."""
     if found.stages:
-        yield stage_table(found.stages, config.mesh.submesh_text)
+        yield stage_table(found.stages, found.request.submesh)
     if found.layers:
         yield layer_table(found.layers)
 

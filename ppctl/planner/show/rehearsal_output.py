@@ -4,35 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppctl.config import Config
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal, RehearsedRank
 from ppctl.planner.show.plan_terminal import TextTable, overhead_text, speed_text
 from ppctl.reports.terminal_output import OutputConsole, show_lines, show_table, size_text
-from ppctl.schedule.mesh_axes import STAGE_AXES
 
 MOST_RANKS = 16  # of the table on the terminal
 COLUMNS = ("rank", "ran as", "tasks s", "update s", "forward s", "backward s", "memory")
 PART_COLUMN = "part s"  # before the memory, where ranks have parts of a vocabulary
 
 
-def show_rehearsal(found: Rehearsal, config: Config) -> None:
+def show_rehearsal(found: Rehearsal) -> None:
     """Print a rehearsal for people."""
     console = OutputConsole()
-    show_lines(console, *(f"{name:<10}{text}" for name, text in rehearsal_lines(found, config)))
+    show_lines(console, *(f"{name:<10}{text}" for name, text in rehearsal_lines(found)))
     show_table(console, *rank_table(found, MOST_RANKS))
 
 
-def rehearsal_lines(found: Rehearsal, config: Config) -> Iterator[tuple[str, str]]:
-    mesh, number = config.mesh, len({each.ran_as for each in found.ranks})
-    yield "mesh", f"{mesh.axes_text}, links as of hardware={found.hardware}"
+def rehearsal_lines(found: Rehearsal) -> Iterator[tuple[str, str]]:
+    request, number = found.request, len({each.ran_as for each in found.ranks})
+    yield "mesh", f"{request.axes}, links as of hardware={found.hardware}"
     ran = f"{number} of {len(found.ranks)} ranks on one {found.device}"
     yield "ran here", f"{ran}; the others are like these"
-    microbatches = f"{config.schedule.num_microbatches} microbatches"
-    yield "schedule", f"{found.schedule}, {microbatches}, {config.executor.name}"
+    microbatches = f"{request.num_microbatches} microbatches"
+    yield "schedule", f"{found.schedule}, {microbatches}, {request.executor}"
     yield "step", _step_text(found)
-    if axes := mesh.sizes.shown(STAGE_AXES):
+    if request.stage_axes:
         sent = "sends between devices that divide a stage; one ran here"
-        yield ", ".join(axes), f"{found.sent_s:.3g} s of the step, counted: {sent}"
+        yield ", ".join(request.stage_axes), f"{found.sent_s:.3g} s of the step, counted: {sent}"
     counted_s = found.analytic_step_time_s
     ratio = f"rehearsed over it {found.step_time_s / counted_s:.2f}"
     yield "analytic", f"{counted_s:.4g} s as `ppctl plan` counts; {ratio}"
