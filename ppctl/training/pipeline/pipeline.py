@@ -306,7 +306,7 @@ class Pipeline:
         if bubble is not None:
             numbers = f"{self.schedule.num_microbatches} microbatches, bubble {bubble:.1%}"
             facts["schedule"] = f"{self.schedule.name}, {numbers}"
-        shown = self.schedule if self.execution.is_pipelined else None
+        shown = self.schedule if self.execution.engine.is_pipelined else None
         return pipeline_html(facts, [{"layers": each} for each in held], self.memory(), shown)
 
     def programs(self) -> StepPrograms:
