@@ -116,7 +116,7 @@ def test_stages_are_divided_over_tp_and_cp_as_the_request_allows(executor, capsy
     assert cli.main(["tune", *words]) == 0
     document = json.loads(capsys.readouterr().out)
     meshes = [layout["mesh"] for layout in document["best"]]
-    assert all(mesh.num_devices == 8 and mesh.cp == 2 for mesh in meshes)
+    assert all(math.prod(mesh.values()) == 8 and mesh["cp"] == 2 for mesh in meshes)
     assert cli.main(["tune", *words, "tune.tp=[2]"]) == 0
     layout = json.loads(capsys.readouterr().out)["best"][0]
     assert (layout["mesh"]["tp"], layout["mesh"]["cp"]) == (2, 2)
