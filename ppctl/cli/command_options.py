@@ -83,7 +83,8 @@ def composed_parser(command: str) -> Parser:
         action="store_true",
         help="run every combination of KEY=A,B,..., each in a process and a run.dir; the same line "
         "again skips finished jobs; hydra.launcher.jobs=N runs N side by side, "
-        "hydra/sweeper=optuna searches instead (`--help hydra/launcher hydra/sweeper`)",
+        "hydra/launcher=submitit_slurm submits them, hydra/sweeper=optuna searches instead "
+        "(`--help hydra/launcher hydra/sweeper`)",
     )
     about = "look for groups and recipes in DIR too (DIR/recipes/x.yaml is recipes=x)"
     parser.add_argument("-cd", "--config-dir", metavar="DIR", help=about)

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from ppctl.cli.hydra_extensions import CONFIG
 from ppctl.cli.sweep_composition import Check, SweepRequest, one_value
-from ppctl.config.groups.sweep_settings import Search, SideBySide, Sweeper
+from ppctl.config.groups.sweep_settings import Launcher, Search, SideBySide, Sweeper
 from ppctl.errors import ConfigError
 from ppctl.launch.sweep.sweep_jobs import Job, Sweep
 
@@ -31,7 +31,7 @@ def compose_sweep(
     # 1. the settings of the sweep itself
     multirun = RunMode.MULTIRUN
     common = loader.load_configuration(CONFIG, [*overrides, "hydra.mode=MULTIRUN"], multirun)
-    launcher = cast("SideBySide", OmegaConf.to_object(common.hydra.launcher))
+    launcher = cast("Launcher", OmegaConf.to_object(common.hydra.launcher))
     sweeper = cast("Sweeper", OmegaConf.to_object(common.hydra.sweeper))
     parsed = OverridesParser.create().parse_overrides(list(common.hydra.overrides.task))
     by_key = {each.get_key_element(): each for each in parsed}
@@ -47,17 +47,18 @@ def compose_sweep(
     study = None
     if isinstance(sweeper, Search):
         sweeper.check()
-        if find_spec("optuna") is None:
-            remedy = "Install it: pip install 'ppctl[optuna]'."
-            raise ConfigError(f"hydra/sweeper=optuna: optuna is not installed. {remedy}")
+        _require("optuna", "hydra/sweeper=optuna", "optuna")
         from ppctl.cli.optuna_sweeper import study_of
 
         study = study_of(request, sweeper, directory)
     else:
         jobs = [request.job(index, each) for index, each in enumerate(combinations(by_key))]
+    # 3. the launcher
     launcher.check()
+    if not isinstance(launcher, SideBySide):
+        _require("submitit", "hydra/launcher=submitit_slurm", "slurm")
     as_json, settings = "--json" in words, OmegaConf.to_yaml(common)
-    return Sweep(words[0], directory, jobs, launcher.jobs, as_json, settings, study)
+    return Sweep(words[0], directory, jobs, launcher, as_json, settings, study)
 
 
 def combinations(by_key: Mapping[str, Override]) -> list[list[str]]:
@@ -75,3 +76,9 @@ def _each(key: str, override: Override) -> list[str]:
             "let values be chosen: hydra/sweeper=optuna."
         )
     return [f"{key}={value}" for value in override.sweep_string_iterator()]
+
+
+def _require(package: str, choice: str, extra: str) -> None:
+    if find_spec(package) is None:
+        remedy = f"Install it: pip install 'ppctl[{extra}]'."
+        raise ConfigError(f"{choice}: {package} is not installed. {remedy}")

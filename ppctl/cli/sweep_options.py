@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from ppctl.cli.choices import Setting, did_you_mean, settings_of, wrong_option, wrong_value
 from ppctl.config.changed_settings import shown
-from ppctl.config.groups.sweep_settings import Combinations, Search, SideBySide
+from ppctl.config.groups.sweep_settings import Combinations, Search, SideBySide, SubmititSlurm
 from ppctl.errors import ConfigError
 
-LAUNCHERS: dict[str, type] = {"ppctl": SideBySide}
+LAUNCHERS: dict[str, type] = {"ppctl": SideBySide, "submitit_slurm": SubmititSlurm}
 SWEEPERS: dict[str, type] = {"ppctl": Combinations, "optuna": Search}
 SWEEP_GROUPS = {"hydra/launcher": LAUNCHERS, "hydra/sweeper": SWEEPERS}
 

@@ -41,6 +41,10 @@ FAULTS = [
     ("train --multirun run.seed=1,2 hydra.launcher.jbos=1", "Did you mean hydra.launcher.jobs"),
     ("train --multirun run.seed=1,2 hydra.launcher.jobs=0", "hydra.launcher.jobs=0 must be"),
     (
+        "verify --multirun run.seed=1,2 hydra/launcher=submitit_slurm",
+        "only jobs of `ppctl train` run side by side",
+    ),
+    (
         "verify --multirun hydra/sweeper=optuna optim.lr=interval(0,1)",
         "searches by what runs record, and `ppctl ver",
     ),

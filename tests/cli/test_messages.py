@@ -167,11 +167,11 @@ def test_an_override_is_refused(word, message):
 
 OF_SWEEPS = [
     ("hydra.launcher.x=1", "launcher.x is not a setting of hydra/launcher=ppctl. .set"),
-    ("hydra.sweeper.n_trials=2", "It is one of hydra/sweeper=optuna"),
+    ("hydra.launcher.nodes=2", "It is one of hydra/launcher=submitit_slurm"),
     ("hydra.launcher.jobs=abc", "hydra.launcher.jobs takes a whole number .default 1"),
     ("hydra.launcher.jobs=many", "hydra.launcher.jobs takes a whole number"),
     ("hydra/launcher=[a]", "is not an option of hydra/launcher"),
-    ("hydra.launcher._target_=os.kill", "choose hydra/launcher=ppctl instead"),
+    ("hydra.launcher._target_=os.kill", "choose hydra/launcher=ppctl . submitit_slurm"),
     ("hydra.launcher.jobs=1,2", "Give hydra.launcher.jobs one value"),
     ("hydra/sweeper=basic", "hydra/sweeper=basic is not an option of hydra/sweeper"),
 ]

@@ -101,6 +101,7 @@ def test_the_page_names_all_that_executes_code():
     for name in (
         "model.target",
         "data.target",
+        "submitit",
         "PYTHONPATH",
         "plugins",
         "--config-dir",

@@ -16,7 +16,7 @@ from rich.console import Console
 from ppctl.cli.compose import compose
 from ppctl.cli.optuna_sweeper import distribution
 from ppctl.config import Config, Run
-from ppctl.config.groups.sweep_settings import Search
+from ppctl.config.groups.sweep_settings import Search, SideBySide
 from ppctl.errors import ConfigError
 from ppctl.launch.sweep import job_runner
 from ppctl.launch.sweep.job_runner import run_jobs
@@ -67,7 +67,7 @@ def searched(space=LR, make=made, fixed=("recipes=tiny",), side=1, **settings):
     study = OptunaStudy(Search(**settings), space, fixed, TOP, make)
     study.check()
     study.open()
-    sweep = Sweep("train", TOP, [], num_parallel=side, study=study)
+    sweep = Sweep("train", TOP, [], SideBySide(jobs=side), study=study)
     outcomes, _ = run_jobs(sweep, Console(file=io.StringIO(), width=200))
     return sweep.jobs, [outcome.status for outcome in outcomes], study.study
 

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from ppctl.config import Config, Run
 from ppctl.config.code_digests import sources_here
+from ppctl.config.groups.sweep_settings import SideBySide
 from ppctl.errors import ConfigError
 from ppctl.launch.sweep import job_runner
 from ppctl.launch.sweep.job_runner import run_jobs
@@ -45,7 +46,7 @@ def sweep_of(number, *, side=1, **more):
         config = Config(run=Run(dir=str(run_dir), num_steps=NUM_STEPS, seed=index))
         swept = f"run.seed={index}"
         jobs.append(Job(index, (swept,), {"run.seed": index}, ("train", swept), run_dir, config))
-    return Sweep("train", Path("runs/s"), jobs, num_parallel=side, **more)
+    return Sweep("train", Path("runs/s"), jobs, SideBySide(jobs=side), **more)
 
 
 def programs(monkeypatch, *texts):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ppctl.cli.choices import nearest
 from ppctl.errors import ConfigError, DeclinedError
-from ppctl.launch.sweep.sweep_jobs import LOG
+from ppctl.launch.sweep.sweep_jobs import LOG, SUBMITTED, SUBMITTED_LOG
 from ppctl.reports.foreign_files import printable
 from ppctl.reports.run_files import (
     OF_TRACKERS,
@@ -126,7 +126,7 @@ def _check_place(name: str, path: Path, top: Path) -> None:
 
 def _check_files(name: str, path: Path) -> None:
     """Raise ConfigError where not all of a run directory can be removed, or is a run's."""
-    ours = {*WRITTEN, *OF_TRACKERS, REPORT, LOG}
+    ours = {*WRITTEN, *OF_TRACKERS, REPORT, LOG, SUBMITTED_LOG, SUBMITTED}
     ours |= {f".{own}.part" for own in ours}
     try:
         others = sorted({*os.listdir(path)} - ours)

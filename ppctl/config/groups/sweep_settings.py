@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from ppctl.config.field_checks import at_least, choice
 
+SIGNAL_DELAY_S = 120  # before a submitted job's time ends: enough to save a large checkpoint
 SMALLER_IS_BETTER = {  # the numbers of a run that a search may be for
     "final_loss": True,
     "eval_loss": True,
@@ -24,6 +26,38 @@ class SideBySide:
 
     def check(self) -> None:
         at_least("hydra.launcher.jobs", self.jobs, 1)
+
+
+@dataclass
+class SubmititSlurm:
+    """hydra/launcher=submitit_slurm: jobs are queued in Slurm and outlive the sweep."""
+
+    # at once at most; None: Slurm decides, and one at a time with hydra/sweeper=optuna
+    jobs: int | None = None
+    partition: str | None = None
+    account: str | None = None
+    time: int = 60  # minutes; shortly before their end a job saves and is queued again
+    nodes: int = 1  # of a job; with several tasks use run.distributed=auto
+    gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
+    # others of sbatch: qos, mem, gres
+    additional_parameters: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def check(self) -> None:
+        for key in ("jobs", "nodes", "cpus_per_task"):
+            at_least(f"hydra.launcher.{key}", getattr(self, key), 1)
+        at_least("hydra.launcher.gpus_per_node", self.gpus_per_node, 0)
+        at_least("hydra.launcher.time", self.time, SIGNAL_DELAY_S // 60 + 1)
+
+    def parameters(self) -> dict[str, Any]:
+        """Return the parameters of submitit's executor, the number of tasks a node among them."""
+        more = {"job_name": "ppctl", **self.additional_parameters}
+        parameters = {k: v for k, v in vars(self).items() if k != "jobs" and v is not None}
+        parameters |= {"signal_delay_s": SIGNAL_DELAY_S, "additional_parameters": more}
+        parameters["ntasks_per_node"] = more.pop("tasks_per_node", more.pop("ntasks_per_node", 1))
+        if self.jobs is not None:
+            parameters["array_parallelism"] = self.jobs
+        return parameters
 
 
 @dataclass
@@ -50,4 +84,5 @@ class Search:
         return SMALLER_IS_BETTER[self.metric]
 
 
+Launcher = SideBySide | SubmititSlurm
 Sweeper = Combinations | Search

@@ -11,10 +11,11 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -32,76 +33,77 @@ from ppctl.launch.supervisor import (
     start,
     stop_requests,
 )
-from ppctl.launch.sweep.sweep_jobs import LOG, Job, Outcome, Sweep, has_ended, run_dir_override
+from ppctl.launch.sweep.sweep_jobs import (
+    LOG,
+    TAIL_BYTES,
+    Change,
+    Job,
+    Outcome,
+    Sweep,
+    has_ended,
+    job_command,
+    read_tail,
+)
 from ppctl.reports.terminal_output import show_lines
 
-POLL_S = 0.1  # between looks for ended jobs
-TAIL_BYTES = 16_384  # of a job's output, which are searched for its last error
+if TYPE_CHECKING:
+    from ppctl.launch.sweep.submitit_jobs import SubmittedJobs  # an extra
 
 
 def run_jobs(sweep: Sweep, console: Console) -> tuple[list[Outcome], int | None]:
     """Run the jobs; return the outcome of each, and the signal that ended the sweep early or None.
 
     Each stop request is passed on to every running job; no other job is started, and the running
-    ones are waited for, as they may be saving.
+    ones are waited for, as they may be saving. Submitted jobs go on.
     """
-    runner = _Runner(sweep, console)
     with stop_requests() as events:
+        starter = _starter(sweep)
         try:
+            runner = _Runner(sweep, console, starter, [Outcome("waiting") for _ in sweep.jobs])
             runner.run(events)
         finally:
-            runner.close()
+            starter.close()
     never = Outcome("not started")
     outcomes = [never if each.status == "waiting" else each for each in runner.outcomes]
     return outcomes, runner.stop
 
 
+def _starter(sweep: Sweep) -> Processes | SubmittedJobs:
+    if not sweep.is_submitted:
+        return Processes(sweep)
+    from ppctl.launch.sweep.submitit_jobs import SubmittedJobs
+
+    return SubmittedJobs(sweep)
+
+
 @dataclass
-class Running:
-    """The process of a job and its output: a file in its run.dir, or the terminal."""
-
-    process: subprocess.Popen[bytes]
-    began_s: float  # as time.time()
-    log: Path | None = None  # None: the job runs alone and has the terminal
-    first: int = 0  # byte of the log where this start begins
-    tail: bytearray = field(default_factory=bytearray)  # end of stderr on the terminal
-    pumps: list[threading.Thread] = field(default_factory=list)
-
-
 class _Runner:
-    """Starts jobs as processes and notes their ends; `close` kills those that are left.
-
-    Processes, because JAX fixes the number of simulated devices when it starts.
-    """
-
-    def __init__(self, sweep: Sweep, console: Console) -> None:
-        self.sweep, self.console = sweep, console
-        self.outcomes = [Outcome("waiting") for _ in sweep.jobs]
-        self.waiting, self.running = deque(sweep.jobs), dict[int, Running]()
-        self.stop: int | None = None
-        self.errors: dict[str | None, int] = {}  # the first job with each
-        self.alive, self.held = os.pipe()  # jobs read the end of file when this process is gone
+    sweep: Sweep
+    console: Console
+    starter: Processes | SubmittedJobs
+    outcomes: list[Outcome]
+    waiting: deque[Job] = field(default_factory=deque)
+    running: dict[int, float] = field(default_factory=dict)  # start of a job, as time.time()
+    stop: int | None = None
+    errors: dict[str | None, int] = field(default_factory=dict)  # the first job with each
 
     def run(self, events: Events) -> None:
+        self.waiting.extend(self.sweep.jobs)
         while True:
-            while self.stop is None and (job := self.next()) is not None:
+            while self.stop is None and self.has_room() and (job := self.next()) is not None:
                 self.begin(job)
                 self.handle_events(events, 0)
-            if not self.running:
+            self.starter.commit()
+            if not self.running or (self.stop is not None and not self.starter.is_awaited):
                 return
-            self.handle_events(events, POLL_S)
+            while not self.handle_events(events, self.starter.poll_s):
+                pass
 
-    def close(self) -> None:
-        for running in self.running.values():
-            running.process.kill()
-            running.process.wait()
-        os.close(self.alive)
-        os.close(self.held)
+    def has_room(self) -> bool:
+        return self.starter.takes_all or len(self.running) < self.sweep.num_parallel
 
     def next(self) -> Job | None:
-        """Return the next job to begin; None where there is no room, or no job waits now."""
-        if len(self.running) >= self.sweep.num_parallel:
-            return None
+        """Return the next job to begin, or None where no job waits now."""
         if self.waiting:
             return self.waiting.popleft()
         job = self.sweep.study.ask() if self.sweep.study is not None else None
@@ -110,27 +112,25 @@ class _Runner:
             self.outcomes.append(Outcome("waiting"))
         return job
 
-    def handle_events(self, events: Events, wait_s: float) -> None:
-        """Note the jobs that have ended, and pass on a stop request that comes within wait_s."""
-        for index, running in list(self.running.items()):
-            if (code := running.process.poll()) is not None:
-                del self.running[index]
-                self.end(self.sweep.jobs[index], running, code)
-                wait_s = 0
+    def handle_events(self, events: Events, wait_s: float) -> bool:
+        """Handle a stop request, if one comes within wait_s, and all changes; return if any."""
+        changes = self.starter.changes()
         try:
-            event = events.get(timeout=wait_s)
+            event = events.get(timeout=0 if changes else wait_s)
         except queue.Empty:
-            return
+            event = None
+        for index, state, more, code in changes:
+            job = self.sweep.jobs[index]
+            if code is None:
+                self.set(job, Outcome(state, began_s=self.running[index]), more)
+            else:
+                self.end(job, code, more)
         if isinstance(event, Stop):
-            for running in self.running.values():
-                running.process.send_signal(event.number)
+            message = self.starter.stop(event.number, self.running)
             if self.stop is None:
                 self.stop = event.number
-                names = ", ".join(map(str, sorted(self.running)))
-                jobs = f"job{'s' if len(self.running) > 1 else ''} {names}"
-                waiting = f"waiting for {jobs if names else 'nothing'}"
-                name = signal.Signals(event.number).name
-                self.say(f"{name}: no other job is started; {waiting}")
+                self.say(f"{signal.Signals(event.number).name}: {message}")
+        return event is not None or bool(changes)
 
     def begin(self, job: Job) -> None:
         """Start a job, unless it is refused or finished."""
@@ -150,48 +150,23 @@ class _Runner:
                 print(json.dumps(document), flush=True)
             return
         # 2. the start
+        began_s = time.time()
         try:
-            running = self.running[job.index] = self.started(job)
+            self.starter.begin(job)
         except OSError as error:
             why = f"{job.run_dir} cannot be written: {error.strerror}"
             self.set(job, Outcome("failed", code=2, error=why))
             return
-        more = ""
-        if self.sweep.trains:
-            step = newest_checkpoint(job.run_dir)
-            more = "" if step is None else f" on after step {step}"
-            more += f" in {job.run_dir}" if running.log is None else f", output in {running.log}"
-        self.set(job, Outcome("running", began_s=running.began_s), more)
+        self.running[job.index] = began_s
 
-    def started(self, job: Job) -> Running:
-        """Return the process of a job, with its output forwarded. OSError: it cannot be written."""
-        pipe, command, began_s = subprocess.PIPE, Child(job_command(job)), time.time()
-        if self.sweep.num_parallel == 1:
-            running = Running(start(command, self.alive, stdout=None, stderr=pipe), began_s)
-        else:
-            job.run_dir.mkdir(parents=True, exist_ok=True)
-            path = job.run_dir / LOG
-            with path.open("ab") as log:
-                stdout = pipe if self.sweep.as_json else log
-                first = log.tell()
-                process = start(command, self.alive, stdout=stdout, stderr=log)
-                running = Running(process, began_s, path, first)
-        process = running.process
-        for stream, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-            if stream is not None:
-                running.pumps.append(in_thread(_forward, running, stream, target.buffer))
-        return running
-
-    def end(self, job: Job, running: Running, code: int) -> None:
-        """Note the end of a job with Popen's exit code."""
+    def end(self, job: Job, code: int, tail: str) -> None:
+        began_s = self.running.pop(job.index)
         in_shell = shell_code(code)
         status = "finished" if code == 0 else "interrupted" if in_shell in LEFT[1:] else "failed"
-        if status == "interrupted" and self.stop is None:
+        if status == "interrupted" and self.stop is None and self.starter.is_awaited:
             self.stop = in_shell - 128  # someone asked the job itself: the sweep is over too
-        tail = _tail(running)
         error = error_line(tail, code) if status == "failed" else None
-        seconds = time.time() - running.began_s
-        self.set(job, Outcome(status, in_shell, seconds, error, running.began_s))
+        self.set(job, Outcome(status, in_shell, time.time() - began_s, error, began_s))
 
     def set(self, job: Job, outcome: Outcome, more: str = "") -> None:
         self.outcomes[job.index] = outcome
@@ -201,8 +176,10 @@ class _Runner:
 
     def show(self, job: Job, outcome: Outcome, more: str) -> None:
         """Print a line for the new state of a job; equal errors are printed once."""
-        text = outcome.status + more
-        if outcome.status == "skipped":
+        text = outcome.status
+        if outcome.status in ("running", "queued"):
+            text += more
+        elif outcome.status == "skipped":
             text = f"finished before, skipped ({job.run_dir})"
         elif outcome.seconds is not None:
             text += f" after {outcome.seconds:.1f} s"
@@ -214,11 +191,6 @@ class _Runner:
 
     def say(self, text: str) -> None:
         show_lines(self.console, f"ppctl: {text}")
-
-
-def job_command(job: Job) -> list[str]:
-    """Return the command of the process of a job."""
-    return [sys.executable, "-m", "ppctl.cli", *job.words, run_dir_override(job.run_dir)]
 
 
 def error_line(tail: str, code: int) -> str:
@@ -234,15 +206,94 @@ def error_line(tail: str, code: int) -> str:
     return own[-1] if own else f"{how(code)}: {lines[-1]}"
 
 
+# --- processes of the sweep ----------------------------------------------------------------------
+
+
+@dataclass
+class Running:
+    """The process of a job and its output: a file in its run.dir, or the terminal."""
+
+    process: subprocess.Popen[bytes]
+    log: Path | None = None  # None: the job runs alone and has the terminal
+    first: int = 0  # byte of the log where this start begins
+    tail: bytearray = field(default_factory=bytearray)  # end of stderr on the terminal
+    pumps: list[threading.Thread] = field(default_factory=list)
+
+
+class Processes:
+    """Starts jobs as processes and reports their ends; `close` kills those that are left.
+
+    Processes, because JAX fixes the number of simulated devices when it starts.
+    """
+
+    takes_all = False  # whether it queues jobs itself
+    is_awaited = True  # after a stop request, which reaches the jobs: they may be saving
+    poll_s = 0.1  # between looks for ended jobs
+
+    def __init__(self, sweep: Sweep) -> None:
+        self.sweep, self.begun = sweep, list[Change]()
+        self.running: dict[int, Running] = {}
+        self.alive, self.held = os.pipe()  # jobs read the end of file when this process is gone
+
+    def begin(self, job: Job) -> None:
+        """Start a job. OSError where its output cannot be written."""
+        pipe, command = subprocess.PIPE, Child(job_command(job))
+        if self.sweep.num_parallel == 1:
+            running = Running(start(command, self.alive, stdout=None, stderr=pipe))
+        else:
+            job.run_dir.mkdir(parents=True, exist_ok=True)
+            path = job.run_dir / LOG
+            with path.open("ab") as log:
+                stdout = pipe if self.sweep.as_json else log
+                first = log.tell()
+                process = start(command, self.alive, stdout=stdout, stderr=log)
+                running = Running(process, path, first)
+        self.running[job.index], process = running, running.process
+        for stream, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            if stream is not None:
+                running.pumps.append(in_thread(_forward, running, stream, target.buffer))
+        more = ""
+        if self.sweep.trains:
+            step = newest_checkpoint(job.run_dir)
+            more = "" if step is None else f" on after step {step}"
+            more += f" in {job.run_dir}" if running.log is None else f", output in {running.log}"
+        self.begun.append(Change(job.index, "running", more))
+
+    def commit(self) -> None:
+        """Do nothing: a job runs as soon as it has begun."""
+
+    def changes(self) -> list[Change]:
+        """Return the changes of jobs since the last call."""
+        changes, self.begun = self.begun, []
+        for index, running in list(self.running.items()):
+            if (code := running.process.poll()) is not None:
+                del self.running[index]
+                changes.append(Change(index, "ended", _tail(running), code))
+        return changes
+
+    def stop(self, number: int, jobs: Collection[int]) -> str:
+        """Pass a stop request, signal `number`, on to these jobs; return a message about them."""
+        for index in jobs:
+            self.running[index].process.send_signal(number)
+        names = ", ".join(map(str, sorted(jobs)))
+        jobs_text = "nothing" if not jobs else f"job{'s' if len(jobs) > 1 else ''} {names}"
+        return f"no other job is started; waiting for {jobs_text}"
+
+    def close(self) -> None:
+        for running in self.running.values():
+            running.process.kill()
+            running.process.wait()
+        os.close(self.alive)
+        os.close(self.held)
+
+
 def _tail(running: Running) -> str:
     """Return the end of the output of a job that has ended."""
     drain(running.pumps)
     if running.log is None:
         return running.tail.decode(errors="replace")
     with running.log.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(running.first, size - TAIL_BYTES))
-        return file.read().decode(errors="replace")
+        return read_tail(file, running.first)
 
 
 def _forward(running: Running, pipe: IO[bytes], target: IO[bytes]) -> None:

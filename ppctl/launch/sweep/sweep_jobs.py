@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 from ppctl.config import Config, Run
 from ppctl.config.changed_settings import changes
 from ppctl.config.code_digests import changed_modules, sources_here
-from ppctl.config.groups.sweep_settings import Search
+from ppctl.config.groups.sweep_settings import Launcher, Search, SideBySide, SubmititSlurm
 from ppctl.errors import ConfigError
 from ppctl.launch.local_processes import newest_checkpoint
 from ppctl.reports.foreign_files import check_inside, from_json, read_file, read_settings
 
 FILES = ("sweep.json", "sweep.html")
 LOG = "output.log"  # in a run.dir: the output of a job that shared the machine
+SUBMITTED_LOG = "submitted.log"  # the output of a submitted job
+TAIL_BYTES = 16_384  # of a job's output, which are searched for its last error
 SHARED = "Jobs ran side by side, which slows each of them: a run alone is faster"
 MARK = "multirun.yaml"  # written to a sweep's directory before its first job starts
-STUDY = "optuna.journal"  # in a sweep's directory
-STATES = ("running", "waiting", "finished", "skipped", "failed", "interrupted", "not started")
+STUDY, SUBMITIT = "optuna.journal", ".submitit"  # in a sweep's directory
+STATES = ("running", "queued", "waiting", "finished", "skipped", "failed")
+STATES += ("interrupted", "not started")
+SUBMITTED = "submitted.json"  # in a run.dir: the submission of its job
 
 
 @dataclass(frozen=True)
@@ -50,15 +56,33 @@ class Sweep:
     command: str
     directory: Path
     jobs: list[Job]  # a search adds to them
-    num_parallel: int = 1  # jobs side by side
+    launcher: Launcher = field(default_factory=SideBySide)
     as_json: bool = False
     document: str = ""  # the settings of all jobs, as yaml
     study: ChoosesJobs | None = None  # chooses further jobs
 
     @property
+    def num_parallel(self) -> int:
+        return self.launcher.jobs or 1
+
+    @property
+    def is_submitted(self) -> bool:
+        """Whether its jobs outlive this process."""
+        return isinstance(self.launcher, SubmititSlurm)
+
+    @property
     def trains(self) -> bool:
         """Whether its jobs are runs, each with a run.dir for its files."""
         return self.command == "train"
+
+
+class Change(NamedTuple):
+    """A change of a job that was begun."""
+
+    job: int  # its number
+    state: str  # running | queued | ended
+    more: str  # of the line about it; of an ended job, the end of its output
+    code: int | None = None  # of an ended job; -n: killed by signal n
 
 
 class ChoosesJobs(Protocol):
@@ -91,16 +115,17 @@ def side_by_side_note(sweep: Sweep) -> str:
 
 def check_sweep(sweep: Sweep) -> None:
     """Raise ConfigError for an impossible sweep."""
-    # 1. jobs, and how they are chosen
+    # 1. jobs, launcher and search
     if not sweep.jobs and sweep.study is None:
         raise ConfigError(
             "This sweep is empty: a list or range has no values. Give each KEY at least one."
         )
-    if sweep.num_parallel > 1 and not sweep.trains:
+    if (sweep.num_parallel > 1 or sweep.is_submitted) and not sweep.trains:
+        how = f"hydra.launcher.jobs={sweep.num_parallel}"
+        how = "hydra/launcher=submitit_slurm" if sweep.is_submitted else how
         raise ConfigError(
-            f"hydra.launcher.jobs={sweep.num_parallel}: only jobs of `ppctl train` run side by "
-            "side, which have a run.dir for their output. Leave it out, and jobs of "
-            f"`ppctl {sweep.command}` follow one another."
+            f"{how}: only jobs of `ppctl train` run side by side, which have a run.dir for their "
+            f"output. Leave it out, and jobs of `ppctl {sweep.command}` follow one another."
         )
     if sweep.study is not None and not sweep.trains:
         what = f"searches by what runs record, and `ppctl {sweep.command}` makes none"
@@ -109,9 +134,14 @@ def check_sweep(sweep: Sweep) -> None:
     _check_refusals(sweep)
     if sweep.trains:
         _check_directories(sweep)
-    # 3. the study of earlier starts
+    # 3. study and Slurm
     if sweep.study is not None:
         sweep.study.check()
+    if sweep.is_submitted and shutil.which("sbatch") is None:
+        raise ConfigError(
+            "hydra/launcher=submitit_slurm needs Slurm's sbatch, which is not on this machine's "
+            "PATH. Start the sweep where jobs are submitted, or leave the launcher out."
+        )
 
 
 def _check_refusals(sweep: Sweep) -> None:
@@ -126,10 +156,10 @@ def _check_refusals(sweep: Sweep) -> None:
 
 def _check_directories(sweep: Sweep) -> None:
     """Raise ConfigError where jobs share a place, or a job or the summary would replace a file."""
-    check_inside(sweep.directory, (MARK, *FILES, STUDY), "run.dir")
+    check_inside(sweep.directory, (MARK, *FILES, STUDY, SUBMITIT), "run.dir")
     owners: dict[str, Job] = {}
     for job in sweep.jobs:
-        check_inside(job.run_dir, (LOG,), "run.dir")
+        check_inside(job.run_dir, (LOG, SUBMITTED_LOG, SUBMITTED), "run.dir")
         first = owners.setdefault(os.path.realpath(job.run_dir), job)
         if first is not job:
             raise ConfigError(
@@ -201,3 +231,15 @@ def run_dir_override(run_dir: Path) -> str:
     text = str(run_dir)
     is_plain = all(letter.isalnum() or letter in "/_.+-" for letter in text)
     return f"run.dir={text}" if is_plain else "run.dir='{}'".format(text.replace("'", "\\'"))
+
+
+def job_command(job: Job) -> list[str]:
+    """Return the command of the process of a job."""
+    return [sys.executable, "-m", "ppctl.cli", *job.words, run_dir_override(job.run_dir)]
+
+
+def read_tail(file: IO[bytes], first: int) -> str:
+    """Return the last TAIL_BYTES of a log from its byte `first` on."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(first, size - TAIL_BYTES))
+    return file.read().decode(errors="replace")

@@ -1,0 +1,198 @@
+"""Jobs of a sweep submitted to Slurm with submitit: they outlive the sweep.
+
+Needs the extra ppctl[slurm]. A record in the run.dir of a job names its submission, so that the
+same sweep, started again, waits for the job instead of submitting it twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.core.utils import FailedJobError
+
+from ppctl.config.groups.sweep_settings import SubmititSlurm
+from ppctl.errors import ConfigError
+from ppctl.launch.supervisor import ALIVE_FD
+from ppctl.launch.sweep.sweep_jobs import (
+    SUBMITIT,
+    SUBMITTED,
+    SUBMITTED_LOG,
+    Change,
+    Job,
+    Sweep,
+    job_command,
+    read_tail,
+)
+from ppctl.reports.terminal_output import replace_file
+
+POLL_S = 1.0  # between looks for results
+QUEUE_S = 15.0  # between questions to Slurm's accounting, for all jobs together
+MAX_NUM_TIMEOUT = 20  # starts after the end of a job's time: enough for jobs with progress
+JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?")  # a part of the names of submitit's files
+STATES = {"PENDING": "queued", "REQUEUED": "queued", "RUNNING": "running"}  # by submitit's names
+
+SubmititJob = submitit.Job[tuple[int, str]]  # its result: exit code, end of the output
+
+
+@dataclass
+class NodeCommand:
+    """The program of a node, pickled by submitit: the command of a job, its output in run.dir.
+
+    A call returns the exit code of the command and the end of its output.
+    """
+
+    command: list[str]
+    run_dir: str
+
+    def __call__(self) -> tuple[int, str]:
+        task = submitit.JobEnvironment().global_rank
+        path = Path(self.run_dir) / (SUBMITTED_LOG if task == 0 else f"{task}.{SUBMITTED_LOG}")
+        with path.open("ab") as log:
+            first = log.tell()
+            self.process = self._start(log.fileno())
+            code = self._wait()
+        with path.open("rb") as file:
+            return code, read_tail(file, first)
+
+    def checkpoint(self) -> submitit.helpers.DelayedSubmission:
+        """Let the run save before the end of its time; return the same command, to submit again."""
+        with suppress(ProcessLookupError, ChildProcessError):  # it has just ended
+            os.kill(self.process.pid, signal.SIGTERM)
+            self._wait()
+        return submitit.helpers.DelayedSubmission(replace(self))
+
+    def _start(self, log: int) -> subprocess.Popen[bytes]:
+        # 1. the environment: the run ends when this process, which holds the pipe, is gone
+        alive, self.held = os.pipe()
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", ALIVE_FD: str(alive)}
+        # 2. the process, deaf to the signal before the end of its time: that is for this process
+        warning = getattr(signal, f"SIG{submitit.JobEnvironment.USR_SIG}")
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [warning])
+        try:
+            streams: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            return subprocess.Popen[bytes](self.command, env=env, pass_fds=(alive,), **streams)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.close(alive)
+
+    def _wait(self) -> int:
+        """Return the exit code. Unlike Popen.wait, `checkpoint` can interrupt it."""
+        _, status = os.waitpid(self.process.pid, 0)
+        self.process.returncode = os.waitstatus_to_exitcode(status)
+        return self.process.returncode
+
+
+class SubmittedJobs:
+    """Submits jobs and reports their states and ends."""
+
+    is_awaited = False  # a stop request ends the waiting, and no job
+
+    def __init__(self, sweep: Sweep) -> None:
+        assert isinstance(sweep.launcher, SubmititSlurm)
+        self.takes_all, self.poll_s, self.asked_s = sweep.study is None, POLL_S, 0.0
+        folder = sweep.directory / SUBMITIT
+        self.executor = submitit.SlurmExecutor(folder, max_num_timeout=MAX_NUM_TIMEOUT)
+        try:
+            self.executor.update_parameters(**sweep.launcher.parameters())
+        except (TypeError, ValueError) as error:
+            text = f"hydra.launcher: submitit refuses these settings: {error}"
+            raise ConfigError(text) from error
+        self.batch: list[Job] = []  # begun and not yet submitted
+        self.known: dict[int, tuple[SubmititJob, str]] = {}  # submission and state by job number
+        self.changed: list[Change] = []  # not reported yet
+
+    def begin(self, job: Job) -> None:
+        """Find the submission of a job, or take it for `commit`. OSError: unwritable run.dir."""
+        job.run_dir.mkdir(parents=True, exist_ok=True)
+        submission = self._submitted_before(job)
+        if submission is None:
+            self.batch.append(job)
+        else:
+            self._know(job, submission, "submitted before")
+
+    def commit(self) -> None:
+        """Submit the batch, several jobs as one array of Slurm."""
+        jobs, self.batch = self.batch, []
+        if not jobs:
+            return
+        commands = [NodeCommand(job_command(job), str(job.run_dir)) for job in jobs]
+        try:
+            submissions = self.executor.submit_array(commands)
+        except (OSError, subprocess.SubprocessError, FailedJobError) as error:
+            why = " ".join(str(error).split())
+            for job in jobs:
+                tail = f"ppctl: it cannot be submitted: {why}"
+                self.changed.append(Change(job.index, "ended", tail, 2))
+            return
+        for job, submission in zip(jobs, submissions, strict=True):
+            record = {"id": submission.job_id, "tasks": submission.num_tasks}
+            replace_file(job.run_dir / SUBMITTED, json.dumps(record) + "\n")
+            self._know(job, submission, f"output in {job.run_dir / SUBMITTED_LOG}")
+
+    def changes(self) -> list[Change]:
+        """Return the changes of jobs since the last call."""
+        changes, self.changed = self.changed, []
+        if self.known and time.monotonic() - self.asked_s >= QUEUE_S:
+            self.asked_s = time.monotonic()
+            submitit.SlurmJob.watcher.update()
+        for index, (submission, state) in list(self.known.items()):
+            if submission.done():
+                del self.known[index]
+                changes.append(_ended(index, submission))
+            elif (now := STATES.get(submission.state, state)) != state:
+                self.known[index] = submission, now
+                changes.append(Change(index, now, ""))
+        return changes
+
+    def stop(self, number: int, jobs: Collection[int]) -> str:
+        """Return a message about these jobs, which go on."""
+        del number
+        ids = [self.known[index][0].job_id for index in sorted(jobs) if index in self.known]
+        if not ids:
+            return "nothing is left running"
+        ends = " ".join(["scancel", *ids])
+        return f"submitted jobs go on; the same line waits for them again, this ends them: {ends}"
+
+    def close(self) -> None:
+        """Do nothing: submitted jobs go on."""
+
+    def _know(self, job: Job, submission: SubmititJob, more: str) -> None:
+        self.known[job.index] = submission, "queued"
+        text = f" as Slurm job {submission.job_id}, {more}"
+        self.changed.append(Change(job.index, "queued", text))
+
+    def _submitted_before(self, job: Job) -> SubmititJob | None:
+        """Return the unfinished submission of a job by an earlier start of the sweep."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            record = json.loads((job.run_dir / SUBMITTED).read_text())
+            name, tasks = str(record["id"]), [*range(int(record["tasks"]))]
+            if JOB_ID.fullmatch(name):
+                submission = self.executor.job_class(self.executor.folder, name, tasks=tasks)
+                return None if submission.done() else submission
+        return None
+
+
+def _ended(index: int, submission: SubmititJob) -> Change:
+    """Return the end of a job: of its first task that failed, or of the first task."""
+    ends: list[tuple[int, str]] = []  # exit code and end of the output of each task
+    for task in map(submission.task, range(submission.num_tasks)):
+        error = task.exception()  # waits 15 s for the result, on a slow file system
+        if error is None:
+            ends.append(task.result())
+            continue
+        lines = re.findall(r"^[\w.]+(?:Error|Exception)\b.*", str(error), re.MULTILINE)
+        reason = lines[-1] if lines else f"it has ended without a result ({task.state})"
+        ends.append((1, f"ppctl: {reason}: {task.paths.stderr}"))
+    code, tail = next((end for end in ends if end[0] != 0), ends[0])
+    return Change(index, "ended", tail, code)
