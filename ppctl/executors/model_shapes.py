@@ -96,7 +96,7 @@ class Model:
         with without_attached("head"):
             args = embed_head, self.x, batch["targets"]
             self.traced(lambda: jax.eval_shape(self.stack.head, *args))
-        layer = self.stack.layer, self.computed(self.layer), self.x
+        layer = self.stack, self.computed(self.layer), self.x
         return self.traced(lambda: LayerInputs.of(*layer))
 
     def with_inputs(self, layer: Tree) -> Tree:

@@ -113,7 +113,7 @@ def _layer_inputs(stack: Stack, params: Tree, microbatch: Tree) -> LayerInputs:
     """Return the inputs of a model's layers; params: in natural order."""
     x = jax.eval_shape(stack.embed, params["embed_head"], microbatch["inputs"])
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
-    return LayerInputs.of(stack.layer, layer, x)
+    return LayerInputs.of(stack, layer, x)
 
 
 def outputs_of(

@@ -10,7 +10,7 @@ MoEAuxLossAutoScaler.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -147,15 +147,14 @@ class LayerInputs:
 
     losses: tuple[str, ...] = ()  # names of attached losses
     has_key: bool = False  # whether a layer names a parameter `key`
+    one_key: bool = False  # as in `Stack`
 
     @classmethod
-    def of(cls, layers: Callable | Sequence[Callable], w: Tree, x: Any) -> LayerInputs:
-        """Return the inputs of these layers; w, x: arrays or shapes of a layer's arguments."""
+    def of(cls, stack: Any, w: Tree, x: Any) -> LayerInputs:
+        """Return the inputs of a stack's layers; w, x: arrays or shapes of a layer's arguments."""
         leaves, treedef = jax.tree.flatten(w)
         shapes = tuple((a.shape, jnp.dtype(a.dtype)) for a in (*leaves, x))
-        functions = [layers] if callable(layers) else layers
-        has_key = any(map(names_key, functions))
-        functions = map(without_key, functions)
+        functions = map(stack.layer_of, [0] if stack.are_alike else range(stack.num_layers))
         names = dict.fromkeys(name for f in functions for name in _attached_in(f, treedef, shapes))
         taken = next((name for name in names if RESERVED.fullmatch(name)), None)
         if taken is not None:
@@ -163,7 +162,7 @@ class LayerInputs:
                 f"attach_loss({taken}): a step reports loss, grad_norm, lr, step and numbers that "
                 "begin with eval_ or end in a unit (_s, _bytes, _fraction). Use another name."
             )
-        return cls(tuple(names), has_key)
+        return cls(tuple(names), stack.takes_key, stack.one_key)
 
     def __bool__(self) -> bool:
         return bool(self.losses) or self.has_key
@@ -188,7 +187,8 @@ class LayerInputs:
             return layers
         if isinstance(layers, list):
             return [self.with_keys(layer, keys) for layer in layers]
-        return layers | {KEY: layer_keys(keys, layers[KEY])}
+        numbers = layers[KEY] * (0 if self.one_key else 1)
+        return layers | {KEY: layer_keys(keys, numbers)}
 
     def trainable(self, stack: Any) -> Tree:
         """Return `Stack.trainable` of parameters whose layers are extended."""

@@ -28,18 +28,20 @@ class Network:
 
     init(key) -> params: any tree of floating arrays, from a `jax.random.key`.
     apply(params, inputs) -> outputs: inputs [examples, ...], outputs any tree; for any number of
-    examples, each computed by itself, so that microbatches equal the whole batch.
+    examples, each computed by itself, so that microbatches equal the whole batch. If it names a
+    parameter `key`, it gets a random key for each example in training, as layers of a `Stack` do
+    (the same in all its layers), and None otherwise.
     loss(outputs, targets) -> (sum of losses, number of losses): scalars, summed in at least
     float32; the training loss is sum / number over the global batch.
     mixes_examples, trainable: as in `Stack`.
 
     Layers end at each `stage_boundary` that apply calls, or where ppctl balances their work
-    (model.layers=auto). Cutting is a ConfigError if two layers use a parameter, integers cross a
-    boundary, crossing values do not grow with the examples, or there are not num_layers - 1 marks.
+    (`layers=8` of `ppctl.pipeline`, model.layers=auto). Cutting is a ConfigError if two layers use
+    a parameter, integers cross a boundary, or crossing values do not grow with the examples.
     """
 
     init: Callable[[jax.Array], Tree]
-    apply: Callable[[Tree, jax.Array], Tree]
+    apply: Callable[..., Tree]
     loss: Callable[[Tree, jax.Array], tuple[jax.Array, jax.Array]]
     mixes_examples: bool | None = None  # None: unknown
     trainable: Tree = field(default=True, compare=False)

@@ -86,6 +86,7 @@ class Stack:
     trainable: whether parameters are trained: booleans like the parameters' tree (of one layer);
     one may stand for a subtree; True: all. Frozen parameters have no gradients, no optimizer state
     and no work in W.
+    one_key: whether all layers get the same key of an example, as parts of one function.
     mixes_examples: None: a run tests on a few examples whether the loss of one depends on others,
     and refuses such a model, since microbatches change it. True: intended. False: known not to.
     check_batch(inputs, targets): raises ConfigError for a batch whose values the model does not
@@ -112,6 +113,7 @@ class Stack:
     has_vocabulary: bool = False
     parts: VocabularyParts | None = field(default=None, compare=False)
     trainable: Tree = field(default=True, compare=False)
+    one_key: bool = False
     check_batch: Callable[[Any, Any], None] | None = None
 
     def trains(self, part: str) -> Tree:

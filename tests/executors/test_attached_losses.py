@@ -162,9 +162,7 @@ def unstacked(layers):
 def test_a_network_attaches_losses(how):
     losses, grads, _ = written_out()
     how = {"num_microbatches": 4, "optimizer": optax.sgd(0.1), "dtype": jnp.float64} | how
-    pipe = ppctl.pipeline(
-        as_network(), mesh=ppctl.mesh(pp=2), batch=make_batch(), num_layers=L, **how
-    )
+    pipe = ppctl.pipeline(as_network(), mesh=ppctl.mesh(pp=2), batch=make_batch(), **how)
     state = pipe.init()
     _, found = pipe.loss_and_grads(state, make_batch())
     found = pipe.stack.export(found)
@@ -200,7 +198,7 @@ def test_a_loss_of_integers_before_the_first_layer_is_refused():
     loss = lambda y, targets: (y.sum(), jnp.float64(y.size))
     network = ppctl.Network(lambda key: {"table": jnp.ones((5, 2))}, apply, loss)
     batch = {"inputs": np.zeros(8, np.int32), "targets": np.zeros((8, 2))}
-    how = {"num_microbatches": 2, "optimizer": optax.sgd(0.1), "num_layers": 1}
+    how = {"num_microbatches": 2, "optimizer": optax.sgd(0.1)}
     with pytest.raises(
         ppctl.PpctlError, match=r"attach_loss\(early\) stands in the embedding, and"
     ):

@@ -1,5 +1,6 @@
 """Dropout is the same for every mesh, schedule, executor, remat and number of microbatches."""
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -10,6 +11,7 @@ from support.cases import make_params
 from support.equality import SMALL, make_batch, make_pipe
 
 import ppctl
+from ppctl.model.random_keys import example_keys, key_of_seed, layer_keys, wrapped
 
 TOLERANCE = 1e-12
 STEP = 3
@@ -182,3 +184,69 @@ def test_a_rate_that_is_none_is_refused(rate):
         ppctl.dropout(None, jnp.ones(2), rate)
     with pytest.raises(ppctl.PpctlError, match=r"model.dropout=.* must lie in \[0, 1\)"):
         ppctl.mlp(input_dim=2, target_dim=2, dropout=rate)
+
+
+# --- networks -----------------------------------------------------------------------------------
+
+
+def drawing_network():
+    """Three layers, of which the first two drop, and the last two add the same noise."""
+
+    def init(key):
+        return [0.3 * jax.random.normal(k, (6, 6)) for k in jax.random.split(key, 3)]
+
+    def apply(params, x, key=None):
+        noise = 0.0
+        if key is not None:
+            noise = jax.vmap(lambda k: jax.random.normal(k, x.shape[1:], x.dtype))(key)
+        for l, w in enumerate(params):
+            x = x + jnp.tanh(x @ w) + (noise if l else 0.0)
+            if l < 2:
+                x = ppctl.stage_boundary(ppctl.dropout(key, x, 0.4, draw=l))
+        return x
+
+    loss = lambda y, targets: (jnp.square(y - targets).sum(), jnp.float64(y.size))
+    return ppctl.Network(init, apply, loss)
+
+
+NETWORKS = [
+    {"mesh": {"pp": 3, "dp": 2}, "schedule": "zb_h1", "executor": "mpmd"},
+    {"mesh": {"pp": 3}, "schedule": "1f1b", "num_microbatches": 4, "remat": "layer"},
+]
+
+
+@pytest.mark.parametrize("how", NETWORKS)
+def test_a_network_draws_as_the_function_of_its_key(how):
+    network, rng = drawing_network(), np.random.default_rng(0)
+    batch = {name: rng.standard_normal((8, 6)) for name in ("inputs", "targets")}
+    pipe = make_pipe(network, batch, **how)
+    state = pipe.init(seed=2)
+    params = jax.device_get(pipe.stack.export(pipe.to_natural(state)["params"]))
+    keys = example_keys(jnp.asarray(key_of_seed(0)), jnp.int32(0), 0, 8)
+    key = wrapped(layer_keys(keys, jnp.int32(0)))  # the same in all layers
+
+    def mean_loss(params, key):
+        total, number = network.loss(
+            network.apply(params, batch["inputs"], key=key), batch["targets"]
+        )
+        return total / number
+
+    wanted = jax.value_and_grad(mean_loss)(params, key)
+    loss, grads = pipe.loss_and_grads(state, batch)
+    found, wanted = jax.device_get(((loss, pipe.stack.export(grads)), wanted))
+    assert error(found, wanted) <= TOLERANCE
+    assert float(pipe.loss(state, batch)) == pytest.approx(
+        float(mean_loss(params, None)), rel=1e-12
+    )
+
+
+def test_a_network_that_cannot_have_keys_is_refused():
+    network, batch = drawing_network(), {name: np.zeros((8, 6)) for name in ("inputs", "targets")}
+    with pytest.raises(ppctl.PpctlError, match="cuts a network by its operations, and apply has"):
+        make_pipe(network, batch, {"pp": 2}, layers=2)
+
+    def other(params, x, key=None):
+        return network.apply(params if key is None else params[::-1], x, key)
+
+    with pytest.raises(ppctl.PpctlError, match="other layers with a key than with key=None"):
+        make_pipe(replace(network, apply=other), batch, {"pp": 3})

@@ -180,13 +180,13 @@ def test_a_pipeline_refuses_before_its_first_state(batch):
         ConfigError,
         match=r"^The model mixes .* or use mixes_examples=True of the Network or Stack if",
     ):
-        pipe_of(network(), num_layers=2, batch=batch).init()
+        pipe_of(network(), batch=batch).init()
 
 
 def test_what_is_meant_to_mix_is_not_tried(monkeypatch):
     monkeypatch.setattr(pipeline, "refuse_mixing", None)
     for model in (network(mixes_examples=True), replace(stack(batch_norm), mixes_examples=True)):
-        assert pipe_of(model, num_layers=2).check_examples("mine", ROWS) is None
+        assert pipe_of(model).check_examples("mine", ROWS) is None
     for model in (
         ppctl.mlp(num_layers=2, d_model=4, input_dim=WIDTH, target_dim=WIDTH),
         ppctl.transformer(num_layers=2, d_model=4, num_heads=2, vocab_size=5),

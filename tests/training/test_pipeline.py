@@ -57,7 +57,7 @@ MODELS = {
         5,
         {},
     ),
-    "network": (network, WIDTH, {"num_layers": 4}),
+    "network": (network, WIDTH, {}),
 }
 
 
@@ -287,7 +287,6 @@ def of(num_ranks):
             {"schedule": "interleaved", "num_chunks": 4},
             r"num_layers=4 is less than the number of stages, .* = 8: .*",
         ),
-        ({"num_layers": 6}, "num_layers=6, but the stack has 4 layers. Leave it out."),
         ({"batch": [1]}, "batch is list; it must be .*"),
         (
             {"batch": {"inputs": np.zeros((4, 5)), "targets": np.zeros((8, 3))}},
@@ -309,14 +308,15 @@ def test_a_batch_of_other_shapes_is_refused():
         pipe.step(pipe.init(), batch_of(5, 3, size=8))
 
 
-def test_a_network_needs_to_know_its_layers():
-    with pytest.raises(ppctl.PpctlError, match="A Network needs num_layers"):
-        make("network", num_layers=None)
-    with pytest.raises(
-        ppctl.PpctlError,
-        match=r"make 4 layers, but num_layers=3\. Use num_layers=4, or layers=auto",
-    ):
-        make("network", num_layers=3)
+def test_the_layers_of_a_network_are_those_of_its_marks_or_as_many_as_requested():
+    assert make("network").stack.num_layers == 4
+    assert make("network", layers=2).stack.num_layers == 2
+    with pytest.raises(ppctl.PpctlError, match=r"^layers=9, but there are only 5 groups of .* Use"):
+        make("network", layers=9)
+    with pytest.raises(ppctl.PpctlError, match=r"^layers=0 is not a whole number from 1"):
+        make("network", layers=0)
+    with pytest.raises(ppctl.PpctlError, match=r"^layers=2 cuts a Network, and this Stack has 4"):
+        make("mlp", layers=2)
 
 
 def test_built_in_models_refuse_sizes_that_do_not_fit():

@@ -89,7 +89,7 @@ class Device:
         if ticks.has_backward:
             whole = jax.eval_shape(lambda: gather_shards(shards, specs["layers"]))
             of_layer = lambda a: jax.ShapeDtypeStruct(a.shape[3:], a.dtype)  # noqa: E731
-            self.inputs = LayerInputs.of(stack.layer, jax.tree.map(of_layer, whole), self.x)
+            self.inputs = LayerInputs.of(stack, jax.tree.map(of_layer, whole), self.x)
         self.trainable = self.inputs.trainable(stack)
         # 3. the layers, gathered here or by the stage
         places, by_rank = jnp.zeros(numbers.shape, self.master), P(None, "pp")

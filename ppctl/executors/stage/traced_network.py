@@ -25,6 +25,8 @@ from ppctl.executors.stage.layer_programs import pack_flat, unpack_flat
 from ppctl.executors.stage.traced_operations import Trace
 from ppctl.model.layer_inputs import attached_in, outside_of_layers, place_of_loss, placing
 from ppctl.model.network import Network
+from ppctl.model.random_keys import SIZE as KEY_SIZE
+from ppctl.model.random_keys import names_key, wrapped
 from ppctl.model.stack import NO_DECAY, Contents, Stack
 from ppctl.model.trainable_parameters import checked_flags
 from ppctl.schedule.partition.operation_clusters import clusters
@@ -40,21 +42,25 @@ WIDE = 2  # widest boundaries; wider outputs belong to the head
 class TracedNetwork:
     """A network and where it is cut.
 
-    inputs: the shape of a batch; dtype: of parameters; compute: of parameters and floating inputs
-    in `apply`. ConfigError for a network that cannot be cut.
+    num_layers: None: one more than its marks; with auto as many as requested. inputs: the shape of
+    a batch; dtype: of parameters; compute: of parameters and floating inputs in `apply`.
+    ConfigError for a network that cannot be cut.
+
+    A network with a key is traced and cut twice, with keys for steps and without for evaluations;
+    both have the same layers.
     """
 
     def __init__(
         self,
         network: Network,
-        num_layers: int,
+        num_layers: int | None,
         *,
         auto: bool,
         inputs: Shape,
         dtype: Any,
         compute: Any,
     ):
-        self.network, self.num_layers, self.auto = network, num_layers, auto
+        self.network, self.auto, self.has_key = network, auto, names_key(network.apply)
         self.inputs, self.dtype, self.compute = inputs, jnp.dtype(dtype), jnp.dtype(compute)
         params = jax.eval_shape(network.init, jax.eval_shape(lambda: jax.random.key(0)))
         self.treedef = jax.tree.structure(params)
@@ -70,11 +76,15 @@ class TracedNetwork:
         leaves = [Shape(shape, self.compute) for shape in self.shapes]
         params = jax.tree.unflatten(self.treedef, leaves)
         examples = Shape(inputs.shape, self.compute if _is_floating(inputs) else inputs.dtype)
-        self.losses = attached_in(network.apply, params, examples)  # names; leaves after parameters
-        self.traces: dict[int, Trace] = {}
-        self.bounds = self._bounds(self.at(NUM_EXAMPLES[0]))
-        self.places = self._places(self.at(NUM_EXAMPLES[0]))
+        apply = partial(network.apply, key=None) if self.has_key else network.apply
+        self.losses = attached_in(apply, params, examples)  # names; leaves after parameters
+        self.traces: dict[tuple[int, bool], Trace] = {}
+        trace = self.at(NUM_EXAMPLES[0])
+        self.num_layers = len(trace.marks) + 1 if num_layers is None else num_layers
+        self.bounds = self._bounds(trace)
+        self.places = self._places(trace)
         self.widths = [self._checked(place) for place in self.bounds]
+        self.keyed_bounds = self._bounds_with_key() if self.has_key else self.bounds
         ends = (0, self.bounds[0]), (self.bounds[-1], self.at(NUM_EXAMPLES[0]).num_ops)
         for where, ops in zip(("embedding", "head"), ends, strict=True):
             for name in self._attached(*ops).values():
@@ -82,32 +92,65 @@ class TracedNetwork:
 
     # where it is cut
 
-    def at(self, num_examples: int) -> Trace:
+    def at(self, num_examples: int, with_key: bool = False) -> Trace:
         """Return the network traced for this number of examples."""
-        if num_examples not in self.traces:
+        if (num_examples, with_key) not in self.traces:
             leaves = [Shape(shape, self.compute) for shape in self.shapes]
             leaves += [Shape((), self.dtype) for _ in self.losses]
+            leaves += [Shape((num_examples, KEY_SIZE), jnp.uint32)] * with_key
             dtype = self.compute if _is_floating(self.inputs) else self.inputs.dtype
             trace = Trace(self._apply, leaves, Shape((num_examples, *self.inputs.shape[1:]), dtype))
-            usual = next(iter(self.traces.values()), trace)
+            others = (trace for (_, keyed), trace in self.traces.items() if keyed == with_key)
+            usual = next(others, trace)
             if trace.names != usual.names or (trace.marks != usual.marks and not self.auto):
                 raise ConfigError(
                     f"apply runs other operations on {num_examples} examples than on "
                     f"{NUM_EXAMPLES[0]}. Let it do the same for any number."
                 )
-            self.traces[num_examples] = trace
-        return self.traces[num_examples]
+            self.traces[num_examples, with_key] = trace
+        return self.traces[num_examples, with_key]
 
     def _apply(self, leaves: list, inputs: jax.Array) -> Tree:
-        params, places = leaves[: len(self.shapes)], leaves[len(self.shapes) :]
+        params, places = leaves[: len(self.shapes)], leaves[len(self.shapes) : self._key_leaf]
+        given: dict[str, Any] = {"key": None} if self.has_key else {}
+        if len(leaves) > self._key_leaf:
+            given = {"key": wrapped(leaves[self._key_leaf])}
         with placing(dict(zip(self.losses, places, strict=True))):
-            return self.network.apply(jax.tree.unflatten(self.treedef, params), inputs)
+            return self.network.apply(jax.tree.unflatten(self.treedef, params), inputs, **given)
 
-    def _attached(self, start: int, stop: int) -> dict[int, str]:
+    @property
+    def _key_leaf(self) -> int:
+        """The number of the keys among the leaves of a trace with them."""
+        return len(self.shapes) + len(self.losses)
+
+    def _attached(self, start: int, stop: int, with_key: bool = False) -> dict[int, str]:
         """Return the losses attached by operations from `start` to before `stop`, by their leaf."""
-        users, trace = range(start, stop), self.at(NUM_EXAMPLES[0])
+        users, trace = range(start, stop), self.at(NUM_EXAMPLES[0], with_key)
         named = enumerate(self.losses, len(self.shapes))
         return {i: name for i, name in named if any(op in users for op in trace.users(i))}
+
+    def _bounds_with_key(self) -> tuple[int, ...]:
+        """Return the bounds in the trace with keys. ConfigError if its layers differ otherwise."""
+        if self.auto:
+            raise ConfigError(
+                "model.layers=auto cuts a network by its operations, and apply has others with a "
+                "key than without. Set stage_boundary marks, and use model.layers=marks."
+            )
+        trace, plain = self.at(NUM_EXAMPLES[0], True), self.at(NUM_EXAMPLES[0])
+        bounds = self._bounds(trace)
+        crossing = [[t.crossing(p) for p in b] for t, b in ((trace, bounds), (plain, self.bounds))]
+        if self._places(trace, bounds) != self.places or crossing[0] != crossing[1]:
+            raise ConfigError(
+                "apply has other layers with a key than with key=None, as evaluations call it. "
+                "Let it do the same but for what it draws."
+            )
+        inside = range(bounds[0], bounds[-1])
+        if any(op not in inside for op in trace.users(self._key_leaf)):
+            raise ConfigError(
+                "apply draws with its key before the first layer or in the head, and keys are for "
+                "layers. Draw after the look-up of ids, and before the outputs."
+            )
+        return bounds
 
     def _bounds(self, trace: Trace) -> tuple[int, ...]:
         """Return the first operation of each layer and of the head."""
@@ -166,11 +209,16 @@ class TracedNetwork:
         places = (p for p in range(bounds[-1] - 1, bounds[-2], -1) if p not in torn)
         return next((p for p in places if _size(trace.crossing(p)) <= widest), bounds[-1])
 
-    def _places(self, trace: Trace) -> list[int | None]:
-        """Return for each leaf the layer that uses it; None: embedding or head."""
+    def _places(self, trace: Trace, bounds: Sequence[int] = ()) -> list[int | None]:
+        """Return for each leaf the layer that uses it; None: embedding or head.
+
+        bounds: of the trace, unless they are its own.
+        """
+        bounds = bounds or self.bounds
         places: list[int | None] = []
         for i, name in enumerate(self.names):
-            users = {self._layer(user) for user in trace.users(i)} or {0}  # unused: in layer 0
+            # a parameter that nothing uses lies in layer 0
+            users = {self._layer(user, bounds) for user in trace.users(i)} or {0}
             if len(users) > 1:
                 name_of = lambda l: "embedding/head" if l is None else f"layer {l}"  # noqa: E731
                 which = ", ".join(map(name_of, sorted(users, key=str)))
@@ -181,8 +229,8 @@ class TracedNetwork:
             places.append(users.pop())
         return places
 
-    def _layer(self, op: int) -> int | None:
-        l = bisect_right(self.bounds, op) - 1
+    def _layer(self, op: int, bounds: Sequence[int]) -> int | None:
+        l = bisect_right(bounds, op) - 1
         return l if 0 <= l < self.num_layers else None
 
     def _checked(self, place: int) -> int:
@@ -347,12 +395,18 @@ class TracedNetwork:
         return self._packed(trace.run(0, self.bounds[0], given, leaves), len(inputs))
 
     def layer(self, l: int, w: Tree, x: jax.Array) -> jax.Array:
-        start, stop = self.bounds[l : l + 2]
+        return self.keyed_layer(l, w, x, None)
+
+    def keyed_layer(self, l: int, w: Tree, x: jax.Array, key: jax.Array | None) -> jax.Array:
+        with_key = key is not None
+        start, stop = (self.keyed_bounds if with_key else self.bounds)[l : l + 2]
         leaves = self._computed(self.leaves_of(l, w))
-        for i, name in self._attached(start, stop).items():
+        for i, name in self._attached(start, stop, with_key).items():
             leaves[i] = place_of_loss(name).astype(self.dtype)
-        values = self.at(len(x)).run(start, stop, self._unpacked(x, start), leaves)
-        return self._packed(values, len(x))
+        if key is not None:
+            leaves[self._key_leaf] = jax.random.key_data(key)
+        values = self._unpacked(x, self.bounds[l])
+        return self._packed(self.at(len(x), with_key).run(start, stop, values, leaves), len(x))
 
     def outputs(self, embed_head: Tree, x: jax.Array) -> Tree:
         start, leaves = self.bounds[-1], self._computed(self.embed_head_leaves(embed_head))
@@ -370,12 +424,13 @@ def stack_of(network: TracedNetwork) -> Stack:
     def initial(key: jax.Array) -> Tree:
         return network.to_parts(network.network.init(key))
 
+    layer = network.keyed_layer if network.has_key else network.layer
     return Stack(
         network.num_layers,
         lambda key: initial(key)["embed_head"],
         lambda key, l: jax.tree.map(lambda a: a[l], initial(key)["layers"]),
         network.embed,
-        tuple(partial(network.layer, l) for l in range(network.num_layers)),
+        tuple(partial(layer, l) for l in range(network.num_layers)),
         network.head,
         initial=initial,
         export=network.from_parts,
@@ -384,6 +439,7 @@ def stack_of(network: TracedNetwork) -> Stack:
         trainable=True if all(network.is_trained) else network.trainable,
         contents=network.contents,
         network=network,
+        one_key=True,
     )
 
 

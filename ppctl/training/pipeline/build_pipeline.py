@@ -57,15 +57,14 @@ def pipeline(
     clip_norm: float | None = None,
     lr_schedule: optax.Schedule | None = None,
     seed: int = 0,
-    num_layers: int | None = None,
-    layers: str = "marks",
+    layers: int | None = None,
     metrics: Mapping[str, Metric] | None = None,
     **options: Any,
 ) -> Pipeline:
     """Return a model pipelined over a mesh; ConfigError or ScheduleError before any compiling.
 
     Args:
-        model: A `Stack`, or a `Network`, cut into `num_layers` layers: layers="marks" | "auto".
+        model: A `Stack`, or a `Network`, cut at its marks, or into `layers` layers by their work.
         mesh: As `ppctl.mesh` makes it.
         schedule: The name of a family, `ppctl.family(...)`, a `Schedule`, or `Ticks`.
         num_microbatches: Of a step; required with a name, otherwise the schedule's.
@@ -76,7 +75,7 @@ def pipeline(
         vocab: whole (embedding and head on first and last stage) | parallel (on all ranks).
         dtype, clip_norm: Of compute; at which the global norm is clipped, None: no clipping.
         metrics: Functions (outputs, batch) -> values [examples, ...] | (values, weights), by name.
-        lr_schedule, seed: The learning rate of a step, to report; the default of `init`.
+        lr_schedule, seed: The learning rate of a step, to report; of `init` and random keys.
         options: Settings of the executor (remat, gather, ...) and of the schedule (num_chunks=2).
     """
     # 1. the request
@@ -85,7 +84,7 @@ def pipeline(
     execution, knobs = execution_of(executor, mesh, options)
     shapes = request.shapes_of(batch)
     plan = request.schedule_for(schedule, mesh, num_microbatches, knobs, shapes)
-    stack = request.layered_stack(model, batch, num_layers, layers, dtype)
+    stack = request.layered_stack(model, batch, layers, dtype)
     # 2. the order of tasks by their relative costs; layers on stages, stages on devices
     work = _work(stack, shapes, dtype, schedule, plan, vocab, execution)
     plan, lowered, execution, costs, costs_of_layers = work

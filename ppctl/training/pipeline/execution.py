@@ -25,7 +25,6 @@ EXECUTORS: dict[str, type[Reference]] = {each.name: each for each in (Spmd, Mpmd
 ARGUMENTS = (  # settings of the command line, and arguments of `ppctl.pipeline` that replace them
     ("executor.", ""),
     ("model.num_layers", "num_layers"),
-    ("model.layers", "layers"),
     ("model.mixes_examples=true", "mixes_examples=True of the Network or Stack"),
     ("partition.layers=", "partition="),
     *((f"mesh.{axis}", axis) for axis in STAGE_AXES),
@@ -34,13 +33,13 @@ ARGUMENTS = (  # settings of the command line, and arguments of `ppctl.pipeline`
 
 
 @contextmanager
-def in_arguments() -> Iterator[None]:
-    """Re-raise ConfigErrors with setting names replaced by argument names."""
+def in_arguments(*others: tuple[str, str]) -> Iterator[None]:
+    """Re-raise ConfigErrors with setting names replaced by argument names; others: come first."""
     try:
         yield
     except ConfigError as error:
         text = str(error)
-        for setting, argument in ARGUMENTS:
+        for setting, argument in (*others, *ARGUMENTS):
             text = text.replace(setting, argument)
         raise ConfigError(text) from None
 

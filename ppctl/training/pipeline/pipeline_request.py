@@ -38,11 +38,13 @@ from ppctl.schedule.partition.partition import Partition, explicit, uniform
 from ppctl.schedule.tick_lowering import Ticks
 from ppctl.schedule.validation import validate
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
-from ppctl.training.pipeline.call_checks import arrays_of, check_values
+from ppctl.training.pipeline.call_checks import arrays_of, check_values, whole_number
 from ppctl.training.pipeline.execution import Execution, in_arguments
 
 Tree = Any
 AnySchedule = str | FamilyWithKnobs | Schedule | Ticks
+CUT = (("model.layers=auto", "layers=NUMBER"), ("model.layers=marks", "layers=None"))
+CUT += (("model.num_layers", "layers"),)  # settings of a cut as arguments
 XLA_AXES = axes_dividing("weights")  # over which XLA can divide a model by its sharding
 
 
@@ -122,30 +124,26 @@ def check_batch_size(
 def layered_stack(
     model: Stack | Network,
     batch: Tree,
-    num_layers: int | None,
-    layers: str,
+    layers: int | None,
     dtype: jnp.dtype,
 ) -> Stack:
-    """Return a model as a stack of layers, which takes the batch: a network is cut into them."""
+    """Return a model as a stack of layers, which takes the batch.
+
+    A network is cut at its marks, or into `layers` layers of about equal work.
+    """
     shapes = shapes_of(batch)
     if isinstance(model, Stack):
         check_values(arrays_of(batch), shapes, model)
-        if num_layers not in (None, model.num_layers):
-            why = f"num_layers={num_layers}, but the stack has {model.num_layers} layers"
+        if layers is not None:
+            why = f"layers={layers} cuts a Network, and this Stack has {model.num_layers} layers"
             raise ConfigError(f"{why}. Leave it out.")
         return model
-    if num_layers is None:
-        raise ConfigError(
-            "A Network needs num_layers: one more than its stage_boundary marks, or any "
-            "(layers=auto)."
-        )
-    if layers not in ("marks", "auto"):
-        raise ConfigError(f"layers={layers} is not one of marks, auto.")
+    layers = None if layers is None else whole_number("layers", layers, 1)
     inputs = jax.ShapeDtypeStruct((2, *shapes["inputs"].shape[1:]), shapes["inputs"].dtype)
     wide = jnp.promote_types(dtype, jnp.float32)  # of parameters
     how = {"inputs": inputs, "dtype": wide, "compute": dtype}
-    with in_arguments():
-        return stack_of(TracedNetwork(model, num_layers, auto=layers == "auto", **how))
+    with in_arguments((" (model.layers=auto)", ""), *CUT):
+        return stack_of(TracedNetwork(model, layers, auto=layers is not None, **how))
 
 
 def divided_vocabulary(
