@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ppctl.training.pipeline.execution import mpmd, reference, spmd
     from ppctl.training.pipeline.jax_start import mesh
     from ppctl.training.pipeline.pipeline import Pipeline
+    from ppctl.training.pipeline.unpipelined.verify_pipeline import Verification, verify
     from ppctl.training.run.saved_run import SavedRun, load_run
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "Task",
     "Ticks",
     "Timeline",
+    "Verification",
     "VocabularyParts",
     "attach_loss",
     "attention",
@@ -67,6 +69,7 @@ __all__ = [
     "stage_boundary",
     "ticks",
     "transformer",
+    "verify",
 ]
 
 _HOMES = {  # public names by module
@@ -86,6 +89,7 @@ _HOMES = {  # public names by module
     "training.pipeline.execution": "mpmd reference spmd",
     "training.pipeline.jax_start": "mesh",
     "training.pipeline.pipeline": "Pipeline",
+    "training.pipeline.unpipelined.verify_pipeline": "Verification verify",
     "training.run.saved_run": "SavedRun load_run",
 }
 _RENAMED = {  # public names of another name inside

@@ -226,6 +226,16 @@ def test_a_wrong_option_of_a_value_is_one_line(value, message):
         value()
 
 
+def test_a_pipeline_is_verified_against_the_model_without_one():
+    pipe = make("network", executor="mpmd", schedule="zb_h1")
+    found = ppctl.verify(pipe, batch_of(WIDTH, 3))
+    assert found.ok
+    assert found.tolerance == 1e-10
+    assert {leaf.name for leaf in found.gradients} >= {"layers/0", "out"}
+    wrong = replace(pipe, engine=make("network", seed=1).engine)  # gradients of other parameters
+    assert not ppctl.verify(wrong, batch_of(WIDTH, 3)).ok
+
+
 def of(num_ranks):
     return ppctl.build_schedule("1f1b", num_ranks=num_ranks, num_microbatches=4)
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from ppctl.config import Config
 from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, show_table
-from ppctl.training.pipeline import verification as compare
 from ppctl.training.pipeline.job import TrainingJob, assemble, partition_text
 from ppctl.training.pipeline.job_checks import check_job
-from ppctl.training.pipeline.verification import (
+from ppctl.training.pipeline.unpipelined import verification as compare
+from ppctl.training.pipeline.unpipelined.verification import (
     GradientComparison,
     Leaf,
     Number,
@@ -57,15 +57,17 @@ def verify(config: Config, *, as_json: bool) -> int:
     notes = [note for note in (unkept, *check_job(job)) if note is not None]
     plain = plain_model(job)
     state = job.pipe.init()  # compiled once, for gradients and steps
-    gradients = compare.compare_gradients(job, plain, state)
+    batch = next(job.data.batches())
+    of_plain = plain.loss_and_grads, plain.params
+    gradients = compare.compare_gradients(job.pipe, *of_plain, state, batch)
     training = None
     if config.verify.steps:
-        steps = compare.steps_with_clipping(plain, config.verify.steps, tolerance_of(job))
+        steps = compare.steps_with_clipping(plain, config.verify.steps, tolerance_of(job.pipe))
         if steps.clip_norm != config.optim.clip_norm:
             clipping = replace(config.optim, clip_norm=steps.clip_norm)
             job = assemble_to_verify(replace(config, optim=clipping))
         training = compare.compare_training(job, steps, state, config)
-    comparison = Comparison(job, gradients, training, tolerance_of(job))
+    comparison = Comparison(job, gradients, training, tolerance_of(job.pipe))
     if as_json:
         show_json(_document(comparison))
     else:

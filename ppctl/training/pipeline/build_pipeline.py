@@ -37,7 +37,7 @@ from ppctl.training.pipeline.mixing import few_examples
 from ppctl.training.pipeline.network_optimizers import network_optimizer
 from ppctl.training.pipeline.optimizers import init_state
 from ppctl.training.pipeline.pipeline import Pipeline
-from ppctl.training.pipeline.whole_model import Metric
+from ppctl.training.pipeline.unpipelined.whole_model import Metric
 
 Tree = Any
 

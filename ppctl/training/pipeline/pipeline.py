@@ -41,7 +41,7 @@ from ppctl.training.pipeline.engines.train_states import States, shardings_of
 from ppctl.training.pipeline.execution import Execution, in_arguments
 from ppctl.training.pipeline.layer_optimizers import ModelOptimizer
 from ppctl.training.pipeline.mixing import MOST_BYTES, few_examples, refuse_mixing
-from ppctl.training.pipeline.whole_model import Metric, WholeModel, of_author
+from ppctl.training.pipeline.unpipelined.whole_model import Metric, WholeModel, of_author
 
 Tree = Any
 
@@ -94,6 +94,16 @@ class Pipeline:
     def relative_costs(self) -> RelativeCosts:
         """The costs of layers, embedding and head in layers, by FLOPs; 0 for parts on all ranks."""
         return self.costs_of_layers()
+
+    @property
+    def plain(self) -> tuple[Stack, jnp.dtype, int, int]:
+        """The arguments of `plain_functions`."""
+        return self.stack, self.dtype, self._num_parts, self.states.seed
+
+    @property
+    def _num_parts(self) -> int:
+        """The microbatches of all replicas."""
+        return self.schedule.num_microbatches * MeshSizes.of(self.mesh.shape).along(DATA_AXES)
 
     @cached_property
     def num_parameters(self) -> int:
@@ -228,8 +238,7 @@ class Pipeline:
         ConfigError: the model mixes them, so that microbatches would train another function.
         """
         self._done.add("examples")
-        num_parts = self.schedule.num_microbatches * MeshSizes.of(self.mesh.shape).along(DATA_AXES)
-        if self.stack.mixes_examples is not None or num_parts == 1:
+        if self.stack.mixes_examples is not None or self._num_parts == 1:
             return None
         size = tree_bytes(self.states.natural["params"])
         if size > MOST_BYTES:

@@ -19,15 +19,17 @@ import numpy as np
 import optax
 
 from ppctl.config import Config
-from ppctl.executors.compiler_options import cpu_options
-from ppctl.executors.reference import reference
 from ppctl.model.layer_inputs import LOSS
-from ppctl.model.random_keys import SEED, key_of_seed, with_example_keys
-from ppctl.model.stack import Stack, init
+from ppctl.model.stack import Stack
 from ppctl.model.trainable_parameters import trained_part, with_trained
-from ppctl.schedule.mesh_axes import DATA_AXES
 from ppctl.training.pipeline.job import TrainingJob, evaluate, make_optimizer
-from ppctl.training.pipeline.whole_model import of_author
+from ppctl.training.pipeline.pipeline import Pipeline
+from ppctl.training.pipeline.unpipelined.whole_model import (
+    compiled_quickly,
+    initial_params,
+    of_author,
+    plain_functions,
+)
 
 Tree = Any
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}  # max|difference|/max|reference|
@@ -105,7 +107,7 @@ class PlainModel:
         trained = by_layer(trained_of(self.params))
         before = {"params": self.params, "optimizer": jax.device_get(optimizer.init(trained))}
         states, numbers = [before] * len(SHIFTS), []
-        compiled_update = _compiled(update)
+        compiled_update = compiled_quickly(update)
         for k, batch in enumerate(islice(data.batches(), num_steps)):
             losses, grads = jax.device_get(self.loss_and_grads(states[0]["params"], batch, k))
             attached = {name: float(a) for name, a in losses.items()}
@@ -158,35 +160,14 @@ def rounding_of(grads: Tree) -> Any:
 
 def plain_model(job: TrainingJob) -> PlainModel:
     """Return the un-pipelined model of a job."""
-    config, pipe = job.config, job.pipe
-    params = jax.device_get(_compiled(lambda: init(pipe.stack, config.run.seed))())
-    num_parts = config.schedule.num_microbatches * config.mesh.sizes.along(DATA_AXES)
-    of_parts = partial(reference, pipe.stack, remat="none", dtype=pipe.dtype)
-    mean_loss = of_parts(num_microbatches=1, with_grads=False)
-
-    def losses(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
-        parts = jax.tree.map(lambda a: a.reshape(num_parts, -1, *a.shape[1:]), batch)
-        means, numbers = jax.lax.map(partial(mean_loss, params), parts)
-        return (means * numbers).sum(), numbers.sum()
-
-    summed = of_parts(num_microbatches=num_parts)
-    key = {SEED: key_of_seed(config.run.seed)} if pipe.stack.takes_key else {}
-
-    def loss_and_grads(params: Tree, batch: Tree, step: int) -> tuple[dict[str, jax.Array], Tree]:
-        return summed(params, with_example_keys({**batch, **key}, jnp.asarray(step)))
-
-    return PlainModel(job, params, *map(_compiled, (loss_and_grads, losses)))
+    pipe = job.pipe
+    params = initial_params(pipe.stack, job.config.run.seed)
+    return PlainModel(job, params, *plain_functions(*pipe.plain))
 
 
 def _norm(tree: Tree) -> float:
     squares = (np.square(a, dtype=np.float64).sum() for a in jax.tree.leaves(tree))
     return math.sqrt(sum(map(float, squares)))
-
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function to be compiled quickly, since it runs a few times."""
-    options = cpu_options("once") if jax.default_backend() == "cpu" else None
-    return jax.jit(function, compiler_options=options)
 
 
 @dataclass(frozen=True)
@@ -246,9 +227,10 @@ class TrainingComparison:
     eval_loss: Number | None  # None: the request evaluates nothing
 
 
-def tolerance_of(job: TrainingJob) -> float:
-    """Return the largest error of a job's dtype that counts as rounding."""
-    return TOLERANCE[str(job.pipe.dtype)]
+def tolerance_of(pipe: Pipeline) -> float:
+    """Return the largest error that counts as rounding, by the dtypes of compute and parameters."""
+    held = {str(a.dtype) for a in jax.tree.leaves(pipe.states.natural["params"])}
+    return max(TOLERANCE[dtype] for dtype in {*held, str(pipe.dtype)} & {*TOLERANCE})
 
 
 def compared(value: Any, reference: Any) -> Number:
@@ -261,14 +243,22 @@ def compared(value: Any, reference: Any) -> Number:
     return Number(value, reference, abs(value - reference) / (abs(reference) or 1.0))
 
 
-def compare_gradients(job: TrainingJob, plain: PlainModel, state: Tree) -> GradientComparison:
-    """Return loss and gradients of the first batch, compared; state: the initial one, kept."""
-    batch = next(job.data.batches())
-    loss, grads = job.pipe.loss_and_grads(state, batch)
-    losses, expected = jax.device_get(plain.loss_and_grads(plain.params, batch, 0))
-    least = float(rounding_of(expected)) / tolerance_of(job)
-    expected, grads = (of_author(job.pipe.stack, tree) for tree in (expected, grads))
-    leaves = in_layers(job.pipe.stack, compare_trees(expected, grads, least=least))
+def compare_gradients(
+    pipe: Pipeline,
+    plain: Callable[[Tree, Tree, int], tuple[dict[str, jax.Array], Tree]],
+    params: Tree,
+    state: Tree,
+    batch: Tree,
+) -> GradientComparison:
+    """Return loss and gradients of a batch, compared; state: the initial one, kept.
+
+    plain: loss and gradients without a pipeline; params: of `state`, natural.
+    """
+    loss, grads = pipe.loss_and_grads(state, batch)
+    losses, expected = jax.device_get(plain(params, batch, 0))
+    least = float(rounding_of(expected)) / tolerance_of(pipe)
+    expected, grads = (of_author(pipe.stack, tree) for tree in (expected, grads))
+    leaves = in_layers(pipe.stack, compare_trees(expected, grads, least=least))
     return GradientComparison(compared(loss, losses[LOSS]), leaves)
 
 

@@ -19,8 +19,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError
-from ppctl.executors.reference import by_example, outputs_of
-from ppctl.model.stack import Stack, divisor
+from ppctl.executors.compiler_options import cpu_options
+from ppctl.executors.reference import by_example, outputs_of, reference
+from ppctl.model.random_keys import SEED, key_of_seed, with_example_keys
+from ppctl.model.stack import Stack, divisor, init
 from ppctl.training.pipeline.user_code import call_user_code
 
 Tree = Any
@@ -139,3 +141,39 @@ def _values(
             f"each example or token, [{number}, ...], without their mean."
         )
     return values.astype(dtype), jnp.broadcast_to(jnp.asarray(weights, dtype), shape)
+
+
+def initial_params(stack: Stack, seed: int) -> Tree:
+    """Return the initial parameters of a model, in natural order, on the host."""
+    return jax.device_get(compiled_quickly(lambda: init(stack, seed))())
+
+
+def plain_functions(
+    stack: Stack, dtype: jnp.dtype, num_parts: int, seed: int
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the functions of a model by plain autodiff, of batches in num_parts parts.
+
+    (params, batch, step) -> (losses, gradients); (params, batch) -> (sum of losses, number). seed:
+    of the keys of layers.
+    """
+    of_parts = partial(reference, stack, remat="none", dtype=dtype)
+    mean_loss = of_parts(num_microbatches=1, with_grads=False)
+
+    def losses(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        parts = jax.tree.map(lambda a: a.reshape(num_parts, -1, *a.shape[1:]), batch)
+        means, numbers = jax.lax.map(partial(mean_loss, params), parts)
+        return (means * numbers).sum(), numbers.sum()
+
+    summed = of_parts(num_microbatches=num_parts)
+    key = {SEED: key_of_seed(seed)} if stack.takes_key else {}
+
+    def loss_and_grads(params: Tree, batch: Tree, step: int) -> tuple[dict[str, jax.Array], Tree]:
+        return summed(params, with_example_keys({**batch, **key}, jnp.asarray(step)))
+
+    return compiled_quickly(loss_and_grads), compiled_quickly(losses)
+
+
+def compiled_quickly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function to be compiled quickly, since it runs a few times."""
+    options = cpu_options("once") if jax.default_backend() == "cpu" else None
+    return jax.jit(function, compiler_options=options)
