@@ -89,7 +89,6 @@ def test_the_page_of_a_run_says_how_it_stands_and_predicted_vs_measured(capsys):
         "Gradient norm",
         "Learning rate",
         "Speed, tok/s, over 5 steps",
-        "Step times, number of steps",
     ):
         assert f"<figcaption>{title}</figcaption><svg" in text
     assert "MFU" not in seen  # it is not recorded

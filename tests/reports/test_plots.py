@@ -19,7 +19,6 @@ from ppctl.reports.charts.page_figures import (
     WIDTH,
     Line,
     curves_svg,
-    histogram_svg,
     lines_svg,
     memory_bars,
 )
@@ -159,7 +158,7 @@ def test_odd_labels_are_text_and_the_same_run_gives_the_same_bytes():
     assert not {*ids[0]} & {*ids[1]}  # of two figures in a page
 
 
-# --- lines, histogram, bars ---------------------------------------------------------------------
+# --- lines, bars --------------------------------------------------------------------------------
 
 
 def test_marks_stand_to_scale_and_differ_by_colour_and_shape():
@@ -186,26 +185,6 @@ def test_marks_stand_to_scale_and_differ_by_colour_and_shape():
     assert heights(drawn, data) == pytest.approx([5, 10, 10], abs=0.1)
     assert heights(drawn, dashed) == pytest.approx([1, 3], abs=0.1)
     assert "stroke-dasharray" in (dashed[0].get("style") or "")
-
-
-def test_a_histogram_counts_every_value():
-    values = [0.5 + 0.001 * (n % 50) for n in range(1000)] + [30.0, 40.0]
-    named = {"median": 0.524, "predicted": 0.4}
-    drawn = histogram_svg(values, named, title="x", x_name="s")
-    bars = [places(group) for group in groups(drawn, "mark")]
-    counts = [max(values_at(drawn, "y", [y for _, y in bar])) for bar in bars]
-    assert sum(counts) == pytest.approx(len(values), abs=5)
-    assert counts[-1] == pytest.approx(2, abs=1)
-    assert min(x for x, _ in bars[-1]) - max(x for x, _ in bars[-2]) > 10  # apart
-    at = [values_at(drawn, "x", [places(group)[0][0]])[0] for group in groups(drawn, "named")]
-    assert at == pytest.approx([0.524, 0.4], abs=1e-3)
-    assert "median 0.524; predicted 0.4" in drawn
-    far = histogram_svg(values, named | {"predicted": 0.004}, title="x", x_name="s")
-    assert len(groups(far, "named")) == 1
-    one = histogram_svg([0.5] * 99_999 + [0.6], {"median": 0.5}, title="x", x_name="s")
-    heights_of = [places(group)[0][1] - places(group)[2][1] for group in groups(one, "mark")]
-    assert len(heights_of) == 2
-    assert min(heights_of) > 0.7  # pixels
 
 
 def bars(sizes, limit):

@@ -1,4 +1,4 @@
-"""Static figures of html pages by matplotlib (curves, lines, a histogram), and bars of html.
+"""Static figures of html pages by matplotlib (curves, lines), and bars of html.
 
 An svg takes its letters and colours from the page (THEME, `.lines` in page.css), so that it is read
 on light and on dark paper. Matplotlib is imported when a figure is drawn.
@@ -18,8 +18,8 @@ from ppctl.reports.page_kit import text
 from ppctl.reports.terminal_output import size_text
 
 WIDTH, HEIGHT = 460, 300  # units of an svg, each about a pixel
-SOFT, GRID, DARK, PAPER = "#010101", "#020202", "#030303", "#040404"  # replaced by the page's
-THEME = {SOFT: "var(--soft)", GRID: "var(--line)", DARK: "var(--ink)", PAPER: "var(--paper)"}
+SOFT, GRID, PAPER = "#010101", "#020202", "#030303"  # replaced by the page's
+THEME = {SOFT: "var(--soft)", GRID: "var(--line)", PAPER: "var(--paper)"}
 LOOK: dict[Any, Any] = {
     "font.size": 13,
     "svg.fonttype": "none",  # letters are the page's
@@ -38,8 +38,6 @@ LOOK: dict[Any, Any] = {
 MOST_LINES = len(LINES) ** 2  # a colour and a mark tell them apart
 TREND = 80  # medians of a curve of many points
 NUM_MARKS = 5  # on each of several curves, about
-NUM_BINS = 40
-FAR_BIN = 3.0  # medians: larger values share the last bin, and a named one is only written
 LOG_FROM = 100.0  # greatest over least value from which on an axis of values is logarithmic
 LEAST = 1e-100  # on a logarithmic axis
 
@@ -129,45 +127,6 @@ def lines_svg(
         _set_values(axes, *(end(y for _, y in every) for end in (min, max)), from_zero=from_zero)
         axes.yaxis.set_major_formatter(y_form)
         return _svg_of(axes, "; ".join(abouts))
-
-
-def histogram_svg(
-    values: Sequence[float], named: Mapping[str, float], *, title: str, x_name: str
-) -> str:
-    """Return the svg of positive values; `named`: their median, a solid line, others dashed.
-
-    Values beyond FAR_BIN times the median are counted in a last bin, apart from the others.
-    """
-    import numpy as np
-
-    # 1. bins
-    median = next(iter(named.values()))
-    near = [value for value in named.values() if not is_far(median, value)]
-    inside = [value for value in values if value <= FAR_BIN * median]
-    every = inside + near
-    counts, edges = np.histogram(inside, NUM_BINS, (min(every), max(every)))
-    first, last, width = edges[0], edges[-1], edges[1] - edges[0]
-    counts = np.append(counts, len(values) - len(inside))
-    edges[-1] += 2 * width  # of the last bin: apart
-    [some] = counts.nonzero()
-    # 2. the figure
-    with _axes() as axes:
-        # a pixel at least: one of a hundred thousand is seen
-        heights = np.maximum(counts[some], max(counts) / HEIGHT)
-        axes.bar(edges[some], heights, 0.9 * width, align="edge", color=LINES[0], gid="mark")
-        axes.set_xticks([tick for tick in axes.get_xticks() if first <= tick <= last])
-        for value, dashes in zip(near, ("-", "--"), strict=False):
-            axes.axvline(value, color=PAPER, linewidth=5)
-            axes.axvline(value, color=DARK, linewidth=2, linestyle=dashes, gid="named")
-        _set_values(axes, 0, max(counts), from_zero=True)
-        axes.set_xlabel(x_name)
-        about = [f"{title}, {x_name}", *(f"{name} {value:.4g}" for name, value in named.items())]
-        return _svg_of(axes, "; ".join(about))
-
-
-def is_far(median: float, value: float) -> bool:
-    """Return whether a value lies too far from the median to be drawn with it."""
-    return not median / FAR_BIN <= value <= FAR_BIN * median
 
 
 def _draw_curve(axes: Any, number: int, points_N2: Any, is_one_of_several: bool) -> None:

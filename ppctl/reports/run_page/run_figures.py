@@ -1,10 +1,10 @@
-"""The figures of a report: curves over steps, of one run or several, and step times."""
+"""The figures of a report: curves over steps, of one run or several."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ppctl.reports.charts.page_figures import FAR_BIN, Points, curves_svg, histogram_svg, is_far
+from ppctl.reports.charts.page_figures import Points, curves_svg
 from ppctl.reports.page_kit import SPEEDS, figure, line_legend
 from ppctl.reports.run_page.read_run import RecordedRun
 
@@ -23,7 +23,6 @@ def figures_of_run(run: RecordedRun) -> list[str]:
     if run.speed is not None:
         unit = SPEEDS[run.speed]
         drawn.append(_figure(SPEED.format(unit), {unit: speeds_of(run, run.speed)}, from_zero=True))
-    drawn.append(_step_times(run))
     return [each for each in drawn if each]
 
 
@@ -38,23 +37,6 @@ def figures_of_runs(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[
         for title, curves, from_zero in kinds
     )
     return [each for each in drawn if each]
-
-
-def _step_times(run: RecordedRun) -> str:
-    values = [value for value in run.values("step_time_s") if value > 0]
-    median, predicted = run.median("step_time_s"), run.newest.get("predicted_step_time_s")
-    if not values or not median or median < 0:
-        return ""
-    named = {"median": median}
-    notes = [f"solid: the median, {median:.4g} s"]
-    if predicted is not None and predicted > 0:
-        named["predicted"] = predicted
-        far = is_far(median, predicted)
-        notes.append(f"{'not drawn' if far else 'dashed'}: as predicted, {predicted:.4g} s")
-    if beyond := sum(value > FAR_BIN * median for value in values):
-        notes.append(f"last bar: {beyond:,} of more than {FAR_BIN * median:.4g} s")
-    drawn = histogram_svg(values, named, title="Step times", x_name="seconds of a step")
-    return figure("Step times, number of steps", drawn, "; ".join(notes))
 
 
 def speeds_of(run: RecordedRun, name: str) -> Points:
