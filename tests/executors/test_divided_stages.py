@@ -82,8 +82,8 @@ SCHEDULES = (
     ("zb_h1", {}),
 )
 MODELS = [  # remat, kv heads, tied, attention
-    *(("none", 4, True, "xla"), ("layer", 2, False, "chunked")),
-    *(("full", 1, True, "chunked"), ("none", 2, False, "xla")),
+    *(("none", 4, True, "auto"), ("layer", 2, False, "chunked")),
+    *(("full", 1, True, "chunked"), ("none", 2, False, "auto")),
 ]
 
 

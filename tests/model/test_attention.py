@@ -274,7 +274,7 @@ CHOICES = [  # device, dtype, width of a head, tokens, kernel
 
 
 def test_the_config_names_every_kernel():
-    assert ("auto", *PAIR_KERNELS, "pallas") == Transformer.ATTENTIONS
+    assert ("auto", "xla", *PAIR_KERNELS, "pallas") == Transformer.ATTENTIONS
 
 
 @pytest.mark.parametrize(("device", "dtype", "width", "tokens", "kernel"), CHOICES)

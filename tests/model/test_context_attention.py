@@ -14,9 +14,9 @@ CP = 4
 MESH = jax.make_mesh((CP,), ("cp",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def divided(context, arrays, kernel="xla"):
+def divided(context, arrays):
     """Return the lowered (output, gradients of q, k, v) of a device's pieces, [cp, ...]."""
-    mix = attention(kernel, axes=StageAxes(cp=CP, context=context))
+    mix = attention("chunked", axes=StageAxes(cp=CP, context=context))
 
     def on_device(*arrays):
         q, k, v, g = (own_pieces(a, CP, 1) for a in arrays)
@@ -45,7 +45,7 @@ def test_a_ring_never_holds_the_keys_of_all_devices():
     shape = jax.ShapeDtypeStruct((1, 2048, 8, 64), jnp.float32)
 
     def temp_bytes(context):
-        compiled = divided(context, [shape] * 4, kernel="chunked").compile()
+        compiled = divided(context, [shape] * 4).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     keys_bytes = 2 * shape.size * 4  # of keys and values of the whole sequence

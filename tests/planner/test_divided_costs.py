@@ -26,7 +26,7 @@ SIZES = {
     "num_heads": 4,
     "mlp_width": 2 * WIDTH,
     "activation": "swiglu",
-    "attention": "xla",
+    "attention": "auto",
 }
 
 

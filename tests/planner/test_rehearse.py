@@ -160,7 +160,7 @@ def test_memory_is_that_of_the_run_with_the_temporaries_of_a_task(executor):
 
 DIVIDED = replace(
     SMALL,
-    model=config.Transformer(num_layers=4, d_model=16, num_heads=2, seq_len=16, attention="xla"),
+    model=config.Transformer(num_layers=4, d_model=16, num_heads=2, seq_len=16),
     data=config.Synthetic(batch_size=24, vocab_size=32),
     mesh=config.Mesh(1, 4, 1, tp=2),
 )

@@ -20,7 +20,7 @@ SMALL = {
     "num_heads": 4,
     "mlp_width": 32,
     "activation": "swiglu",
-    "attention": "xla",
+    "attention": "auto",
 }
 
 

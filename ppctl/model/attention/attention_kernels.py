@@ -2,8 +2,8 @@
 
 kernel  | method                                               | where
 xla     | all scores of a sequence in memory                   | any backend, short sequences
-chunked | a softmax over blocks of keys, one after the other:  | any backend, long sequences
-        | memory grows with the tokens, not with their square  |
+chunked | a softmax over blocks of keys, one after the other:  | any backend, long sequences, and
+        | memory grows with the tokens, not with their square  | those divided over cp
 cudnn   | cuDNN's flash attention; not of packed sequences     | NVIDIA GPUs from 8.0, in 16 bits
 pallas  | JAX's splash attention                               | TPUs
 
@@ -70,7 +70,7 @@ def choose(
     for kernel in ("cudnn", "pallas") if cp == 1 else ("cudnn",):
         if refusal(kernel) is None:
             return kernel
-    return "chunked" if num_tokens >= LONG else "xla"
+    return "chunked" if num_tokens >= LONG or cp > 1 else "xla"
 
 
 def _refusal(
@@ -234,12 +234,12 @@ def _named(documents: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
     return dict(zip(("documents_BT",), documents, strict=False))
 
 
-PAIR_KERNELS = ("xla", "chunked", "cudnn")  # kernels that merge parts of a softmax
+PAIR_KERNELS = {"chunked": chunked_attention, "cudnn": cudnn_attention}  # merge parts of a softmax
 
 
 def pair_kernel(name: str, scoring: Scoring = PLAIN) -> PairKernel:
     """Return one of PAIR_KERNELS."""
-    module = {"xla": plain_attention, "chunked": chunked_attention, "cudnn": cudnn_attention}[name]
+    module = PAIR_KERNELS[name]
     return PairKernel(*(partial(f, scoring=scoring) for f in (module.forward, module.backward)))
 
 
