@@ -229,6 +229,7 @@ def test_settings_records_and_checkpoints_are_those_of_the_run(saved):
         "num_layers": 4,
         "d_model": 8,
         "activation": "relu",
+        "dropout": 0.0,
     }
     assert run.metrics == [{"step": 5, "loss": 0.5}]  # not the half of one that a kill left
     assert run.evaluations == []
