@@ -1,4 +1,4 @@
-"""`ppctl runs`: list runs and how they ended, show one, remove runs; starts no JAX."""
+"""`ppctl runs`: list runs and how they ended, show one or a sweep, remove runs; starts no JAX."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ DEFAULT_DIR = "runs"  # parent of run.dir by default
 NOTES = f"""\
     ppctl runs [DIR ...]            every run below DIR, sweeps included
     ppctl runs show NAME [DIR ...]  one run: settings, losses, speed, checkpoints, resume command
+    ppctl runs show SWEEP           a sweep's directory: axes, jobs, their status, the best
     ppctl runs rm NAME ...          remove runs for good, with their checkpoints
 
 DIR is {DEFAULT_DIR} by default. NAME is a path or a name in the list; for show also a part that
@@ -94,9 +95,13 @@ def _show(words: list[str], options: argparse.Namespace) -> int:
     if not words:
         raise ConfigError("`ppctl runs show` needs the name of a run; `ppctl runs` lists them.")
     from ppctl.cli.resume_command import resumption
+    from ppctl.cli.subcommands.runs_sweep import find_sweep, show_sweep
     from ppctl.reports import runs_table
     from ppctl.reports.run_page.read_run import read_run
 
+    sweep = find_sweep(words[0], _tops(words[1:]))
+    if sweep is not None:
+        return show_sweep(sweep, as_json=options.json)
     name, path = runs_table.find_run(words[0], _tops(words[1:]))
     found = resumption(path)
     run = read_run(name, path, found.config, found.words, found.command, found.notes, pipeline="")

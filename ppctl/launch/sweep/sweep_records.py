@@ -1,20 +1,26 @@
-"""Records of jobs: settings, end, numbers; the best. Starts no JAX."""
+"""Records of jobs: settings, end, numbers; the best; a sweep from its directory. No JAX."""
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ppctl.config.changed_settings import shown
 from ppctl.launch.local_processes import newest_checkpoint
-from ppctl.launch.sweep.sweep_jobs import STATES, Job, Outcome, Sweep, command_line
+from ppctl.launch.sweep.sweep_jobs import FILES, MARK, STATES, Job, Outcome, Sweep, command_line
+from ppctl.reports.foreign_files import from_json, read_file
 from ppctl.reports.measured_timeline_file import measured_bubble
+from ppctl.reports.recorded_settings import differing_settings
 from ppctl.reports.run_files import (
+    find_runs,
     read_lines,
     record_number,
+    run_summary,
     whole_number,
 )
 from ppctl.reports.terminal_output import SPEEDS
@@ -38,6 +44,7 @@ DONE = ("finished", "skipped")
 LEAST_DECIMALS, MOST_DECIMALS = 4, 9  # of a loss
 
 Recorded = tuple[Job, Mapping[str, Any]]  # a job and its record
+Words = Callable[[Path], Sequence[str]]
 
 
 def record_of(job: Job, outcome: Outcome) -> dict[str, Any]:
@@ -51,6 +58,15 @@ def record_of(job: Job, outcome: Outcome) -> dict[str, Any]:
     return record | (
         dict.fromkeys(NUMBERS) if since_s is None else numbers_of(job.run_dir, since_s)
     )
+
+
+def read_records(directory: Path) -> list[dict[str, Any]]:
+    """Return the records of the summary in a sweep's directory, [] where it cannot be read."""
+    try:
+        records = from_json(read_file(directory / FILES[0]))
+        return [dict(record) for record in records if os.path.realpath(record["run_dir"])]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
 
 
 def numbers_of(run_dir: Path, since_s: float = 0.0) -> dict[str, Any]:
@@ -185,3 +201,87 @@ def decimals(values: Iterable[float | None]) -> int:
         if len({f"{value:.{number}f}" for value in different}) == len(different):
             return number
     return MOST_DECIMALS
+
+
+# --- a sweep from its directory -------------------------------------------------------------------
+
+
+def is_sweep(directory: Path) -> bool:
+    """Return whether a sweep has written to a directory."""
+    return any((directory / name).is_file() for name in (MARK, FILES[0]))
+
+
+def read_sweep(directory: Path, words_of: Words) -> dict[str, Any]:
+    """Return the sweep in a directory, as `ppctl runs show --json` prints it.
+
+    Its jobs are the runs below it, and those of its summary that left no run: refused, or failed
+    before they began. words_of: returns the words that the run in a directory was started with.
+    """
+    # 1. the jobs, in the order of the summary
+    recorded = {os.path.realpath(record["run_dir"]): record for record in read_records(directory)}
+    jobs = _jobs_with_runs(directory, words_of)
+    places = {os.path.realpath(job["run_dir"]) for job in jobs}
+    jobs += [_job_without_run(record) for place, record in recorded.items() if place not in places]
+    order = {place: index for index, place in enumerate(recorded)}
+    jobs.sort(key=lambda job: order.get(os.path.realpath(job["run_dir"]), len(order)))
+    # 2. their axes
+    axes: dict[str, dict[str, None]] = {}
+    for job in jobs:
+        for name, value in job["values"].items():
+            axes.setdefault(name, {})[value] = None
+    return {
+        "sweep_dir": str(directory),
+        "counts": dict(Counter(job["status"] for job in jobs).most_common()),
+        "axes": {name: [*values] for name, values in axes.items()},
+        "best": [
+            {
+                "what": best.what,
+                "job": best.job.index,
+                "value": jobs[best.job.index][best.by],
+                "place": str(best.place),
+                "command": best.command,
+                "text": best.text,
+            }
+            for best in _best(directory, jobs, words_of)
+        ],
+        "jobs": [{"job": index, **job} for index, job in enumerate(jobs)],
+        "files": [str(directory / name) for name in FILES if (directory / name).is_file()],
+    }
+
+
+def _jobs_with_runs(directory: Path, words_of: Words) -> list[dict[str, Any]]:
+    runs = [run_summary(name, path) for name, path in find_runs(directory) if path != directory]
+    words = [[*words_of(run.path)] for run in runs]
+    differ = differing_settings([run.config for run in runs], words)
+    jobs = []
+    for index, run in enumerate(runs):
+        texts = {name: values[index] for name, values in differ.items()}
+        facts = {"run_dir": str(run.path), "status": run.status, "reason": run.reason}
+        facts |= {"step": run.step, "num_steps": run.num_steps}
+        facts["values"] = {name: text for name, text in texts.items() if text is not None}
+        jobs.append(facts | numbers_of(run.path))
+    return jobs
+
+
+def _job_without_run(record: Mapping[str, Any]) -> dict[str, Any]:
+    varied = [key for key in record if key not in ("job", *ENDS, *NUMBERS)]
+    facts = {"run_dir": record["run_dir"], "status": str(record.get("status"))}
+    facts |= {"reason": record.get("error"), "step": 0, "num_steps": None}
+    facts["values"] = {key: shown(record[key]) for key in varied}
+    return facts | dict.fromkeys(NUMBERS)
+
+
+def job_name(job: Mapping[str, Any]) -> str:
+    values = " ".join(f"{key}={value}" for key, value in job["values"].items())
+    return values or Path(job["run_dir"]).name
+
+
+def _best(directory: Path, jobs: Sequence[Mapping[str, Any]], words_of: Words) -> list[Best]:
+    """Return the best jobs, each with the command that trains it anew in a separate directory."""
+    made = []
+    for index, job in enumerate(jobs):
+        run_dir = Path(job["run_dir"])
+        words = [word for word in words_of(run_dir) if not word.lstrip("+").startswith("run.dir=")]
+        swept = tuple(f"{key}={value}" for key, value in job["values"].items())
+        made.append(Job(index, swept, job["values"], ("train", *words), run_dir, None))
+    return best_of(Sweep("train", directory, made), jobs)
