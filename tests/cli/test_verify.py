@@ -13,7 +13,8 @@ import pytest
 
 from ppctl import config
 from ppctl.cli.commands import bench, verify
-from ppctl.training.pipeline import job, verification
+from ppctl.training.pipeline import job
+from ppctl.training.pipeline.unpipelined import verification
 
 TINY = config.Config(
     model=config.MLP(num_layers=5, d_model=8),

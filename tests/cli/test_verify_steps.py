@@ -13,11 +13,12 @@ from support.selection import full_except
 
 from ppctl import config
 from ppctl.cli.commands import verify
-from ppctl.training.pipeline import optimizers, verification
+from ppctl.training.pipeline import optimizers
 from ppctl.training.pipeline import optimizers as optim
 from ppctl.training.pipeline.engines import mpmd_engine as mpmd
 from ppctl.training.pipeline.engines.one_program import OneProgram
 from ppctl.training.pipeline.engines.post_validation import PostValidated
+from ppctl.training.pipeline.unpipelined import verification
 
 SPMD = config.Config(
     model=config.MLP(num_layers=3, d_model=4),

@@ -85,7 +85,6 @@ def test_a_network_has_its_parameters_predictions_and_metrics_by_example():
     batch = {name: RNG.normal(size=(5, 3)) for name in ("inputs", "targets")}
     pipe = make(
         network,
-        num_layers=2,
         batch={name: np.zeros((4, 3)) for name in batch},
         metrics={"error": lambda y, batch: abs(y - batch["targets"]).max(axis=1)},
     )
