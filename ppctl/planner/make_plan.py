@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from math import inf
 from typing import Any
 
 import jax
@@ -19,7 +21,15 @@ from ppctl.config.schedule_from_config import label
 from ppctl.executors.axes_over_hosts import over_hosts
 from ppctl.executors.device_mesh import hosts_text
 from ppctl.planner.cost.assumptions import assumptions
-from ppctl.planner.cost.predict_step import JobPrediction, predict_job, target_of
+from ppctl.planner.cost.op_times import OpTimes, op_times
+from ppctl.planner.cost.planned_step import Step
+from ppctl.planner.cost.predict_step import (
+    JobPrediction,
+    job_costs,
+    predict_job,
+    target_of,
+    time_of,
+)
 from ppctl.planner.cost.target_devices import DeviceLimit, Target
 from ppctl.planner.rehearsal.timed_runs import out_of_memory
 from ppctl.planner.request_text import RequestText
@@ -27,7 +37,6 @@ from ppctl.planner.search.token_budget import TokenBudget, check_tokens, token_b
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.partition.cut_layers import improved
 from ppctl.schedule.partition.partition import Partition
-from ppctl.schedule.simulator import simulate
 from ppctl.training.pipeline.jax_start import MOST_MEMORY_FRACTION
 from ppctl.training.pipeline.job import TrainingJob, assemble, model_flops, unit_of_work
 from ppctl.training.pipeline.mfu import mfu
@@ -141,7 +150,7 @@ def predicted(job: TrainingJob) -> Prediction:
         mfu_causal_fraction=mfu(flops.causal, step_s, peak),
         predicted_bytes=found.total_bytes,
         assumes=assumptions(job, is_timed=found.time is not None),
-        proposal=propose(pipe),
+        proposal=propose(pipe, found.step),
         **_stages(job, found.costs),
         **_memory(job, target, found),
     )
@@ -274,25 +283,25 @@ class Proposal:
     time_ratio: float
 
 
-def propose(pipe: Pipeline) -> Proposal | None:
-    """Return the fastest partition found, if it is 1% faster than the requested one.
+def propose(pipe: Pipeline, step: Step | None) -> Proposal | None:
+    """Return the fastest partition found, if its step is 1% faster than the requested one's.
 
-    Costs of layers, embedding and head are their FLOPs. None if nothing is better, or a simulation
-    would take too long.
+    Seconds are those of the plan, but for cores: each device has its own. None if nothing is
+    better, the time of a step is not known (step=None), or simulations would take too long.
     """
-    costs, ticks, schedule = pipe.task_costs, pipe.ticks, pipe.schedule
+    schedule, engine = pipe.schedule, pipe.execution.engine
     most = min(MOST_SIMULATIONS, TASKS_SIMULATED // sum(map(len, schedule.ranks)))
-    if not pipe.execution.engine.is_pipelined or not most:
+    if step is None or not engine.is_pipelined or not most:
         return None
 
+    @cache
+    def times_of(rank_layers: int, chunk_layers: int) -> OpTimes:
+        return replace(op_times(step.with_layers(rank_layers, chunk_layers)), capacity=inf)
+
     def seconds(partition: Partition) -> float:
-        """Return the makespan of a partition, in units of a forward through a layer."""
-        units = pipe.relative_costs.of_stages(partition)
-        f, i, w = (tuple(costs.seconds(kind, 0, 1) * n for n in units) for kind in "FIW")
-        of_stages = Costs(f, i, w)
-        if ticks is not None:
-            return ticks.makespan_s(of_stages)
-        return simulate(schedule, of_stages).makespan_s
+        sizes = [len(layers) for layers in partition]
+        times = times_of(engine.rank_layers(sizes, schedule.rank_of), max(sizes))
+        return time_of(pipe, times, job_costs(pipe, times, partition)).total_s
 
     starts = pipe.partition, pipe.relative_costs.balanced(schedule.rank_of)
     best = improved(min(starts, key=seconds), seconds, max_tried=most)

@@ -39,6 +39,7 @@ from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import BASELINE, build
 from ppctl.schedule.ir import PART_KINDS
 from ppctl.schedule.mesh_axes import COPY_AXES, MeshSizes
+from ppctl.schedule.partition.partition import Partition
 from ppctl.schedule.search.extrapolated_cost import MOST_TASKS
 from ppctl.schedule.simulator import Timeline
 from ppctl.schedule.timeline import timeline_at
@@ -58,7 +59,8 @@ class JobPrediction:
     unknown: str | None  # why the time is not known
     ideal_bubble: float | None  # 0..1; None without a pipeline
     bubble: float | None  # 0..1: by the same seconds as the time; None where these are not known
-    costs: Costs | None = None  # of the stages' tasks; None without a pipeline or a time
+    costs: Costs | None = None  # of the stages' tasks; None where the time is not known
+    step: Step | None = None  # likewise
 
     @property
     def total_bytes(self) -> tuple[int, ...]:
@@ -82,7 +84,7 @@ def predict_job(job: TrainingJob) -> JobPrediction:
         return JobPrediction(memory, None, unknown, ideal, None)
     times = op_times(step)
     time, costs = time_of(pipe, times), job_costs(pipe, times)
-    return JobPrediction(memory, time, None, ideal, _bubble(pipe, times, time), costs)
+    return JobPrediction(memory, time, None, ideal, _bubble(pipe, times, time), costs, step)
 
 
 def predict_step(job: TrainingJob) -> StepPrediction:
@@ -253,10 +255,11 @@ def timeline_of(pipe: Pipeline, times: OpTimes, costs: Costs | None = None) -> T
     return timeline_at(pipe.schedule, pipe.ticks, costs, times.capacity / _copies(pipe))
 
 
-def job_costs(pipe: Pipeline, times: OpTimes) -> Costs:
-    """Return the costs of the stages' tasks."""
+def job_costs(pipe: Pipeline, times: OpTimes, partition: Partition | None = None) -> Costs:
+    """Return the costs of the stages' tasks, with another partition if one is given."""
     layers = None if pipe.stack.are_alike else pipe.relative_costs.layers
-    return costs_of(times, pipe.schedule, pipe.partition, pipe.execution.remat, layers)
+    partition = pipe.partition if partition is None else partition
+    return costs_of(times, pipe.schedule, partition, pipe.execution.remat, layers)
 
 
 def _copies(pipe: Pipeline) -> int:

@@ -96,7 +96,7 @@ def plan_lines(found: Prediction) -> Iterator[tuple[str, str]]:
     if found.proposal is not None:
         layers, ratio = ",".join(map(str, found.proposal.partition)), found.proposal.time_ratio
         partition = f"partition=explicit partition.layers=[{layers}]"
-        how = "by simulation with costs from FLOPs; its memory is not counted"
+        how = "by simulation; its memory is not counted"
         yield "better", f"{partition} takes {ratio:.2f} times as long a step, {how}"
 
 
