@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ppctl.model.network import Network, stage_boundary
     from ppctl.model.random_keys import dropout
     from ppctl.model.stack import Stack, VocabularyParts
+    from ppctl.planner.plan_pipeline import PipelinePlan, plan
     from ppctl.reports.charts.draw_schedule import draw
     from ppctl.schedule.costs import Costs
     from ppctl.schedule.families.registry import build as build_schedule
@@ -41,6 +42,7 @@ __all__ = [
     "Lora",
     "Network",
     "Pipeline",
+    "PipelinePlan",
     "PpctlError",
     "SavedRun",
     "Schedule",
@@ -62,6 +64,7 @@ __all__ = [
     "mpmd",
     "parallel",
     "pipeline",
+    "plan",
     "read_schedule",
     "reference",
     "simulate",
@@ -79,6 +82,7 @@ _HOMES = {  # public names by module
     "model.network": "Network stage_boundary",
     "model.random_keys": "dropout",
     "model.stack": "Stack VocabularyParts",
+    "planner.plan_pipeline": "PipelinePlan plan",
     "reports.charts.draw_schedule": "draw",
     "schedule.costs": "Costs",
     "schedule.families.registry": "family",

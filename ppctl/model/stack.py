@@ -83,6 +83,8 @@ class Stack:
     has_vocabulary: whether `divided` supports `axes.vocab_parts` (`StageAxes`) and returns parts;
     in its sharding of embed_head tp then also means the ranks of the pipeline.
     parts: of a stack from `divided`, the functions of a rank's part of embedding and head.
+    on_device(device) -> Stack: the same model with the kernels of another device, attached or only
+    described, for predictions.
     trainable: whether parameters are trained: booleans like the parameters' tree (of one layer);
     one may stand for a subtree; True: all. Frozen parameters have no gradients, no optimizer state
     and no work in W.
@@ -115,6 +117,7 @@ class Stack:
     trainable: Tree = field(default=True, compare=False)
     one_key: bool = False
     check_batch: Callable[[Any, Any], None] | None = None
+    on_device: Callable[[Any], Stack] | None = field(default=None, compare=False)
 
     def trains(self, part: str) -> Tree:
         """Return `trainable` of "embed_head", or of one layer ("layers")."""

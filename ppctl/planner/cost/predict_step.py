@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.config import Config
+from ppctl.config import Config, Hardware
 from ppctl.errors import ConfigError
 from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
@@ -70,15 +70,19 @@ class JobPrediction:
 
 def predict_job(job: TrainingJob) -> JobPrediction:
     """Return the prediction for a job. ConfigError where the request's hardware is wrong."""
-    pipe, target = job.pipe, target_of(job)
+    return predict_pipeline(job.pipe, job.counted_model, target_of(job))
+
+
+def predict_pipeline(pipe: Pipeline, counted: Model, target: Target) -> JobPrediction:
+    """Return the prediction for a pipeline. counted: its model with the kernels of the target."""
     machine, unknown = None, None
     try:
         machine = target.machine
     except ConfigError as error:
-        if job.config.hardware.name != "auto":
+        if isinstance(target.request, Hardware):
             raise
         unknown = str(error)
-    step = step_of(job, machine)
+    step = pipeline_step(pipe, counted, target, machine)
     memory, ideal = memory_of(pipe, step), pipe.bubble()
     if machine is None:
         return JobPrediction(memory, None, unknown, ideal, None)
@@ -137,20 +141,25 @@ def target_devices(config: Config, device: Any, number: int, dtype: str) -> Targ
 
 def step_of(job: TrainingJob, machine: Machine | None) -> Step:
     """Return the step of a job on a machine."""
-    pipe, execution, model = job.pipe, job.pipe.execution, job.pipe.model
+    return pipeline_step(job.pipe, job.counted_model, target_of(job), machine)
+
+
+def pipeline_step(pipe: Pipeline, counted: Model, target: Target, machine: Machine | None) -> Step:
+    """Return the step of a pipeline on a machine; counted: its model with the target's kernels."""
+    execution, model = pipe.execution, pipe.model
     examples, number = model.microbatch["inputs"].shape[0], pipe.schedule.num_microbatches
     example_bytes = tree_bytes(model.microbatch) // examples
     # the reference adds whole gradients of a microbatch, and each microbatch casts parameters
     is_alone = not execution.engine.is_pipelined
     return Step(
-        work_of(job.counted_model),
+        work_of(counted),
         param_bytes(pipe.states.natural, model, pipe.layout.shards),
         layout_of(pipe),
         Microbatch(examples, number, example_bytes, execution.remat),
         machine,
         execution.gather,
         execution.unroll,
-        adds=target_of(job).adds_products and not is_alone,
+        adds=target.adds_products and not is_alone,
         casts=number if is_alone else 1,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -128,7 +128,9 @@ def _transformer(
     """Return the stack of a transformer by its settings; how: dtype, packed and lora."""
     sizes = transformer_sizes(model, vocab_size)
     mix = lambda axes, scoring: attention_of(model.attention, device, axes, scoring)  # noqa: E731
-    return transformer_model.transformer(**sizes, mix=mix, rotate=rotation(device), **how)
+    stack = transformer_model.transformer(**sizes, mix=mix, rotate=rotation(device), **how)
+    there = lambda device: _transformer(model, vocab_size, device=device, **how)  # noqa: E731
+    return replace(stack, on_device=there)
 
 
 def make_stack(

@@ -72,13 +72,7 @@ class TrainingJob:
     @cached_property
     def counted_model(self) -> Model:
         """The model with the kernels of the request's hardware, for counting; it need not run."""
-        pipe, model, stack = self.pipe, self.pipe.model, self.counted_stack
-        if stack is None:
-            other = self._other_hardware
-            if other is None or not isinstance(self.config.model, settings.Transformer):
-                return model
-            stack = stack_for(other, self.config, self.data, pipe.dtype, pipe.mesh.devices.flat[0])
-        return replace(model, stack=divided_stack(stack, model.axes, pipe.batch_shapes))
+        return model_on(self.pipe, self._other_hardware, self.counted_stack)
 
     @cached_property
     def counted_device(self) -> Any:
@@ -93,6 +87,21 @@ class TrainingJob:
         """The hardware of the request if the mesh's devices are of another kind."""
         kind = self.pipe.mesh.devices.flat[0].device_kind
         return hardware_of.described_only(self.config.hardware, kind)
+
+
+def model_on(
+    pipe: Pipeline, hardware: settings.Hardware | None, stack: Stack | None = None
+) -> Model:
+    """Return a pipeline's model as tasks of one device see it, with the kernels of hardware.
+
+    hardware: None: of the mesh's devices. stack: the model with those kernels, if already made.
+    """
+    if stack is None:
+        if hardware is None or pipe.stack.on_device is None:
+            return pipe.model
+        stack = pipe.stack.on_device(described_device(hardware) or pipe.mesh.devices.flat[0])
+    divided = divided_stack(stack, pipe.model.axes, pipe.batch_shapes)
+    return replace(pipe.model, stack=divided)
 
 
 def num_eval_batches(run: settings.Run, data: DataSet) -> int:
