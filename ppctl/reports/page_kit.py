@@ -55,11 +55,6 @@ def section(title: str, *content: str) -> str:
     return f"<section>\n<h2>{title}</h2>\n{inside}\n</section>\n" if inside else ""
 
 
-def folded(title: str, content: str) -> str:
-    """Return content that opens at a click on its title."""
-    return f"<details><summary>{title}</summary>{content}</details>"
-
-
 def filled(name: str, **texts: str) -> str:
     """Return a file of the charts' folder with `texts` in place of @@their names@@."""
     return re.sub(r"@@(\w+)@@", lambda found: texts[found[1]], asset(name))

@@ -42,6 +42,7 @@ def test_the_page_of_a_run_says_how_it_stands_and_predicted_vs_measured(capsys):
         "at": 1.8e9,
     }
     started |= {"num_devices": 8, "num_processes": 1, "num_cores": 2}
+    started["versions"] = {"jax": "0.99.1"}
     started["overrides"] = [
         "mesh=1x2",
         "model.num_layers=4",
@@ -51,10 +52,8 @@ def test_the_page_of_a_run_says_how_it_stands_and_predicted_vs_measured(capsys):
     (run_dir / "status.jsonl").write_text(
         json.dumps(started) + '\n{"status": "failed", "reason": "disk full.", "at": 1}\n'
     )
-    meta = run_dir / "checkpoints/8/meta"
-    meta.mkdir(parents=True)
-    (run_dir / "checkpoints/4").mkdir()
-    (meta / "data.json").write_text(json.dumps({"meta": {"versions": {"jax": "0.99.1"}}}))
+    for step in (4, 8):
+        (run_dir / f"checkpoints/{step}").mkdir(parents=True)
     for name in ("tensorboard", "profile", "timeline"):
         (run_dir / name).mkdir()
     (run_dir / "timeline/timeline.html").touch()
@@ -186,14 +185,10 @@ def test_what_files_hold_is_escaped(capsys):
         )
     )
     status = (
-        {"status": "started", "host": evil, "step": evil, "at": 1.0},
+        {"status": "started", "host": evil, "step": evil, "at": 1.0, "versions": {evil: evil}},
         {"status": "failed", "reason": evil},
     )
     (run_dir / "status.jsonl").write_text("".join(json.dumps(each) + "\n" for each in status))
-    (run_dir / "checkpoints/1/meta").mkdir(parents=True)
-    (run_dir / "checkpoints/1/meta/data.json").write_text(
-        json.dumps({"meta": {"versions": {evil: evil}}})
-    )
     make("other")
     for words in (["a&b <i>"], ["a&b <i>", "other"]):
         text, _ = write(capsys, *words)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
-import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from math import ceil, nan
 from typing import Any
 
@@ -19,7 +17,6 @@ from ppctl.schedule.ir import ALL_KINDS, Kind
 WIDTH_IN, ROW_IN, MARGIN_IN, DPI = 14.0, 0.32, 1.3, 150
 PANEL_IN = 5.0  # height of a panel of curves
 MANY_MARKS = 4  # on each line
-MOST_IN_COLUMN = 4  # drawings of one figure
 FORMS = ("svg", "pdf", "png")
 MAX_RANKS = 512  # rows of a figure: more would be taller than 160 inches
 MAX_VECTORS = 20_000  # tasks of an svg drawn one by one; more become one picture inside it
@@ -29,15 +26,14 @@ POINTS_PER_CHARACTER = 4.6  # letters in cells, size 7
 def image(drawings: Sequence[Drawing], form: str) -> bytes:
     """Return the bytes of a figure with a row of ROW_IN for each rank; `form`: one of FORMS.
 
-    Several drawings have one time axis and one legend: below each other, more than MOST_IN_COLUMN
-    in two columns.
+    Several drawings stand below each other, on one time axis and with one legend.
     """
     num_ranks = max(drawing.schedule.num_ranks for drawing in drawings)
     if num_ranks > MAX_RANKS:
         raise ConfigError(
             f"mesh.pp={num_ranks}: a {form} has {MAX_RANKS} rows at most. Use --format html."
         )
-    return _saved(_gantt(drawings, DPI, 1 if len(drawings) <= MOST_IN_COLUMN else 2), form)
+    return _saved(_gantt(drawings), form)
 
 
 def _saved(figure: Any, form: str) -> bytes:
@@ -64,7 +60,7 @@ class Panel:
 
 def panels(title: str, each: Sequence[Panel], x_name: str, form: str) -> bytes:
     """Return the bytes of a figure of panels in two columns; a share has 1 - y on the right."""
-    figure = _figure(PANEL_IN * ceil(len(each) / 2), DPI)
+    figure = _figure(PANEL_IN * ceil(len(each) / 2))
     for axes, panel in zip(figure.subplots(ceil(len(each) / 2), 2).flat, each, strict=False):
         n = len(panel.lines)
         for i, (name, line) in enumerate(panel.lines.items()):
@@ -85,30 +81,25 @@ def panels(title: str, each: Sequence[Panel], x_name: str, form: str) -> bytes:
     return _saved(figure, form)
 
 
-def _figure(height_in: float, dpi: int) -> Any:
+def _figure(height_in: float) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # which needs no window system
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH_IN, height_in), dpi=dpi, layout="constrained")
+    figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
-def _gantt(drawings: Sequence[Drawing], dpi: int, num_columns: int = 1) -> Any:
+def _gantt(drawings: Sequence[Drawing]) -> Any:
     """Return the figure of drawings row by row on one time axis."""
     from matplotlib.patches import Patch
 
-    in_rows = [drawings[i : i + num_columns] for i in range(0, len(drawings), num_columns)]
-    num_ranks = [max(drawing.schedule.num_ranks for drawing in row) for row in in_rows]
-    heights = [MARGIN_IN + ROW_IN * number for number in num_ranks]
-    figure = _figure(sum(heights), dpi)
-    places = figure.subplots(len(in_rows), num_columns, squeeze=False, height_ratios=heights).flat
+    heights = [MARGIN_IN + ROW_IN * drawing.schedule.num_ranks for drawing in drawings]
+    figure = _figure(sum(heights))
+    places = figure.subplots(len(drawings), squeeze=False, height_ratios=heights).flat
     end_s = max(drawing.timeline.makespan_s for drawing in drawings)
-    for axes, drawing in zip_longest(places, drawings):
-        if drawing is None:
-            axes.set_axis_off()
-        else:
-            _ranks(axes, drawing, end_s, WIDTH_IN / num_columns)
+    for axes, drawing in zip(places, drawings, strict=True):
+        _ranks(axes, drawing, end_s)
     present = {kind for drawing in drawings for kind in drawing.kinds}
     kinds: list[Kind] = [kind for kind in ALL_KINDS if kind in present]
     names = [f"{kind} {KIND_NAMES[kind]}" for kind in kinds]
@@ -118,7 +109,7 @@ def _gantt(drawings: Sequence[Drawing], dpi: int, num_columns: int = 1) -> Any:
     return figure
 
 
-def _ranks(axes: Any, drawing: Drawing, end_s: float, width_in: float) -> None:
+def _ranks(axes: Any, drawing: Drawing, end_s: float) -> None:
     """Draw a row for each rank, with its bubble and peak to the right; time runs to `end_s`."""
     timeline, schedule = drawing.timeline, drawing.schedule
     # 1. tasks, in their colours
@@ -131,7 +122,7 @@ def _ranks(axes: Any, drawing: Drawing, end_s: float, width_in: float) -> None:
     for (kind, chunk, rank), spans in boxes.items():
         colour = shade(kind, chunk, schedule.num_chunks)
         axes.broken_barh(spans, (rank - 0.45, 0.9), facecolors=colour, **look)
-    _letters(axes, drawing, points_per_s=0.8 * width_in * 72 / end_s)
+    _letters(axes, drawing, points_per_s=0.8 * WIDTH_IN * 72 / end_s)
     # 2. numbers to the right
     look = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 8}
     axes.text(1.005, -0.75, "bubble, peak", **look)
@@ -142,12 +133,7 @@ def _ranks(axes: Any, drawing: Drawing, end_s: float, width_in: float) -> None:
     num_ranks = schedule.num_ranks
     axes.set(xlim=(0, end_s), ylim=(num_ranks - 0.5, -0.5), xlabel="seconds", ylabel="rank")
     axes.set_yticks(range(0, num_ranks, 1 if num_ranks <= 64 else 8))
-    title = f"{drawing.title}\n{_wrapped(drawing.verdict, width_in)}"
-    axes.set_title(title, loc="left", fontsize=10)
-
-
-def _wrapped(text: str, width_in: float) -> str:
-    return text if width_in == WIDTH_IN else "\n".join(textwrap.wrap(text, int(9 * width_in)))
+    axes.set_title(f"{drawing.title}\n{drawing.verdict}", loc="left", fontsize=10)
 
 
 def _letters(axes: Any, drawing: Drawing, points_per_s: float) -> None:

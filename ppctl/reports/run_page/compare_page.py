@@ -29,13 +29,10 @@ def compare_page(runs: Sequence[RecordedRun], file: Path) -> str:
     """Return the text of the page; `file`: where it will stand."""
     names = [Path(_brief(run.summary.name)).name for run in runs]
     labels = [printable(f"{number} {name}") for number, name in enumerate(names, 1)]
-    places = _places(runs, file)
-    places = places if len(runs) <= MOST_LINES else kit.folded("All directories", places)
     return kit.page(
         f"{len(runs)} runs",
-        kit.section("Runs", _table(runs)),
+        kit.section("Runs", _table(runs, file)),
         _figures(runs, labels),
-        kit.section("Where they are", places),
         _warnings(runs),
         main=MARK,
     )
@@ -49,7 +46,8 @@ def _figures(runs: Sequence[RecordedRun], labels: Sequence[str]) -> str:
     return kit.section("Over the steps", about, figures)
 
 
-def _table(runs: Sequence[RecordedRun]) -> str:
+def _table(runs: Sequence[RecordedRun], file: Path) -> str:
+    """Return a row for each run: its name, which leads to its page or directory, and numbers."""
     differ = differing_settings([run.config for run in runs], [run.words for run in runs])
     columns = _columns(runs)
     rows = []
@@ -58,21 +56,15 @@ def _table(runs: Sequence[RecordedRun]) -> str:
         settings = [NONE if each is None else kit.text(each) for each in texts]
         numbers = [kit.number(name, value(run), NONE) for name, value in columns.items()]
         sample = kit.line_sample(index) if index < MOST_LINES else ""
-        name = f"{sample}{index + 1} {_name(run)}"
+        report, directory = run.summary.path / "report.html", run.summary.path
+        place = report if report.exists() else directory
+        name = f"{sample}{index + 1} {kit.link(place, file, _brief(run.summary.name))}"
         state = run.summary.status, steps_text(run), loss_text(run)
         rows.append([name, *settings, *state, *numbers])
     heads = "status", "step", "loss", *(kit.NUMBERS[name][0] for name in columns)
     names = ["", *map(kit.breakable, differ), *heads]
     same = "" if differ else " No requested setting differs."
     return kit.table("the runs", names, rows, "jobs runs") + kit.soft(ABOUT + same)
-
-
-def _name(run: RecordedRun) -> str:
-    """Return the html of a run's name, brief, with the whole one in a title."""
-    name, brief = run.summary.name, _brief(run.summary.name)
-    if brief == name:
-        return kit.text(name)
-    return f'<span title="{kit.text(name)}">{kit.text(brief)}</span>'
 
 
 def _brief(name: str) -> str:
@@ -97,15 +89,6 @@ def _columns(runs: Sequence[RecordedRun]) -> dict[str, Value]:
         if all(columns[name](run) is None for run in runs):
             del columns[name]
     return columns
-
-
-def _places(runs: Sequence[RecordedRun], file: Path) -> str:
-    rows = []
-    for index, run in enumerate(runs, 1):
-        links, report = kit.link(run.summary.path, file), run.summary.path / "report.html"
-        links += f", {kit.link(report, file)}" if report.exists() else ""
-        rows.append([f"{index} {kit.text(run.summary.name)}", links])
-    return kit.table("directories", [], rows, "stages")
 
 
 def _warnings(runs: Sequence[RecordedRun]) -> str:

@@ -203,7 +203,7 @@ def _shared_text(run: RecordedRun) -> str:
 
 
 def memory_section(run: RecordedRun) -> str:
-    """Return bars of the ranks by part, and numbers; one bar if all are alike, else the fullest."""
+    """Return bars of the ranks by part; one bar if all are alike, else the fullest."""
     known = [(rank, sizes) for rank, sizes in enumerate(run.memory) if any(sizes.values())]
     if not known:
         return ""
@@ -212,17 +212,11 @@ def memory_section(run: RecordedRun) -> str:
     present = dict.fromkeys(part for _, sizes in known for part, size in sizes.items() if size)
     parts = [*present][: len(PARTS)]
     fullest = sorted(known, key=lambda each: -sum(each[1].values()))[:MOST_BARS]
-    named, rows = [], []
-    for rank, sizes in sorted(fullest, key=lambda each: each[0]):
-        name = "every rank" if are_alike else f"rank {rank}"
-        numbers = (*(sizes.get(part, 0) for part in parts), sum(sizes.values()))
-        named.append((name, sizes))
-        rows.append([name, *(kit.exact(size, size_text(size)) for size in numbers)])
+    shown = sorted(fullest, key=lambda each: each[0])
+    named = [("every rank" if are_alike else f"rank {rank}", sizes) for rank, sizes in shown]
     few = f" The fullest {MOST_BARS} of {len(known)}." if len(known) > MOST_BARS else ""
-    listed = kit.table("memory of each rank by part", ["", *map(kit.text, parts), "total"], rows)
     about = kit.soft(f"Of one device of each rank, as compiled at the newest start.{few}")
-    bars = memory_bars(named, parts)
-    return kit.section("Memory of each rank", bars, about, kit.folded("Numbers", listed))
+    return kit.section("Memory of each rank", memory_bars(named, parts), about)
 
 
 def environment_html(run: RecordedRun) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -50,7 +49,7 @@ class RecordedRun:
     evaluations: Points
     newest: Mapping[str, float]  # NEWEST, as last recorded
     measured_bubble: float | None  # 0..1, of its timeline
-    versions: Mapping[str, str]  # of its newest start, else of its newest checkpoint
+    versions: Mapping[str, str]  # of its newest start; empty: not recorded
     starts: Sequence[Mapping[str, Any]]  # from status.jsonl
     problems: Sequence[str]
     pipeline: Pipeline | str  # by its settings, or the reason why it is unknown
@@ -123,7 +122,7 @@ def read_run(
         evaluations,
         newest,
         measured_bubble(path / "timeline" / "timeline.csv"),
-        versions or _versions(path, summary.checkpoints),
+        versions,
         starts,
         list(dict.fromkeys((*summary.problems, *problems, *notes))),
         pipeline,
@@ -200,16 +199,6 @@ def _finite(record: Mapping[str, Any], name: str) -> float | None:
 def versions_of(start: Mapping[str, Any]) -> dict[str, str]:
     """Return the recorded versions of a start."""
     versions = start.get("versions")
-    return _texts(versions) if isinstance(versions, dict) else {}
-
-
-def _texts(versions: Mapping[Any, Any]) -> dict[str, str]:
+    if not isinstance(versions, dict):
+        return {}
     return {str(name): str(version) for name, version in versions.items()}
-
-
-def _versions(path: Path, checkpoints: Sequence[int]) -> dict[str, str]:
-    for step in reversed(checkpoints):
-        with suppress(*UNREADABLE):
-            manifest = from_json(read_file(path / "checkpoints" / str(step) / "meta" / "data.json"))
-            return _texts(manifest["meta"]["versions"])
-    return {}
