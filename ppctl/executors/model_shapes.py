@@ -17,7 +17,7 @@ from ppctl.executors.parameter_layout import gather_shards, is_spec, sharded_ove
 from ppctl.executors.stage.stage import Stage
 from ppctl.model.layer_inputs import LayerInputs, without_attached
 from ppctl.model.parallel import WHOLE, StageAxes
-from ppctl.model.stack import Stack
+from ppctl.model.stack import Stack, num_examples
 from ppctl.model.trainable_parameters import trained_flags, trained_part
 from ppctl.schedule.remat import Remat
 
@@ -127,7 +127,7 @@ class Model:
     @property
     def num_examples(self) -> int:
         """The number of a device's examples of a microbatch."""
-        return self.microbatch["inputs"].shape[0]
+        return num_examples(self.microbatch["inputs"])
 
     @property
     def master(self) -> Any:

@@ -27,10 +27,10 @@ class Network:
     """A model as three pure functions on pytrees, which ppctl traces and cuts into layers.
 
     init(key) -> params: any tree of floating arrays, from a `jax.random.key`.
-    apply(params, inputs) -> outputs: inputs [examples, ...], outputs any tree; for any number of
-    examples, each computed by itself, so that microbatches equal the whole batch. If it names a
-    parameter `key`, it gets a random key for each example in training, as layers of a `Stack` do
-    (the same in all its layers), and None otherwise.
+    apply(params, inputs) -> outputs: inputs [examples, ...] or a dict of such arrays, outputs any
+    tree; for any number of examples, each computed by itself, so that microbatches equal the whole
+    batch. If it names a parameter `key`, it gets a random key for each example in training, as
+    layers of a `Stack` do (the same in all its layers), and None otherwise.
     loss(outputs, targets) -> (sum of losses, number of losses): scalars, summed in at least
     float32; the training loss is sum / number over the global batch.
     mixes_examples, trainable: as in `Stack`.

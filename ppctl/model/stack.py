@@ -60,7 +60,8 @@ class Stack:
     init_layer(key, l) -> layer: those of layer l, of the same shapes for every l; drawn with the
     key, or given, such as pretrained ones. l is traced: `jnp.asarray(weights)[l]`, not
     `weights[l]`.
-    embed(embed_head, inputs) -> x: of one microbatch, inputs [batch, ...], without mixing examples.
+    embed(embed_head, inputs) -> x: of one microbatch, inputs [batch, ...] or a dict of such arrays,
+    without mixing examples.
     layer(layer, x) -> x: one function for all layers, or a tuple with one for each. A layer that
     names a parameter `key` gets a random key for each example, [batch], in training (a function of
     seed, step, layer and example, whatever the layout), and None otherwise: `ppctl.dropout`.
@@ -163,6 +164,11 @@ def over_ranks(parts: VocabularyParts) -> tuple[Callable, Callable]:
 def log_sums_of_parts(sums: jax.Array) -> jax.Array:
     """Return the log sums over all parts, [tokens], from those of each, [parts, tokens]."""
     return jax.nn.logsumexp(sums, axis=0)
+
+
+def num_examples(inputs: Tree) -> int:
+    """Return the number of examples of inputs, an array [examples, ...] or a tree of them."""
+    return jax.tree.leaves(inputs)[0].shape[0]
 
 
 def divisor(number: jax.Array) -> jax.Array:

@@ -22,10 +22,14 @@ from ppctl.model.stack import log_sums_of_parts
 Tree = Any
 
 
-def _microbatch_of(model: Model, v: dict[str, Any], name: str) -> jax.Array:
+def _microbatch_of(model: Model, v: dict[str, Any], name: str) -> Tree:
     """Return microbatch v["m"] of this device's examples of "inputs", "targets" or "keys"."""
-    batch = v[name].reshape(model.num_microbatches, -1, *v[name].shape[1:])
-    return jax.lax.dynamic_index_in_dim(batch, v["m"], 0, False)
+
+    def one(a: jax.Array) -> jax.Array:
+        batch = a.reshape(model.num_microbatches, -1, *a.shape[1:])
+        return jax.lax.dynamic_index_in_dim(batch, v["m"], 0, False)
+
+    return jax.tree.map(one, v[name])
 
 
 def _input(model: Model, v: dict[str, Any], role: Role) -> jax.Array:

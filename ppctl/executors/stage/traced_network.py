@@ -27,7 +27,7 @@ from ppctl.model.layer_inputs import attached_in, outside_of_layers, place_of_lo
 from ppctl.model.network import Network
 from ppctl.model.random_keys import SIZE as KEY_SIZE
 from ppctl.model.random_keys import names_key, wrapped
-from ppctl.model.stack import NO_DECAY, Contents, Stack
+from ppctl.model.stack import NO_DECAY, Contents, Stack, num_examples
 from ppctl.model.trainable_parameters import checked_flags
 from ppctl.schedule.partition.operation_clusters import clusters
 
@@ -42,7 +42,7 @@ WIDE = 2  # widest boundaries; wider outputs belong to the head
 class TracedNetwork:
     """A network and where it is cut.
 
-    num_layers: None: one more than its marks; with auto as many as requested. inputs: the shape of
+    num_layers: None: one more than its marks; with auto as many as requested. inputs: shapes of
     a batch; dtype: of parameters; compute: of parameters and floating inputs in `apply`.
     ConfigError for a network that cannot be cut.
 
@@ -56,7 +56,7 @@ class TracedNetwork:
         num_layers: int | None,
         *,
         auto: bool,
-        inputs: Shape,
+        inputs: Tree,
         dtype: Any,
         compute: Any,
     ):
@@ -75,7 +75,7 @@ class TracedNetwork:
         self.is_trained = checked_flags(params, network.trainable)
         leaves = [Shape(shape, self.compute) for shape in self.shapes]
         params = jax.tree.unflatten(self.treedef, leaves)
-        examples = Shape(inputs.shape, self.compute if _is_floating(inputs) else inputs.dtype)
+        examples = self._examples(NUM_EXAMPLES[0])
         apply = partial(network.apply, key=None) if self.has_key else network.apply
         self.losses = attached_in(apply, params, examples)  # names; leaves after parameters
         self.traces: dict[tuple[int, bool], Trace] = {}
@@ -98,8 +98,7 @@ class TracedNetwork:
             leaves = [Shape(shape, self.compute) for shape in self.shapes]
             leaves += [Shape((), self.dtype) for _ in self.losses]
             leaves += [Shape((num_examples, KEY_SIZE), jnp.uint32)] * with_key
-            dtype = self.compute if _is_floating(self.inputs) else self.inputs.dtype
-            trace = Trace(self._apply, leaves, Shape((num_examples, *self.inputs.shape[1:]), dtype))
+            trace = Trace(self._apply, leaves, self._examples(num_examples))
             others = (trace for (_, keyed), trace in self.traces.items() if keyed == with_key)
             usual = next(others, trace)
             if trace.names != usual.names or (trace.marks != usual.marks and not self.auto):
@@ -110,7 +109,12 @@ class TracedNetwork:
             self.traces[num_examples, with_key] = trace
         return self.traces[num_examples, with_key]
 
-    def _apply(self, leaves: list, inputs: jax.Array) -> Tree:
+    def _examples(self, number: int) -> Tree:
+        """Return the shapes of `number` examples, as `apply` gets them."""
+        dtype = lambda a: self.compute if _is_floating(a) else a.dtype  # noqa: E731
+        return jax.tree.map(lambda a: Shape((number, *a.shape[1:]), dtype(a)), self.inputs)
+
+    def _apply(self, leaves: list, inputs: Tree) -> Tree:
         params, places = leaves[: len(self.shapes)], leaves[len(self.shapes) : self._key_leaf]
         given: dict[str, Any] = {"key": None} if self.has_key else {}
         if len(leaves) > self._key_leaf:
@@ -388,11 +392,11 @@ class TracedNetwork:
 
     # the functions of a stack
 
-    def embed(self, embed_head: Tree, inputs: jax.Array) -> jax.Array:
-        trace, leaves = self.at(len(inputs)), self._computed(self.embed_head_leaves(embed_head))
-        inputs = inputs.astype(self.compute) if _is_floating(self.inputs) else inputs
-        given = [inputs] * len(trace.crossing(0))  # [] if nothing depends on the inputs
-        return self._packed(trace.run(0, self.bounds[0], given, leaves), len(inputs))
+    def embed(self, embed_head: Tree, inputs: Tree) -> jax.Array:
+        number, leaves = num_examples(inputs), self._computed(self.embed_head_leaves(embed_head))
+        cast = lambda a, shape: a.astype(self.compute) if _is_floating(shape) else a  # noqa: E731
+        trace, inputs = self.at(number), jax.tree.map(cast, inputs, self.inputs)
+        return self._packed(trace.run(0, self.bounds[0], trace.entering(inputs), leaves), number)
 
     def layer(self, l: int, w: Tree, x: jax.Array) -> jax.Array:
         return self.keyed_layer(l, w, x, None)

@@ -28,7 +28,7 @@ class Trace:
     """outputs = function(leaves, inputs), traced for these shapes, as `num_ops` operations."""
 
     def __init__(
-        self, function: Callable[[list, Any], Tree], leaves: Sequence[Shape], inputs: Shape
+        self, function: Callable[[list, Any], Tree], leaves: Sequence[Shape], inputs: Tree
     ):
         # 1. the program without inner jits
         closed, self.out_shapes = jax.make_jaxpr(function, return_shape=True)(list(leaves), inputs)
@@ -36,7 +36,7 @@ class Trace:
         flat = jax.make_jaxpr(run)(*(Shape(a.shape, a.dtype) for a in closed.in_avals))
         jaxpr = flat.jaxpr
         self.consts = dict(zip(jaxpr.constvars, flat.consts, strict=True))
-        *self.leaves, self.input = jaxpr.invars
+        self.leaves, self.inputs = jaxpr.invars[: len(leaves)], jaxpr.invars[len(leaves) :]
         self.outvars = jaxpr.outvars
         # 2. its equations: marks, operations and others
         self.ops: list[core.JaxprEqn] = []
@@ -106,8 +106,7 @@ class Trace:
         """The values before each place 0..num_ops that are needed after it."""
         found: list[list[core.Var]] = [[] for _ in range(self.num_ops + 1)]
         results = [(v, i + 1) for i, eqn in enumerate(self.ops) for v in eqn.outvars]
-        results.insert(0, (self.input, 0))
-        for v, first in results:
+        for v, first in [*((v, 0) for v in self.inputs), *results]:
             for place in range(first, self._uses.get(v, [-1])[-1] + 1):
                 found[place].append(v)
         return found
@@ -115,6 +114,11 @@ class Trace:
     def crossing(self, place: int) -> list[Shape]:
         """Return the shapes of the values from before `place` that it or later operations need."""
         return [Shape(v.aval.shape, v.aval.dtype) for v in self._crossing[place]]  # pyright: ignore[reportAttributeAccessIssue] of arrays
+
+    def entering(self, inputs: Tree) -> list[Any]:
+        """Return the values that cross place 0, from the inputs."""
+        pairs = zip(self.inputs, jax.tree.leaves(inputs), strict=True)
+        return [a for v, a in pairs if v in self._crossing[0]]
 
     def run(
         self, start: int, stop: int, values: Sequence[Any], leaves: Mapping[int, Any]

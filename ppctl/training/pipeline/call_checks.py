@@ -98,13 +98,35 @@ def _short(value: Any) -> str:
 
 
 def arrays_of(batch: Any) -> dict[str, Any]:
-    """Return {"inputs", "targets"} of a batch as arrays, or as shapes and dtypes."""
+    """Return {"inputs", "targets"} of a batch as arrays, or as shapes and dtypes.
+
+    inputs may be a dict of arrays, also nested.
+    """
     if not isinstance(batch, Mapping) or not {"inputs", "targets"} <= set(batch):
         found = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
         raise ConfigError(
             f'batch is {found}; it must be {{"inputs": [batch, ...], "targets": [batch, ...]}}.'
         )
-    return {name: _numbers(name, batch[name]) for name in ("inputs", "targets")}
+    return {name: _array_tree(name, batch[name]) for name in ("inputs", "targets")}
+
+
+def _array_tree(name: str, value: Any) -> Any:
+    """Return an array, or of inputs a dict of arrays."""
+    if not (isinstance(value, Mapping) and name.startswith("inputs")):
+        return _numbers(name, value)
+    if not value:
+        raise ConfigError(f"{name} is an empty dict. Give it arrays [batch, ...].")
+    return {key: _array_tree(f"{name}.{key}", each) for key, each in value.items()}
+
+
+def named(arrays: Tree) -> dict[str, Any]:
+    """Return the arrays of a batch by name, such as inputs.tokens.
+
+    >>> named({"inputs": {"tokens": 1}, "targets": 2})
+    {'inputs.tokens': 1, 'targets': 2}
+    """
+    paths = jax.tree_util.tree_leaves_with_path(arrays)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): a for path, a in paths}
 
 
 def _numbers(name: str, value: Any) -> Any:
@@ -126,13 +148,12 @@ def on_host(
     ConfigError where its shapes or kinds of numbers differ from these, or its values are none that
     the model takes (`Stack.check_batch`).
     """
-    arrays = {name: np.asarray(a) for name, a in arrays_of(batch).items()}
-    actual = {name: a.shape for name, a in arrays.items()}
-    wanted = {name: a.shape for name, a in shapes.items()}
+    arrays = jax.tree.map(np.asarray, arrays_of(batch))
+    actual, wanted = ({n: a.shape for n, a in named(tree).items()} for tree in (arrays, shapes))
     if actual != wanted:
         raise ConfigError(f"The batch has shapes {actual}, but the pipeline was made for {wanted}.")
     check_values(arrays, shapes, stack)
-    return {name: np.asarray(a, shapes[name].dtype) for name, a in arrays.items()}
+    return jax.tree.map(lambda a, shape: np.asarray(a, shape.dtype), arrays, dict(shapes))
 
 
 def examples_on_host(
@@ -143,17 +164,18 @@ def examples_on_host(
     Examples have the shapes of `shapes`.
     """
     batch = batch if isinstance(batch, Mapping) and {*batch} == {"inputs"} else arrays_of(batch)
-    arrays = {name: np.asarray(_numbers(name, a)) for name, a in batch.items()}
-    number = arrays["inputs"].shape[:1]
-    wanted = {name: (*number, *shapes[name].shape[1:]) for name in arrays}
-    actual = {name: a.shape for name, a in arrays.items()}
+    arrays = jax.tree.map(np.asarray, {name: _array_tree(name, a) for name, a in batch.items()})
+    shapes = {name: shapes[name] for name in arrays}
+    number = jax.tree.leaves(arrays["inputs"])[0].shape[:1]
+    wanted = {name: (*number, *a.shape[1:]) for name, a in named(shapes).items()}
+    actual = {name: a.shape for name, a in named(arrays).items()}
     if actual != wanted or number in ((), (0,)):
         raise ConfigError(
             f"The batch has shapes {actual}, but the pipeline was made for examples of "
-            f"{ {name: shapes[name].shape[1:] for name in arrays} }. Give one or more of these."
+            f"{ {name: a.shape[1:] for name, a in named(shapes).items()} }. Give one or more."
         )
     check_values(arrays, shapes, stack)
-    return {name: np.asarray(a, shapes[name].dtype) for name, a in arrays.items()}
+    return jax.tree.map(lambda a, shape: np.asarray(a, shape.dtype), arrays, dict(shapes))
 
 
 def check_values(
@@ -163,8 +185,9 @@ def check_values(
 
     Values are those of NumPy's arrays: arrays on devices stay there.
     """
-    for name, a in arrays.items():
-        dtype = shapes[name].dtype
+    dtypes = {name: a.dtype for name, a in named(shapes).items()}
+    for name, a in named(arrays).items():
+        dtype = dtypes[name]
         if not np.can_cast(a.dtype, dtype, "same_kind"):
             raise ConfigError(
                 f"{name} are {a.dtype}, but the pipeline was made for {dtype}. Give {dtype}."

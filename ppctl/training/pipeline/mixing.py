@@ -19,7 +19,7 @@ import numpy as np
 from ppctl.errors import ConfigError
 from ppctl.executors.compiler_options import cpu_options
 from ppctl.executors.reference import reference
-from ppctl.model.stack import Stack, init
+from ppctl.model.stack import Stack, init, num_examples
 from ppctl.training.pipeline.user_code import call_user_code
 
 Tree = Any
@@ -44,7 +44,7 @@ def refuse_mixing(
         return f"{name} was not tried for mixing examples: the loss of a few is {whole:g}."
     if abs(whole - halved) <= TOLERANCE[str(dtype)] * max(abs(whole), abs(halved)):
         return None
-    number = len(batch["inputs"])
+    number = num_examples(batch["inputs"])
     raise ConfigError(
         f"{name} mixes the examples of a batch: the mean loss of {number} examples is "
         f"{whole:.7g}, of the same in two microbatches and another order {halved:.7g}, so that "
@@ -58,11 +58,13 @@ def few_examples(
     batch: Mapping[str, Any], shapes: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, np.ndarray]:
     """Return the first examples of a batch, made up if it is shapes or on other processes."""
-    number = min(NUM_TRIED, shapes["inputs"].shape[0] // 2 * 2)
-    arrays = [batch[name] for name in shapes]
+    number = min(NUM_TRIED, num_examples(shapes["inputs"]) // 2 * 2)
+    batch = {name: batch[name] for name in shapes}
+    arrays = jax.tree.leaves(batch)
     if all(isinstance(a, np.ndarray) or getattr(a, "is_fully_addressable", False) for a in arrays):
-        return {name: np.asarray(batch[name][:number], a.dtype) for name, a in shapes.items()}
-    return {name: _made_up((number, *a.shape[1:]), a.dtype) for name, a in shapes.items()}
+        first = lambda a, shape: np.asarray(a[:number], shape.dtype)  # noqa: E731
+        return jax.tree.map(first, batch, dict(shapes))
+    return jax.tree.map(lambda a: _made_up((number, *a.shape[1:]), a.dtype), dict(shapes))
 
 
 def _made_up(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -76,7 +78,7 @@ def _mean_losses(
     stack: Stack, batch: Mapping[str, np.ndarray], dtype: jnp.dtype
 ) -> tuple[float, float]:
     """Return the mean loss of a batch, and of its two halves in another order."""
-    number = len(batch["inputs"])
+    number = num_examples(batch["inputs"])
     order = [place for place in NEW_PLACES if place < number]
     how = {"num_microbatches": 1, "remat": "none", "unroll": 0, "with_grads": False}
     mean_loss = reference(stack, dtype=dtype, **how)
@@ -89,7 +91,7 @@ def _mean_losses(
         of_halves, counts = jax.lax.map(lambda half: mean_loss(params, half), halves)
         return whole, (of_halves * counts).sum() / counts.sum()
 
-    given = {name: np.asarray(batch[name]) for name in ("inputs", "targets")}
+    given = jax.tree.map(np.asarray, {name: batch[name] for name in ("inputs", "targets")})
     options = cpu_options("once") if jax.default_backend() == "cpu" else None
     whole, halved = jax.jit(both).lower(given).compile(options)(given)
     return float(whole), float(halved)

@@ -18,7 +18,7 @@ from ppctl.errors import ConfigError
 from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.parameter_layout import Layout
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts
-from ppctl.model.stack import Stack
+from ppctl.model.stack import Stack, num_examples
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.reports.charts.notebook_display import pipeline_html
 from ppctl.reports.terminal_output import size_text
@@ -88,7 +88,7 @@ class Pipeline:
 
     @property
     def batch_size(self) -> int:
-        return self.batch_shapes["inputs"].shape[0]
+        return num_examples(self.batch_shapes["inputs"])
 
     @property
     def relative_costs(self) -> RelativeCosts:
@@ -160,7 +160,10 @@ class Pipeline:
         return self.engine.loss_and_grads(state, self._placed(state, batch))
 
     def _is_whole(self, batch: Mapping[str, Any]) -> bool:
-        return np.shape(batch["inputs"])[:1] == (self.batch_size,)
+        inputs: Any = batch["inputs"]
+        while isinstance(inputs, Mapping) and inputs:
+            inputs = next(iter(inputs.values()))
+        return np.shape(inputs)[:1] == (self.batch_size,)
 
     def evaluate(self, state: Tree, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Return the means over a batch {"inputs", "targets"} of the loss and of each metric.
@@ -211,7 +214,7 @@ class Pipeline:
     @cached_property
     def _whole(self) -> WholeModel:
         how = self.stack, self.mesh, self.dtype, self.metrics
-        return WholeModel(*how, self.model.microbatch["inputs"].shape[0])
+        return WholeModel(*how, self.model.num_examples)
 
     def _placed(self, state: Tree, batch: Mapping[str, Any]) -> Tree:
         """Return a batch on the devices of its step, after checks of both."""
@@ -273,13 +276,14 @@ class Pipeline:
         ConfigError: the batch has other names or shapes than the pipeline was made for.
         """
         shardings = self.engine.batch_shardings
-        sharding_of = lambda a: a.sharding if isinstance(a, jax.Array) else None  # noqa: E731
+        is_at = lambda a, to: isinstance(a, jax.Array) and a.sharding == to  # noqa: E731
         if isinstance(batch, Mapping) and all(
-            key in batch and sharding_of(batch[key]) == each for key, each in shardings.items()
+            key in batch and all(is_at(a, to) for a in jax.tree.leaves(batch[key]))
+            for key, to in shardings.items()
         ):
             return {key: batch[key] for key in shardings}
         arrays, rows = on_host(batch, self.batch_shapes, self.stack), list(self.engine.examples)
-        return self.engine.put({name: a[rows] for name, a in arrays.items()})
+        return self.engine.put(jax.tree.map(lambda a: a[rows], arrays))
 
     def to_natural(self, state: Tree) -> Tree:
         """Return a state in natural order, as in checkpoints: layers [L, ...] in model order."""

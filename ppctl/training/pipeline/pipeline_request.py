@@ -28,7 +28,7 @@ from ppctl.executors.stage.jaxpr_flops import RelativeCosts
 from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.network import Network
 from ppctl.model.parallel import StageAxes
-from ppctl.model.stack import Stack, init
+from ppctl.model.stack import Stack, init, num_examples
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FamilyWithKnobs, family
 from ppctl.schedule.ir import Schedule
@@ -38,7 +38,7 @@ from ppctl.schedule.partition.partition import Partition, explicit, uniform
 from ppctl.schedule.tick_lowering import Ticks
 from ppctl.schedule.validation import validate
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
-from ppctl.training.pipeline.call_checks import arrays_of, check_values, whole_number
+from ppctl.training.pipeline.call_checks import arrays_of, check_values, named, whole_number
 from ppctl.training.pipeline.execution import Execution, in_arguments
 
 Tree = Any
@@ -51,11 +51,11 @@ XLA_AXES = axes_dividing("weights")  # over which XLA can divide a model by its 
 def shapes_of(batch: Tree) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shapes and dtypes of a global batch."""
     shape = lambda a: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype))  # noqa: E731
-    shapes = {name: shape(a) for name, a in arrays_of(batch).items()}
-    sizes = {name: a.shape[:1] for name, a in shapes.items()}
-    if sizes["inputs"] != sizes["targets"] or not sizes["inputs"]:
-        inputs, targets = (shapes[name].shape for name in ("inputs", "targets"))
-        raise ConfigError(f"inputs {inputs} and targets {targets} differ in batch size.")
+    shapes = jax.tree.map(shape, arrays_of(batch))
+    sizes = {name: a.shape for name, a in named(shapes).items()}
+    if len({size[:1] for size in sizes.values()}) > 1 or () in sizes.values():
+        text = " and ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ConfigError(f"{text} differ in batch size.")
     return shapes
 
 
@@ -111,7 +111,7 @@ def check_batch_size(
     shapes: Mapping[str, jax.ShapeDtypeStruct], num_microbatches: int, mesh: Mesh
 ) -> None:
     """Raise ConfigError where the batch cannot be divided."""
-    size, sizes = shapes["inputs"].shape[0], MeshSizes.of(mesh.shape).shown(DATA_AXES)
+    size, sizes = num_examples(shapes["inputs"]), MeshSizes.of(mesh.shape).shown(DATA_AXES)
     factors = {"num_microbatches": num_microbatches} | sizes
     multiple = prod(factors.values())
     if size % multiple:
@@ -139,7 +139,8 @@ def layered_stack(
             raise ConfigError(f"{why}. Leave it out.")
         return model
     layers = None if layers is None else whole_number("layers", layers, 1)
-    inputs = jax.ShapeDtypeStruct((2, *shapes["inputs"].shape[1:]), shapes["inputs"].dtype)
+    two = lambda a: jax.ShapeDtypeStruct((2, *a.shape[1:]), a.dtype)  # noqa: E731
+    inputs = jax.tree.map(two, shapes["inputs"])
     wide = jnp.promote_types(dtype, jnp.float32)  # of parameters
     how = {"inputs": inputs, "dtype": wide, "compute": dtype}
     with in_arguments((" (model.layers=auto)", ""), *CUT):
@@ -220,7 +221,8 @@ def divided_stack(
                 f"(sharding). Use mesh.{name}=1, and more of mesh.tp, mesh.pp or mesh.fsdp."
             )
         return stack
-    num_tokens = shapes["inputs"].shape[1] if len(shapes["inputs"].shape) > 1 else 1
+    sequences = (a.shape for a in jax.tree.leaves(shapes["inputs"]) if len(a.shape) > 1)
+    num_tokens = max((shape[1] for shape in sequences), default=1)
     check_sequences(axes.cp, num_tokens)
     return replace(_divided(stack, axes), trainable=stack.trainable)
 

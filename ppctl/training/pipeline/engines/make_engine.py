@@ -14,7 +14,7 @@ from ppctl.executors.model_shapes import Model
 from ppctl.executors.parameter_layout import Layout, layer_specs, shapes_on_device
 from ppctl.executors.reference import reference
 from ppctl.executors.spmd.spmd_program import Options, spmd, spmd_bytes
-from ppctl.model.stack import Stack
+from ppctl.model.stack import Stack, num_examples
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.schedule.mesh_axes import DATA_AXES, MeshSizes
@@ -87,7 +87,7 @@ def model_of(
     params = shapes_on_device(states.natural["params"], {} if layout.auto else layout.shards)
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
     parts = num_microbatches * MeshSizes.of(mesh.shape).along(DATA_AXES)
-    size = shapes["inputs"].shape[0] // parts
+    size = num_examples(shapes["inputs"]) // parts
     microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype), shapes)
     specs = None
     if execution.engine.dispatches_tasks and execution.gathers_by_layer and mesh.shape["fsdp"] > 1:

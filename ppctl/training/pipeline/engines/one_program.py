@@ -17,6 +17,7 @@ from ppctl.executors.compiler_options import Flags, temp_bytes, total_bytes
 from ppctl.executors.model_shapes import shard_bytes, shard_shapes
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.random_keys import SEED, key_of_seed, with_example_keys
+from ppctl.model.stack import num_examples
 from ppctl.schedule.mesh_axes import DATA_AXES
 from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporaries
 from ppctl.training.pipeline.engines.step_programs import StepPrograms, one_program
@@ -84,7 +85,7 @@ class OneProgram:
 
     @property
     def _batch_size(self) -> int:
-        return self.batch_shapes["inputs"].shape[0]
+        return num_examples(self.batch_shapes["inputs"])
 
     @property
     def batch_sharding(self) -> NamedSharding:

@@ -16,6 +16,7 @@ from ppctl.executors.model_shapes import shard_bytes
 from ppctl.executors.mpmd.dispatch_plan import Key
 from ppctl.executors.mpmd.mpmd_runtime import Runtime
 from ppctl.executors.mpmd.rank_trees import Division
+from ppctl.model.stack import num_examples
 from ppctl.schedule.mesh_axes import DATA_AXES
 from ppctl.training.pipeline.engines.train_states import examples_of, put_examples
 
@@ -66,7 +67,7 @@ class Given:
 
     @property
     def _batch_size(self) -> int:
-        return self.batch_shapes["inputs"].shape[0]
+        return num_examples(self.batch_shapes["inputs"])
 
     # all values
 

@@ -88,4 +88,7 @@ def put_examples(
         part = lambda index: values[[place[example] for example in range(batch_size)[index[0]]]]  # noqa: E731
         return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
 
-    return {name: one(np.asarray(batch[name]), sharding) for name, sharding in shardings.items()}
+    return {
+        name: jax.tree.map(lambda a, to=sharding: one(np.asarray(a), to), batch[name])
+        for name, sharding in shardings.items()
+    }

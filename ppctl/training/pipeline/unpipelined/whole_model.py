@@ -22,7 +22,7 @@ from ppctl.errors import ConfigError
 from ppctl.executors.compiler_options import cpu_options
 from ppctl.executors.reference import by_example, outputs_of, reference
 from ppctl.model.random_keys import SEED, key_of_seed, with_example_keys
-from ppctl.model.stack import Stack, divisor, init
+from ppctl.model.stack import Stack, divisor, init, num_examples
 from ppctl.training.pipeline.user_code import call_user_code
 
 Tree = Any
@@ -43,12 +43,12 @@ class WholeModel:
     metrics: Mapping[str, Metric]
     num_examples: int
 
-    def predict(self, params: Tree, inputs: np.ndarray) -> Tree:
+    def predict(self, params: Tree, inputs: Tree) -> Tree:
         """Return the outputs [examples, ...] for inputs [examples, ...]."""
         groups = [
             self._predict(params, group["inputs"]) for group, _ in self._groups({"inputs": inputs})
         ]
-        number = len(inputs)
+        number = num_examples(inputs)
         return jax.tree.map(lambda *parts: jnp.concatenate(parts)[:number], *groups)
 
     def evaluate(self, params: Tree, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -102,14 +102,14 @@ class WholeModel:
 
     def _groups(self, batch: Mapping[str, np.ndarray]) -> Iterator[tuple[Tree, jax.Array]]:
         """Yield (examples of all devices, whether each counts) of one size."""
-        number, size = len(batch["inputs"]), self.mesh.size * self.num_examples
+        number, size = num_examples(batch["inputs"]), self.mesh.size * self.num_examples
         sharding = NamedSharding(self.mesh, P(self.mesh.axis_names))
         put = lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__)  # noqa: E731
         for start in range(0, number, size):
             rows = np.arange(start, start + size)
             valid = rows < number
-            group = {name: put(a[np.where(valid, rows, 0)]) for name, a in batch.items()}
-            yield group, put(valid)
+            of, examples = np.where(valid, rows, 0), dict(batch)
+            yield jax.tree.map(lambda a, of=of: put(a[of]), examples), put(valid)
 
 
 def of_author(stack: Stack, tree: Tree) -> Tree:
@@ -133,7 +133,7 @@ def _values(
     found = call_user_code(f"metric {name}", "metric(outputs, batch)", call)
     values, weights = found if isinstance(found, tuple) and len(found) == 2 else (found, 1)
     values = jnp.asarray(values)
-    number = len(batch["inputs"])
+    number = num_examples(batch["inputs"])
     shape = values.shape
     if not shape or shape[0] != number:
         raise ConfigError(
