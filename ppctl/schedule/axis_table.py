@@ -39,13 +39,7 @@ MESH_AXES = (
     # gathers parameters, the most bytes; those in a stage send in every layer of every microbatch
     Axis("dp", "data-parallel replicas", ("batch",), hosts_place=1, in_mesh_text=True),
     Axis("pp", "pipeline ranks", ("stages",), hosts_place=0, in_mesh_text=True),
-    Axis(
-        "fsdp",
-        "shards of the parameters",
-        ("batch", "parameters"),
-        hosts_place=2,
-        in_mesh_text=True,
-    ),
+    Axis("fsdp", "shards of the parameters", ("batch", "parameters"), 2, in_mesh_text=True),
     Axis(
         "tp",
         "shards of each layer's weights and work; inside a host",

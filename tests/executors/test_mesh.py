@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.cuda_plugin import needs_cuda_plugin
 
+import ppctl
 from ppctl import config
 from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import hosts_text, laid_out, mesh_of
@@ -144,3 +145,8 @@ def test_a_program_compiled_for_two_hosts_crosses_them_where_the_order_says(orde
     assert crossing("all-gather") == crossing("reduce-scatter") == {(2, False), (4, is_pp)}
     assert (2, not is_pp) in crossing("all-reduce")  # gradients over dp
     assert (2, is_pp) not in crossing("all-reduce")
+
+
+def test_an_axis_that_no_mesh_has_is_refused():
+    with pytest.raises(ConfigError, match=r"^xq=2: the axes of a mesh are dp, pp, fsdp, tp, cp\.$"):
+        ppctl.mesh(pp=2, xq=2)
