@@ -131,7 +131,6 @@ def run_group(
         os.close(alive)
         os.close(held)
         drain(pumps)
-    output.say_who_repeated()
     return _ending(ended, killed, stop, {-signal.SIGABRT, *symptoms})
 
 
@@ -232,7 +231,6 @@ class GroupOutput:
     events: Events
     raw_lead: bool
     lock: threading.Lock = field(default_factory=threading.Lock)
-    errors: dict[bytes, list[int]] = field(default_factory=dict)  # children by their error line
 
     def pumps(self, child: int, process: subprocess.Popen[bytes]) -> list[threading.Thread]:
         """Start threads that forward the child's output and end with it."""
@@ -244,8 +242,6 @@ class GroupOutput:
         out = sys.stderr if self.raw_lead and child != 0 else target
         with pipe:
             for line in pipe:
-                if target is sys.stderr and self._is_repeated(child, line):
-                    continue
                 prefix = b"" if is_raw else b"[%d] " % child
                 if not self._write(out, prefix + line.removesuffix(b"\n") + b"\n"):
                     return
@@ -260,23 +256,6 @@ class GroupOutput:
             self.events.put(Stop(signal.SIGPIPE))
             return False
         return True
-
-    def _is_repeated(self, child: int, line: bytes) -> bool:
-        """Return whether another child has printed this line of ppctl's, an error of all."""
-        if not line.startswith(b"ppctl: "):
-            return False
-        with self.lock:
-            printed_by = self.errors.setdefault(line, [])
-            is_new = child in printed_by or not printed_by
-            printed_by.append(child)
-        return not is_new
-
-    def say_who_repeated(self) -> None:
-        for first, *others in self.errors.values():
-            same = sorted(set(others) - {first})
-            if same:
-                text = f"ppctl: {_named(same)} said the same as process {first}."
-                print(text, file=sys.stderr, flush=True)
 
 
 def drain(pumps: Iterable[threading.Thread]) -> None:

@@ -157,19 +157,6 @@ def test_with_json_the_leads_stdout_is_untouched_and_alone(tmp_path):
     assert sorted(err) == ["[0] to a person", "[1] to a person", '[1] {"a": 1}']
 
 
-def test_an_error_that_all_meet_is_shown_once(tmp_path):
-    script = "print('ppctl: x=3 is wrong. Use x=2.', file=sys.stderr); sys.exit(2)"
-    other = "print('ppctl: x=4', file=sys.stderr); time.sleep(0.2);" + script
-    with Group(tmp_path, script, "time.sleep(0.2);" + script, other, crash_grace_s=10) as group:
-        ending, out, err = group.end()
-    assert (ending.code, out) == (2, [])
-    assert sorted(err) == [
-        "[0] ppctl: x=3 is wrong. Use x=2.",
-        "[2] ppctl: x=4",
-        "ppctl: processes 1 and 2 said the same as process 0.",
-    ]
-
-
 def test_one_process_alone_has_its_output_to_itself(tmp_path):
     with Group(
         tmp_path, "print('a'); print('b', file=sys.stderr); os.kill(os.getpid(), 9)"

@@ -6,12 +6,8 @@ import hashlib
 import os
 import platform
 import re
-import time
 import warnings
-import zlib
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,9 +18,6 @@ from ppctl.errors import ConfigError
 
 MOST_BYTES = 2**31  # bytes of one machine's programs; the oldest go first
 WORTH_S = 0.05  # least seconds of compiling of a program that is kept
-CHECKED = ".checked"  # file, touched when all entries older than it were found whole
-ZLIB = b"\x78"  # first byte of entries that JAX compresses with zlib, where zstd is not installed
-HIT, MISSED = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
 
 
 def keep_compiled(place: str | None) -> str | None:
@@ -41,7 +34,7 @@ def keep_compiled(place: str | None) -> str | None:
     directory = top / _machine()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _tidy(directory)
+        _drop_oldest(directory)
     except OSError as error:
         problem = f"compiled programs cannot be kept in {directory}: {error.strerror}. "
         if place != "auto":
@@ -56,26 +49,6 @@ def keep_compiled(place: str | None) -> str | None:
     return None
 
 
-@contextmanager
-def counted_programs() -> Iterator[Counter[str]]:
-    """Yield the body's counts of programs "kept" from an earlier start and "compiled" despite it.
-
-    Without a cache both stay 0.
-    """
-    counts = Counter[str]()
-    names = {HIT: "kept", MISSED: "compiled"}
-
-    def hear(event: str, **_: object) -> None:
-        if event in names:
-            counts[names[event]] += 1
-
-    jax.monitoring.register_event_listener(hear)
-    try:
-        yield counts
-    finally:
-        jax.monitoring.unregister_event_listener(hear)
-
-
 def _machine() -> str:
     """Return a name for processor and compiler: machines of one name run the same programs."""
     text = f"{platform.system()} {platform.machine()} {platform.processor()} {version('jaxlib')}"
@@ -85,31 +58,14 @@ def _machine() -> str:
     return f"{platform.machine()}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def _tidy(directory: Path) -> None:
-    """Remove unfinished entries of killed processes, and the oldest if there are too many."""
-    checked, began_s = directory / CHECKED, time.time()
-    since_s = checked.stat().st_mtime if checked.exists() else 0.0
+def _drop_oldest(directory: Path) -> None:
+    """Remove the oldest entries above MOST_BYTES."""
     left, entries = MOST_BYTES, list[tuple[float, int, Path]]()
     for path in directory.iterdir():
         with suppress(FileNotFoundError):  # another process tidies too
             info = path.stat()
-            if path.name != CHECKED and not (info.st_mtime >= since_s and _is_torn(path)):
-                entries.append((info.st_mtime, info.st_size, path))
+            entries.append((info.st_mtime, info.st_size, path))
     for _, size, path in sorted(entries, reverse=True):
         left -= size
         if left < 0:
             path.unlink(missing_ok=True)
-    checked.touch()
-    os.utime(checked, (began_s, began_s))
-
-
-def _is_torn(path: Path) -> bool:
-    """Remove an entry if it is not whole; return whether it was not."""
-    content = path.read_bytes()
-    try:
-        is_whole = bool(content) and (content[:1] != ZLIB or bool(zlib.decompress(content)))
-    except zlib.error:
-        is_whole = False
-    if not is_whole:
-        path.unlink(missing_ok=True)
-    return not is_whole

@@ -34,7 +34,7 @@ from ppctl.training.pipeline.engines.engine_protocol import Footprint
 from ppctl.training.pipeline.jax_start import start_jax
 from ppctl.training.pipeline.job import DEFAULT_DTYPE, TrainingJob, assemble
 from ppctl.training.pipeline.job_checks import check_job
-from ppctl.training.run.compilation_cache import counted_programs, keep_compiled
+from ppctl.training.run.compilation_cache import keep_compiled
 from ppctl.training.run.heartbeat import Heartbeat
 from ppctl.training.run.kept_tokenizer import changed_tokenizer, keep_tokenizer
 from ppctl.training.run.loop import Loop, StepClock
@@ -213,11 +213,9 @@ def _compiled(job: TrainingJob, say: Say, start: int) -> tuple[Footprint, float]
     """Compile the step, record its memory, and return (its footprint, seconds of compiling)."""
     began = time.perf_counter()
     say("compiling ...")
-    with counted_programs() as programs:
-        footprint = job.pipe.engine.compile(evaluate=job.config.run.eval_every is not None)
-    seconds, kept = time.perf_counter() - began, programs["kept"]
-    count = f"{kept} of {kept + programs['compiled']} programs"
-    say(f"compiled in {seconds:.1f} s" + f", {count} kept from an earlier start" * (kept > 0))
+    footprint = job.pipe.engine.compile(evaluate=job.config.run.eval_every is not None)
+    seconds = time.perf_counter() - began
+    say(f"compiled in {seconds:.1f} s")
     if distributed.is_lead():
         run_dir = Path(job.config.run.dir)
         with writing(run_dir):
