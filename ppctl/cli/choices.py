@@ -276,7 +276,7 @@ def wrong_value(
         example = f"Set what is in it, for example {key}.{below[0]}"
         return f"{before}{key} is a part. {example} (settings: {', '.join(below)})"
     setting = known[key]
-    is_union = typing.get_origin(setting.kind) is UnionType
+    is_union = typing.get_origin(setting.kind) in (UnionType, typing.Union)
     members = typing.get_args(setting.kind) if is_union else (setting.kind,)
     kinds = " or ".join(KINDS[typing.get_origin(kind) or kind] for kind in members)
     default = "no default" if setting.default == REQUIRED else f"default {shown(setting.default)}"

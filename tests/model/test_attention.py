@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.selection import full, full_except
 
-from ppctl.config import Transformer
+from ppctl.config.groups.model_settings import ATTENTIONS
 from ppctl.errors import ConfigError
 from ppctl.executors.stage.jaxpr_flops import matmul_flops
 from ppctl.executors.stage.stage import Stage
@@ -274,7 +274,7 @@ CHOICES = [  # device, dtype, width of a head, tokens, kernel
 
 
 def test_the_config_names_every_kernel():
-    assert ("auto", "xla", *PAIR_KERNELS, "pallas") == Transformer.ATTENTIONS
+    assert ("auto", "xla", *PAIR_KERNELS, "pallas") == ATTENTIONS
 
 
 @pytest.mark.parametrize(("device", "dtype", "width", "tokens", "kernel"), CHOICES)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.cases import TRANSFORMER, make_params
 
-from ppctl.config.groups.optim_settings import Optim
+from ppctl.config.groups.optim_settings import TARGETS
 from ppctl.errors import ConfigError
 from ppctl.executors.reference import outputs_of
 from ppctl.model.lora import PROJECTIONS, A, B, Lora, adapted_modules, merged, without_adapters
@@ -57,7 +57,7 @@ def test_merged_parameters_are_the_same_function(targets):
 
 
 def test_targets_that_a_block_does_not_have_are_refused():
-    assert tuple(PROJECTIONS) == Optim.TARGETS
+    assert tuple(PROJECTIONS) == TARGETS
     with pytest.raises(ConfigError, match="x in lora_targets is no linear map of a block"):
         Lora(targets=("x",))
     with pytest.raises(

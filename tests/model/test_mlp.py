@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ppctl.config import MLP
+from ppctl.config.groups.model_settings import MLP_ACTIVATIONS
 from ppctl.model.mlp import mlp
 from ppctl.model.stack import init
 
@@ -32,7 +32,7 @@ def run(stack, params, inputs, targets):
     return x, *stack.head(params["embed_head"], x, targets)
 
 
-@pytest.mark.parametrize("activation", MLP.ACTIVATIONS)
+@pytest.mark.parametrize("activation", MLP_ACTIVATIONS)
 def test_shapes_are_those_of_the_settings(activation):
     stack = make(activation)
     shapes = jax.tree.map(

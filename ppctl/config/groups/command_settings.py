@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from ppctl.config.field_checks import above_zero, at_least, choice, tokens
+from ppctl.config.field_checks import Count, Natural, Positive, Settings, one_of, training_tokens
 from ppctl.config.groups.schedule_settings import Schedule
 from ppctl.errors import ConfigError
 from ppctl.schedule.mesh_axes import STAGE_AXES, axes_record
@@ -16,19 +16,17 @@ TOPOLOGY = re.compile(r"\w+:\d+(x\d+){1,2}")
 
 
 @dataclass
-class Launch:
+class Launch(Settings):
     """Local processes of `ppctl train`, which the command starts and watches without JAX."""
 
-    processes: int = 1  # local processes that share the mesh's devices evenly
-    max_restarts: int = 0  # restarts of a crashed run from its newest checkpoint
+    processes: Count = 1  # local processes that share the mesh's devices evenly
+    max_restarts: Natural = 0  # restarts of a crashed run from its newest checkpoint
+
+    KEY = "launch"
 
     @property
     def is_used(self) -> bool:
         return self.processes > 1 or self.max_restarts > 0
-
-    def check(self) -> None:
-        at_least("launch.processes", self.processes, 1)
-        at_least("launch.max_restarts", self.max_restarts, 0)
 
 
 def not_launched() -> list[str]:
@@ -37,17 +35,16 @@ def not_launched() -> list[str]:
 
 
 @dataclass
-class Verify:
+class Verify(Settings):
     """The train steps that `ppctl verify` compares after the gradients of the first batch."""
 
-    steps: int = 3  # train steps to compare with plain optax; 0: only gradients
+    steps: Natural = 3  # train steps to compare with plain optax; 0: only gradients
 
-    def check(self) -> None:
-        at_least("verify.steps", self.steps, 0)
+    KEY = "verify"
 
 
 @dataclass
-class Plan:
+class Plan(Settings):
     """The programs that `ppctl plan` compiles, the memory of a device, and a page to write."""
 
     # compile the train step too, for the compiler's plan of memory; None: with plan.topology
@@ -55,14 +52,15 @@ class Plan:
     # devices to compile for: TPUs, v5e:16x16; GPUs, hosts x GPUs a host, h100:2x8
     topology: str | None = None
     # and tune: memory of a device; None: as hardware or the device states
-    memory_gib: float | None = None
+    memory_gib: Positive | None = None
     # and tune: to train on; adds days, device-hours and energy; None: only a step
-    tokens: float | None = None
+    tokens: Annotated[float, training_tokens] | None = None
     html: str | None = None  # and rehearse: file of a self-contained page for browsers
 
+    KEY = "plan"
+
     def check(self) -> None:
-        above_zero("plan.memory_gib", self.memory_gib)
-        tokens("plan.tokens", self.tokens)
+        super().check()
         if self.topology is not None and TOPOLOGY.fullmatch(self.topology) is None:
             raise ConfigError(
                 f"plan.topology={self.topology} is not a topology. Write the kind of chip and its "
@@ -92,30 +90,31 @@ class Plan:
 
 @dataclass
 class Tune(
-    axes_record(STAGE_AXES, list[int] | None, None, "sizes of mesh.{name}; None: {tuned_about}")
+    axes_record(STAGE_AXES, list[Count] | None, None, "sizes of mesh.{name}; None: {tuned_about}"),
+    Settings,
 ):
     """The search of a layout: its devices and choices, and the recipe that it writes."""
 
-    devices: int | None = None  # how many; None: those of the mesh
+    devices: Count | None = None  # how many; None: those of the mesh
     schedules: list[str] | None = None  # families; None: all of the executor
-    remat: list[str] | None = None  # values of executor.remat; None: all
-    max_chunks: int = 4  # stages a rank, at most
-    vocab: list[str] | None = None  # values of schedule.vocab; None: all of executor and model
-    best: int = 10  # layouts shown
-    measure: int = 0  # of the best: run for a few steps, and ranked by measured step time
+    # values of executor.remat; None: all
+    remat: list[Annotated[str, one_of(*Remat)]] | None = None
+    max_chunks: Count = 4  # stages a rank, at most
+    # values of schedule.vocab; None: all of executor and model
+    vocab: list[Annotated[str, one_of(*Schedule.VOCAB)]] | None = None
+    best: Count = 10  # layouts shown
+    measure: Natural = 0  # of the best: run for a few steps, and ranked by measured step time
     recipe: str | None = "tuned"  # the best layout goes to ./recipes/NAME.yaml; None: to no file
-    launch: str | None = None  # job script written next to the recipe: slurm | kubernetes | tpu
+    # job script written next to the recipe: slurm | kubernetes | tpu
+    launch: Annotated[str, one_of("slurm", "kubernetes", "tpu")] | None = None
 
-    LAUNCH: ClassVar[tuple[str, ...]] = ("slurm", "kubernetes", "tpu")
+    KEY = "tune"
     REMAT: ClassVar[tuple[str, ...]] = tuple(map(str, Remat))
 
     def check(self) -> None:
+        Settings.check(self)
         self._check_choices()
         self._check_recipe()
-        at_least("tune.devices", self.devices, 1)
-        at_least("tune.max_chunks", self.max_chunks, 1)
-        at_least("tune.best", self.best, 1)
-        at_least("tune.measure", self.measure, 0)
         if self.measure > self.best:
             raise ConfigError(
                 f"tune.measure={self.measure} runs more layouts than tune.best={self.best} "
@@ -124,19 +123,12 @@ class Tune(
 
     def _check_choices(self) -> None:
         for name in STAGE_AXES:
-            sizes = getattr(self, name)
-            if sizes == []:
+            if getattr(self, name) == []:
                 remedy = "Use null, or sizes such as [1,2,4]."
                 raise ConfigError(f"tune.{name}=[] leaves nothing to choose from. {remedy}")
-            for size in sizes or ():
-                at_least(f"tune.{name}", size, 1)
-        for name in self.remat or ():
-            choice("tune.remat", name, self.REMAT)
         if self.vocab == []:
             remedy = "Use null, [whole], or [whole,parallel]."
             raise ConfigError(f"tune.vocab=[] leaves nothing to choose from. {remedy}")
-        for name in self.vocab or ():
-            choice("tune.vocab", name, Schedule.VOCAB)
 
     def _check_recipe(self) -> None:
         if self.recipe is not None and re.fullmatch(r"[\w-]+", self.recipe) is None:
@@ -144,8 +136,6 @@ class Tune(
                 f"tune.recipe={self.recipe} is not a name. Use letters, digits, _ and -; the "
                 "file is ./recipes/NAME.yaml."
             )
-        if self.launch is not None:
-            choice("tune.launch", self.launch, self.LAUNCH)
         if self.launch is not None and self.recipe is None:
             raise ConfigError(
                 f"tune.launch={self.launch} writes a job script next to the recipe, but "
@@ -154,14 +144,10 @@ class Tune(
 
 
 @dataclass
-class Inspect:
+class Inspect(Settings):
     """The views of the programs that `ppctl inspect` shows."""
 
     # summary | program (ticks) | jaxpr | stablehlo | hlo; None: the first two
-    what: str | None = None
+    what: Annotated[str, one_of("summary", "program", "jaxpr", "stablehlo", "hlo")] | None = None
 
-    WHAT: ClassVar[tuple[str, ...]] = ("summary", "program", "jaxpr", "stablehlo", "hlo")
-
-    def check(self) -> None:
-        if self.what is not None:
-            choice("inspect.what", self.what, self.WHAT)
+    KEY = "inspect"

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from functools import partial
+from typing import Annotated
 
-from ppctl.config.field_checks import above_zero, at_least, choice, dotted, fraction
+from ppctl.config.field_checks import Count, Positive, Rate, Settings, at_least, domains, one_of
 from ppctl.config.groups.model_settings import UserFunction
 from ppctl.errors import ConfigError
 
 
 @dataclass
-class Data:
+class Data(Settings):
     """Settings of every data set."""
 
     name: str = "???"
-    batch_size: int = 32  # global: examples (sequences, for text) a step
-    eval_fraction: float = 0.05  # held out for evaluation
+    batch_size: Count = 32  # global: examples (sequences, for text) a step
+    eval_fraction: Rate = 0.05  # held out for evaluation
 
-    def check(self) -> None:
-        at_least("data.batch_size", self.batch_size, 1)
-        fraction("data.eval_fraction", self.eval_fraction, below_one=True)
+    KEY = "data"
 
 
 @dataclass
@@ -44,22 +43,16 @@ class TextFiles:
     # column of JSON lines and Parquet: a document's text, or a list of chat messages
     field: str = "text"
     prompt_field: str | None = None  # likewise: a text before it, read but not learned
-    document: str = "file"  # of plain text: file | paragraph | line
-
-    DOCUMENT: ClassVar[tuple[str, ...]] = ("file", "paragraph", "line")
+    # of plain text: file | paragraph | line
+    document: Annotated[str, one_of("file", "paragraph", "line")] = "file"
 
 
 @dataclass
 class UserText(Stdlib):
     """Text of the user's files."""
 
-    on_error: str = "stop"  # at a broken line, row or file: stop | skip
-
-    ON_ERROR: ClassVar[tuple[str, ...]] = ("stop", "skip")
-
-    def check(self) -> None:
-        super().check()
-        choice("data.on_error", self.on_error, self.ON_ERROR)
+    # at a broken line, row or file: stop | skip
+    on_error: Annotated[str, one_of("stop", "skip")] = "stop"
 
 
 @dataclass
@@ -68,16 +61,12 @@ class Text(TextFiles, UserText):
 
     name: str = "text"
 
-    def check(self) -> None:
-        super().check()
-        choice("data.document", self.document, self.DOCUMENT)
-
 
 @dataclass
 class Part(TextFiles):
     """A part of a mixture: files as of data=text, and how often they come."""
 
-    weight: float = 1.0
+    weight: Positive = 1.0
 
 
 @dataclass
@@ -94,8 +83,7 @@ class Mixture(UserText):
             remedy = "Use data.parts=[{path: PATH, weight: 0.7}, {path: PATH}]."
             raise ConfigError(f"data.parts=[] has nothing to mix. {remedy}")
         for number, part in enumerate(self.parts):
-            above_zero(f"data.parts[{number}].weight", part.weight)
-            choice(f"data.parts[{number}].document", part.document, Text.DOCUMENT)
+            domains(f"data.parts[{number}]", part)
 
 
 @dataclass
@@ -104,15 +92,9 @@ class Tokens(Data):
 
     name: str = "tokens"
     path: str = "???"
-    dtype: str = "uint16"  # of a raw .bin file: uint8 | uint16 | int32 | uint32
-    vocab_size: int | None = None  # None: largest id in the file plus one
-
-    DTYPE: ClassVar[tuple[str, ...]] = ("uint8", "uint16", "int32", "uint32")
-
-    def check(self) -> None:
-        super().check()
-        choice("data.dtype", self.dtype, self.DTYPE)
-        at_least("data.vocab_size", self.vocab_size, 1)
+    # of a raw .bin file: uint8 | uint16 | int32 | uint32
+    dtype: Annotated[str, one_of("uint8", "uint16", "int32", "uint32")] = "uint16"
+    vocab_size: Count | None = None  # None: largest id in the file plus one
 
 
 @dataclass
@@ -121,23 +103,14 @@ class CustomData(UserFunction, Data):
 
     name: str = "custom"
 
-    def check(self) -> None:
-        super().check()
-        dotted("data.target", self.target)
-
 
 @dataclass
 class Synthetic(Data):
     """Random token sequences with a learnable rule; a batch is a function of seed and step."""
 
     name: str = "synthetic"
-    vocab_size: int = 256
-    num_sequences: int = 65536
-
-    def check(self) -> None:
-        super().check()
-        at_least("data.vocab_size", self.vocab_size, 2)
-        at_least("data.num_sequences", self.num_sequences, 1)
+    vocab_size: Annotated[int, partial(at_least, least=2)] = 256
+    num_sequences: Count = 65536
 
 
 @dataclass
@@ -145,14 +118,9 @@ class Regression(Data):
     """Noisy examples of a fixed random network: inputs [num_features], targets [num_targets]."""
 
     name: str = "regression"
-    num_features: int = 32
-    num_targets: int = 8
-    num_rows: int = 65536
-
-    def check(self) -> None:
-        super().check()
-        for key in ("num_features", "num_targets", "num_rows"):
-            at_least(f"data.{key}", getattr(self, key), 1)
+    num_features: Count = 32
+    num_targets: Count = 8
+    num_rows: Count = 65536
 
 
 AnyData = Stdlib | Text | Mixture | Tokens | Synthetic | Regression | CustomData

@@ -3,43 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from ppctl.config.field_checks import at_least, choice
+from ppctl.config.field_checks import Natural, Settings, one_of
 from ppctl.schedule.engine_traits import ALONE, BY_TASKS, IN_TICKS, EngineTraits
 from ppctl.schedule.remat import Remat
 
 
 @dataclass
-class Reference:
+class Reference(Settings):
     """The un-pipelined model: one program on one device accumulates over the microbatches."""
 
     name: str = "reference"
-    remat: str = "none"  # none | layer | full: what the backward recomputes
-    xla_flags: str = "auto"  # auto: flags that suit the devices, besides XLA_FLAGS' | none
+    # none | layer | full: what the backward recomputes
+    remat: Annotated[str, one_of(*Remat)] = "none"
+    # auto: flags that suit the devices, besides XLA_FLAGS' | none
+    xla_flags: Annotated[str, one_of("auto", "none")] = "auto"
 
+    KEY = "executor"
     ENGINE: ClassVar[EngineTraits] = ALONE
     REMAT: ClassVar[tuple[str, ...]] = tuple(map(str, Remat))
-
-    def check(self) -> None:
-        choice("executor.remat", self.remat, self.REMAT)
-        choice("executor.xla_flags", self.xla_flags, ("auto", "none"))
 
 
 @dataclass
 class Pipelined(Reference):
     """Settings of pipelined executors: the division of stages over the devices of a rank."""
 
-    unroll: int = 16  # layers of a device unrolled in the program up to this many, scanned above
-    gather: str = "step"  # over fsdp: step (all layers at once) | layer (each before its use)
+    # layers of a device unrolled in the program up to this many, scanned above
+    unroll: Natural = 16
+    # over fsdp: step (all layers at once) | layer (each before its use)
+    gather: Annotated[str, one_of("step", "layer")] = "step"
     sequence_parallel: bool = True  # with mesh.tp: tokens between layers are divided, too
-
-    GATHER: ClassVar[tuple[str, ...]] = ("step", "layer")
-
-    def check(self) -> None:
-        super().check()
-        at_least("executor.unroll", self.unroll, 0)
-        choice("executor.gather", self.gather, self.GATHER)
 
 
 @dataclass
@@ -56,11 +50,8 @@ class Mpmd(Pipelined):
     """A compiled function for each stage and kind of task, dispatched in the schedule's order."""
 
     name: str = "mpmd"
-    context: str = "gather"  # with mesh.cp: keys and values are gathered | go round a ring
+    # with mesh.cp: keys and values are gathered | go round a ring
+    context: Annotated[str, one_of("gather", "ring")] = "gather"
     post_validation: bool = False  # update before the global norm is known, again if wrong
 
     ENGINE: ClassVar[EngineTraits] = BY_TASKS
-
-    def check(self) -> None:
-        super().check()
-        choice("executor.context", self.context, ("gather", "ring"))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import permutations
+from typing import Annotated
 
-from ppctl.config.field_checks import at_least, choice
+from ppctl.config.field_checks import Count, Settings, one_of
 from ppctl.schedule.mesh_axes import AXES, STAGE_AXES, MeshSizes, axes_record, axes_text, mesh_text
 
 OUTER = (name for name in AXES if name not in STAGE_AXES)
@@ -13,11 +14,13 @@ ORDERS = ("auto", *map("-".join, permutations(OUTER)))
 
 
 @dataclass
-class Mesh(axes_record()):
+class Mesh(axes_record(kind=Count), Settings):
     """Devices along each axis. `mesh=2x4x2` is dp x pp x fsdp; two more sizes are tp and cp."""
 
     # axes that go over hosts (slices, of TPUs) first; auto: pp-dp-fsdp over several
-    order: str = "auto"
+    order: Annotated[str, one_of(*ORDERS)] = "auto"
+
+    KEY = "mesh"
 
     @property
     def sizes(self) -> MeshSizes:
@@ -53,8 +56,3 @@ class Mesh(axes_record()):
         'dp=2 fsdp=1'
         """
         return " ".join(word for word in self.axes_text.split() if not word.startswith("pp="))
-
-    def check(self) -> None:
-        for axis in AXES:
-            at_least(f"mesh.{axis}", getattr(self, axis), 1)
-        choice("mesh.order", self.order, ORDERS)

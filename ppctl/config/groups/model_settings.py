@@ -5,10 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle, islice
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Annotated, Any, ClassVar, NamedTuple, cast
 
-from ppctl.config.field_checks import above_zero, at_least, choice, dotted, fraction, record_of
+from ppctl.config.field_checks import (
+    Count,
+    Positive,
+    Rate,
+    Settings,
+    above_zero,
+    at_least,
+    choice,
+    dotted,
+    one_of,
+    record_of,
+)
 from ppctl.errors import ConfigError
 
 
@@ -16,7 +28,8 @@ from ppctl.errors import ConfigError
 class UserFunction:
     """A function of the user's, and its arguments."""
 
-    target: str = "???"  # package.module.function, looked for in the current directory first
+    # package.module.function, looked for in the current directory first
+    target: Annotated[str, dotted] = "???"
     # other arguments: +PART.options.NAME=VALUE
     options: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -72,15 +85,21 @@ class Yarn(NamedTuple):
 
 Scaling = Linear | Llama3 | Yarn
 SCALINGS: dict[str, type[Scaling]] = {"linear": Linear, "llama3": Llama3, "yarn": Yarn}
+PLAIN, GATED = ("gelu", "gelu_exact", "silu"), ("swiglu", "geglu", "geglu_exact")
+MLP_ACTIVATIONS = ("relu", "tanh", "gelu")
+ATTENTIONS = ("auto", "xla", "chunked", "cudnn", "pallas")
 BELOW = {"low_freq_factor": "high_freq_factor", "beta_slow": "beta_fast"}
+
+
+Theta = Annotated[float, partial(at_least, least=1.0)]
 
 
 @dataclass
 class Rope:
     """Rotary positions."""
 
-    theta: float = 10000.0  # base of the wavelengths
-    local_theta: float | None = None  # base of windowed layers, without scaling; None: theta
+    theta: Theta = 10000.0  # base of the wavelengths
+    local_theta: Theta | None = None  # base of windowed layers, without scaling; None: theta
     scaling: Any = None  # {rope_type: linear | llama3 | yarn, factor: 8, ...}, as in config.json
 
     @property
@@ -98,8 +117,6 @@ class Rope:
         return record_of("model.rope.scaling", SCALINGS[str(kind)], values, but=("rope_type",))
 
     def check(self) -> None:
-        at_least("model.rope.theta", self.theta, 1.0)
-        at_least("model.rope.local_theta", self.local_theta, 1.0)
         values = {} if self.record is None else self.record._asdict()
         for key, value in values.items():
             above_zero(f"model.rope.scaling.{key}", value)
@@ -113,11 +130,13 @@ class Rope:
 
 
 @dataclass
-class Layered:
+class Layered(Settings):
     """A model that consists of layers."""
 
     name: str = "???"
-    num_layers: int = 8  # divided over the stages
+    num_layers: Count = 8  # divided over the stages
+
+    KEY = "model"
 
 
 @dataclass
@@ -125,34 +144,32 @@ class Transformer(Layered):
     """Decoder-only transformer: pre-norm, RMSNorm, rotary positions, grouped-query attention."""
 
     name: str = "transformer"
-    d_model: int = 128  # width of the residual stream
-    num_heads: int = 4
-    num_kv_heads: int | None = None  # None: num_heads
-    head_dim: int | None = None  # width of a head; None: d_model/num_heads
-    mlp_width: int | None = None  # hidden width of the MLP; None: 4*d_model
+    d_model: Count = 128  # width of the residual stream
+    num_heads: Count = 4
+    num_kv_heads: Count | None = None  # None: num_heads
+    head_dim: Count | None = None  # width of a head; None: d_model/num_heads
+    mlp_width: Count | None = None  # hidden width of the MLP; None: 4*d_model
     # gelu (by tanh) | gelu_exact | silu; gated, three matrices: swiglu | geglu | geglu_exact
-    activation: str = "gelu"
-    vocab_size: int | None = None  # None: the data set's
-    seq_len: int = 128  # tokens a sequence
+    activation: Annotated[str, one_of(*PLAIN, *GATED)] = "gelu"
+    vocab_size: Count | None = None  # None: the data set's
+    seq_len: Count = 128  # tokens a sequence
     tied: bool = False  # head shares the embedding's weights
     # norms, biases and scale of the embedding: llama | qwen2 | qwen3 | gemma2 | gemma3
-    family: str = "llama"
-    norm_eps: float = 1e-6  # added to the mean square in a norm
+    family: Annotated[str, one_of(*FAMILIES)] = "llama"
+    norm_eps: Positive = 1e-6  # added to the mean square in a norm
     # scores are divided by its square root; None: by that of head_dim
-    query_pre_attn_scalar: float | None = None
-    attention_softcap: float | None = None  # scores become cap*tanh(score/cap)
-    logit_softcap: float | None = None  # logits likewise
+    query_pre_attn_scalar: Positive | None = None
+    attention_softcap: Positive | None = None  # scores become cap*tanh(score/cap)
+    logit_softcap: Positive | None = None  # logits likewise
     # last tokens that a token attends to, itself included; None: all before it
-    window: int | None = None
+    window: Count | None = None
     window_pattern: str = "W"  # cycle of layers with the window (W) and without (F): WWWWWF
-    dropout: float = 0.0  # rate of dropped entries of both branches of a block, in training
+    dropout: Rate = 0.0  # rate of dropped entries of both branches of a block, in training
     rope: Rope = field(default_factory=Rope)
     # kernel: auto (by device, dtype and seq_len) | xla | chunked | cudnn | pallas
-    attention: str = "auto"
+    attention: Annotated[str, one_of(*ATTENTIONS)] = "auto"
 
-    GATED: ClassVar[tuple[str, ...]] = ("swiglu", "geglu", "geglu_exact")
-    ACTIVATIONS: ClassVar[tuple[str, ...]] = ("gelu", "gelu_exact", "silu", *GATED)
-    ATTENTIONS: ClassVar[tuple[str, ...]] = ("auto", "xla", "chunked", "cudnn", "pallas")
+    GATED: ClassVar[tuple[str, ...]] = GATED
 
     @property
     def kv_heads(self) -> int:
@@ -191,15 +208,7 @@ class Transformer(Layered):
         return tuple(self.window if letter == "W" else None for letter in layers)
 
     def check(self) -> None:
-        widths = ("d_model", "num_heads", "num_kv_heads", "head_dim", "mlp_width", "vocab_size")
-        for key in ("num_layers", *widths, "seq_len", "window"):
-            at_least(f"model.{key}", getattr(self, key), 1)
-        choice("model.activation", self.activation, self.ACTIVATIONS)
-        choice("model.attention", self.attention, self.ATTENTIONS)
-        choice("model.family", self.family, tuple(FAMILIES))
-        for key in ("norm_eps", "query_pre_attn_scalar", "attention_softcap", "logit_softcap"):
-            above_zero(f"model.{key}", getattr(self, key))
-        fraction("model.dropout", self.dropout, below_one=True)
+        super().check()
         self.rope.check()
         self._check_widths()
         self._check_windows()
@@ -244,17 +253,9 @@ class MLP(Layered):
     """Linear embedding, equal layers of the same width, linear head, mean squared error."""
 
     name: str = "mlp"
-    d_model: int = 64  # width of a layer
-    activation: str = "relu"  # relu | tanh | gelu
-    dropout: float = 0.0  # rate of dropped outputs of layers, in training
-
-    ACTIVATIONS: ClassVar[tuple[str, ...]] = ("relu", "tanh", "gelu")
-
-    def check(self) -> None:
-        at_least("model.num_layers", self.num_layers, 1)
-        at_least("model.d_model", self.d_model, 1)
-        choice("model.activation", self.activation, self.ACTIVATIONS)
-        fraction("model.dropout", self.dropout, below_one=True)
+    d_model: Count = 64  # width of a layer
+    activation: Annotated[str, one_of(*MLP_ACTIVATIONS)] = "relu"  # relu | tanh | gelu
+    dropout: Rate = 0.0  # rate of dropped outputs of layers, in training
 
 
 @dataclass
@@ -265,17 +266,10 @@ class CustomModel(UserFunction, Layered):
     """
 
     name: str = "custom"
-    layers: str = "marks"  # of a Network: marks (between stage_boundary calls) | auto (clustered)
-    seq_len: int | None = None  # tokens a sequence, of data that are text
+    # of a Network: marks (between stage_boundary calls) | auto (clustered)
+    layers: Annotated[str, one_of("marks", "auto")] = "marks"
+    seq_len: Count | None = None  # tokens a sequence, of data that are text
     mixes_examples: bool = False  # whether examples of a microbatch may depend on each other
-
-    LAYERS: ClassVar[tuple[str, ...]] = ("marks", "auto")
-
-    def check(self) -> None:
-        dotted("model.target", self.target)
-        choice("model.layers", self.layers, self.LAYERS)
-        at_least("model.num_layers", self.num_layers, 1)
-        at_least("model.seq_len", self.seq_len, 1)
 
 
 AnyModel = Transformer | MLP | CustomModel

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from functools import partial
+from typing import Annotated, Any, ClassVar, cast
 
-from ppctl.config.field_checks import above_zero, at_least, choice, fraction
+from ppctl.config.field_checks import (
+    Count,
+    Natural,
+    Settings,
+    above_zero,
+    at_least,
+    fraction,
+    one_of,
+)
 from ppctl.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float64")
@@ -15,78 +24,62 @@ DTYPES = ("float32", "bfloat16", "float64")
 @dataclass
 class Checkpoint:
     enabled: bool = True  # false: nothing is saved, as for a benchmark
-    every: int | None = 50  # steps; None: only at the end and on interruption
-    keep: int = 3  # newest checkpoints kept
-    on_failure: str = "stop"  # of a save: stop training | continue, and try again at the next save
-
-    ON_FAILURE: ClassVar[tuple[str, ...]] = ("stop", "continue")
-
-    def check(self) -> None:
-        choice("run.checkpoint.on_failure", self.on_failure, self.ON_FAILURE)
-        at_least("run.checkpoint.every", self.every, 1)
-        at_least("run.checkpoint.keep", self.keep, 1)
+    every: Count | None = 50  # steps; None: only at the end and on interruption
+    keep: Count = 3  # newest checkpoints kept
+    # of a save: stop training | continue, and try again at the next save
+    on_failure: Annotated[str, one_of("stop", "continue")] = "stop"
 
 
 @dataclass
-class Run:
+class Run(Settings):
     """One training run: its steps, its directory and its processes."""
 
     name: str = "default"
     dir: str = "runs/${run.name}"  # metrics and checkpoints
-    num_steps: int = 200  # optimizer steps
-    seed: int = 0  # of initial weights and data order
+    num_steps: Count = 200  # optimizer steps
+    seed: Natural = 0  # of initial weights and data order
     # of compute: float32 | bfloat16 | float64; None: float64 to verify, else float32
-    dtype: str | None = None
-    platform: str | None = None  # cpu | cuda | tpu; None: JAX chooses
-    memory_fraction: float | None = None  # of a GPU, preallocated by JAX; None: its default, 0.75
+    dtype: Annotated[str, one_of(*DTYPES)] | None = None
+    # cpu | cuda | tpu; None: JAX chooses
+    platform: Annotated[str, one_of("cpu", "cuda", "tpu")] | None = None
+    # of a GPU, preallocated by JAX; None: its default, 0.75
+    memory_fraction: Annotated[float, above_zero, fraction] | None = None
     # directory of compiled programs; auto: ~/.cache/ppctl; None: not kept
     compilation_cache: str | None = "auto"
     # auto: resume if there is a checkpoint | must: fail without | never: fail with one
-    resume: str = "auto"
+    resume: Annotated[str, one_of("auto", "must", "never")] = "auto"
     start_from: str | None = None  # run directory, as of `ppctl import`, with first parameters
     # same: fail if the checkpoint's model computes something else | changed: resume anyway
-    resume_with: str = "same"
-    log_every: int = 10  # steps between lines on the terminal; metrics.jsonl has every step
-    eval_every: int | None = 100  # steps; None: no evaluation
-    eval_batches: int | None = None  # of data.batch_size each; None: 4, or as many as are held out
+    resume_with: Annotated[str, one_of("same", "changed")] = "same"
+    log_every: Count = 10  # steps between lines on the terminal; metrics.jsonl has every step
+    eval_every: Count | None = 100  # steps; None: no evaluation
+    eval_batches: Count | None = (
+        None  # of data.batch_size each; None: 4, or as many as are held out
+    )
     # of metrics: tensorboard, wandb, mlflow
     trackers: Any = field(default_factory=lambda: ["tensorboard"])
     profile: str | None = None  # traced steps: N (and the next one), or FIRST-LAST
     timeline: bool = False  # measure the tasks of one step (executor=mpmd): run.dir/timeline/
     # off: one process | explicit: several, by the settings below | auto: by Slurm, ...
-    distributed: str = "off"
+    distributed: Annotated[str, one_of("off", "auto", "explicit")] = "off"
     coordinator: str | None = None  # HOST:PORT where process 0 listens and all others find it
-    num_processes: int | None = None  # of the whole run
-    process_id: int | None = None  # 0..num_processes-1; process 0 prints and records
-    heartbeat_s: int = 30  # seconds of silence after which a process is lost and the run ends
-    slow_after_s: float = 60.0  # seconds without progress before the slow process is named
+    num_processes: Count | None = None  # of the whole run
+    process_id: Natural | None = None  # 0..num_processes-1; process 0 prints and records
+    heartbeat_s: Count = 30  # seconds of silence after which a process is lost and the run ends
+    # seconds without progress before the slow process is named
+    slow_after_s: Annotated[float, partial(at_least, least=1)] = 60.0
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
+    KEY = "run"
     EVAL_BATCHES: ClassVar[int] = 4  # of eval_batches=None, where so many are held out
-    RESUME: ClassVar[tuple[str, ...]] = ("auto", "must", "never")
-    RESUME_WITH: ClassVar[tuple[str, ...]] = ("same", "changed")
-    PLATFORMS: ClassVar[tuple[str, ...]] = ("cpu", "cuda", "tpu")
     TRACKERS: ClassVar[tuple[str, ...]] = ("tensorboard", "wandb", "mlflow")
-    DISTRIBUTED: ClassVar[tuple[str, ...]] = ("off", "auto", "explicit")
 
     def check(self) -> None:
-        for key in ("num_steps", "log_every", "eval_every", "eval_batches"):
-            at_least(f"run.{key}", getattr(self, key), 1)
-        at_least("run.seed", self.seed, 0)
-        if self.dtype is not None:
-            choice("run.dtype", self.dtype, DTYPES)
-        choice("run.resume", self.resume, self.RESUME)
-        choice("run.resume_with", self.resume_with, self.RESUME_WITH)
-        if self.platform is not None:
-            choice("run.platform", self.platform, self.PLATFORMS)
-        if self.memory_fraction is not None:
-            above_zero("run.memory_fraction", self.memory_fraction)
-            fraction("run.memory_fraction", self.memory_fraction)
+        super().check()
         self._check_profile()
         self._check_trackers()
         self._check_directory()
         self._check_processes()
-        self.checkpoint.check()
 
     @property
     def profile_steps(self) -> range | None:
@@ -137,11 +130,6 @@ class Run:
             raise ConfigError(f"run.dir={self.dir!r} is no directory. {remedy}")
 
     def _check_processes(self) -> None:
-        choice("run.distributed", self.distributed, self.DISTRIBUTED)
-        at_least("run.num_processes", self.num_processes, 1)
-        at_least("run.process_id", self.process_id, 0)
-        for key in ("heartbeat_s", "slow_after_s"):
-            at_least(f"run.{key}", getattr(self, key), 1)
         # 1. settings that run.distributed does not use, or misses
         keys = ("coordinator", "num_processes", "process_id")
         given = [key for key in keys if getattr(self, key) is not None]

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from ppctl.config.field_checks import above_zero, at_least, choice
+from ppctl.config.field_checks import Count, Natural, Positive, Settings, one_of
 from ppctl.errors import ConfigError
+
+VOCAB = ("whole", "parallel")
 
 
 @dataclass
-class Schedule:
+class Schedule(Settings):
     """A family without knobs (gpipe, 1f1b, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v)."""
 
     name: str = "gpipe"
-    num_microbatches: int = 8  # microbatches a step, of each data-parallel replica
+    num_microbatches: Count = 8  # microbatches a step, of each data-parallel replica
     # embedding and head: whole, on the first and the last stage | parallel, a part on each rank
-    vocab: str = "whole"
+    vocab: Annotated[str, one_of(*VOCAB)] = "whole"
 
-    VOCAB: ClassVar[tuple[str, ...]] = ("whole", "parallel")
+    KEY = "schedule"
+    VOCAB: ClassVar[tuple[str, ...]] = VOCAB
     KNOBS: ClassVar[tuple[str, ...]] = ("num_chunks", "num_waves", "warmup_hops")
-
-    def check(self) -> None:
-        at_least("schedule.num_microbatches", self.num_microbatches, 1)
-        choice("schedule.vocab", self.vocab, self.VOCAB)
-        for key in ("num_chunks", "num_waves"):
-            at_least(f"schedule.{key}", self.knobs().get(key), 1)
 
     def knobs(self) -> dict[str, Any]:
         """Return the arguments of the family's generator that not all families have."""
@@ -50,7 +47,7 @@ class Chunked(Schedule):
     """A family whose ranks hold `num_chunks` stages each (looped_bfs, interleaved_zb, gis)."""
 
     name: str = "looped_bfs"
-    num_chunks: int = 2  # stages a rank
+    num_chunks: Count = 2  # stages a rank
 
 
 @dataclass
@@ -65,7 +62,7 @@ class Hanayo(Schedule):
     """Hanayo: each rank holds two stages a wave."""
 
     name: str = "hanayo"
-    num_waves: int = 1  # times down the ranks and back up
+    num_waves: Count = 1  # times down the ranks and back up
 
 
 @dataclass
@@ -74,15 +71,12 @@ class Auto(Schedule):
 
     name: str = "auto"
     # cap of a rank, in activations of one microbatch through 1/p of the model; None: mesh.pp
-    max_activations: float | None = None
-    max_memory_gib: float | None = None  # cap of a device, weights included, instead
-    max_chunks: int = 4  # stages a rank, at most
+    max_activations: Positive | None = None
+    max_memory_gib: Positive | None = None  # cap of a device, weights included, instead
+    max_chunks: Count = 4  # stages a rank, at most
 
     def check(self) -> None:
         super().check()
-        at_least("schedule.max_chunks", self.max_chunks, 1)
-        above_zero("schedule.max_activations", self.max_activations)
-        above_zero("schedule.max_memory_gib", self.max_memory_gib)
         if self.max_activations is not None and self.max_memory_gib is not None:
             raise ConfigError(
                 f"schedule.max_activations={self.max_activations:g} and schedule.max_memory_gib="
@@ -95,12 +89,8 @@ class Csv(Schedule):
     """A CSV file with a line a rank and PyTorch's cells, `2F0`, `0B3`, `1I2`, `1W2`."""
 
     name: str = "csv"
-    num_microbatches: int = 0  # 0: as many as the file has
+    num_microbatches: Natural = 0  # 0: as many as the file has
     path: str = "???"  # of the file
-
-    def check(self) -> None:
-        at_least("schedule.num_microbatches", self.num_microbatches, 0)
-        choice("schedule.vocab", self.vocab, self.VOCAB)
 
 
 AnySchedule = Schedule | Eager1F1B | Chunked | Interleaved | Hanayo | Auto | Csv

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
-from ppctl.config.field_checks import at_least, choice
+from ppctl.config.field_checks import Count, Natural, Settings, at_least, one_of
 
 SIGNAL_DELAY_S = 120  # before a submitted job's time ends: enough to save a large checkpoint
 SMALLER_IS_BETTER = {  # the numbers of a run that a search may be for
@@ -19,35 +20,31 @@ SMALLER_IS_BETTER = {  # the numbers of a run that a search may be for
 
 
 @dataclass
-class SideBySide:
+class SideBySide(Settings):
     """hydra/launcher=ppctl: jobs are processes of the sweep's own process, and end with it."""
 
-    jobs: int = 1  # side by side
+    jobs: Count = 1  # side by side
 
-    def check(self) -> None:
-        at_least("hydra.launcher.jobs", self.jobs, 1)
+    KEY = "hydra.launcher"
 
 
 @dataclass
-class SubmititSlurm:
+class SubmititSlurm(Settings):
     """hydra/launcher=submitit_slurm: jobs are queued in Slurm and outlive the sweep."""
 
     # at once at most; None: Slurm decides, and one at a time with hydra/sweeper=optuna
-    jobs: int | None = None
+    jobs: Count | None = None
     partition: str | None = None
     account: str | None = None
-    time: int = 60  # minutes; shortly before their end a job saves and is queued again
-    nodes: int = 1  # of a job; with several tasks use run.distributed=auto
-    gpus_per_node: int | None = None
-    cpus_per_task: int | None = None
+    # minutes; shortly before their end a job saves and is queued again
+    time: Annotated[int, partial(at_least, least=SIGNAL_DELAY_S // 60 + 1)] = 60
+    nodes: Count = 1  # of a job; with several tasks use run.distributed=auto
+    gpus_per_node: Natural | None = None
+    cpus_per_task: Count | None = None
     # others of sbatch: qos, mem, gres
     additional_parameters: dict[str, Any] = field(default_factory=dict[str, Any])
 
-    def check(self) -> None:
-        for key in ("jobs", "nodes", "cpus_per_task"):
-            at_least(f"hydra.launcher.{key}", getattr(self, key), 1)
-        at_least("hydra.launcher.gpus_per_node", self.gpus_per_node, 0)
-        at_least("hydra.launcher.time", self.time, SIGNAL_DELAY_S // 60 + 1)
+    KEY = "hydra.launcher"
 
     def parameters(self) -> dict[str, Any]:
         """Return the parameters of submitit's executor, the number of tasks a node among them."""
@@ -66,18 +63,15 @@ class Combinations:
 
 
 @dataclass
-class Search:
+class Search(Settings):
     """hydra/sweeper=optuna: values are not all combined, but chosen by Optuna, job after job."""
 
-    n_trials: int = 20  # jobs in all, those of earlier starts included
+    n_trials: Count = 20  # jobs in all, those of earlier starts included
     # or eval_loss, step_time_s, memory_bytes: to be small; tokens_per_s, rows_per_s: large
-    metric: str = "final_loss"
-    seed: int = 0  # of Optuna's sampler
+    metric: Annotated[str, one_of(*SMALLER_IS_BETTER)] = "final_loss"
+    seed: Natural = 0  # of Optuna's sampler
 
-    def check(self) -> None:
-        at_least("hydra.sweeper.n_trials", self.n_trials, 1)
-        at_least("hydra.sweeper.seed", self.seed, 0)
-        choice("hydra.sweeper.metric", self.metric, tuple(SMALLER_IS_BETTER))
+    KEY = "hydra.sweeper"
 
     @property
     def is_minimized(self) -> bool:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ppctl import config as settings
 from ppctl.config.changed_settings import settings_from
 from ppctl.config.field_checks import above_zero, at_least, choice
-from ppctl.config.groups.model_settings import FAMILIES, AnyModel
+from ppctl.config.groups.model_settings import ATTENTIONS, FAMILIES, AnyModel
 from ppctl.data import DataSet
 from ppctl.errors import ConfigError
 from ppctl.model import mlp as mlp_model
@@ -78,7 +78,7 @@ def attention(
     Calling it raises ConfigError if device, dtype or shapes do not allow the kernel.
     """
     # a wrong argument is refused when the model is made
-    choice("kernel", kernel, settings.Transformer.ATTENTIONS)
+    choice("kernel", kernel, ATTENTIONS)
     above_zero("scale", scale)
     above_zero("softcap", softcap)
     at_least("window", window, 1)
