@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ppctl.model.random_keys import dropout
     from ppctl.model.stack import Stack, VocabularyParts
     from ppctl.planner.plan_pipeline import PipelinePlan, plan
+    from ppctl.planner.search.tune_pipeline import TunedLayout, tune
     from ppctl.reports.charts.draw_schedule import draw
     from ppctl.schedule.costs import Costs
     from ppctl.schedule.families.registry import build as build_schedule
@@ -50,6 +51,7 @@ __all__ = [
     "Task",
     "Ticks",
     "Timeline",
+    "TunedLayout",
     "Verification",
     "VocabularyParts",
     "attach_loss",
@@ -72,6 +74,7 @@ __all__ = [
     "stage_boundary",
     "ticks",
     "transformer",
+    "tune",
     "verify",
 ]
 
@@ -83,6 +86,7 @@ _HOMES = {  # public names by module
     "model.random_keys": "dropout",
     "model.stack": "Stack VocabularyParts",
     "planner.plan_pipeline": "PipelinePlan plan",
+    "planner.search.tune_pipeline": "TunedLayout tune",
     "reports.charts.draw_schedule": "draw",
     "schedule.costs": "Costs",
     "schedule.families.registry": "family",

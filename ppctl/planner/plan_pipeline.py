@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ppctl.config import AutoHardware, Hardware
 from ppctl.errors import ConfigError
-from ppctl.planner.cost.predict_step import predict_pipeline
+from ppctl.planner.cost.predict_step import JobPrediction, predict_pipeline
 from ppctl.planner.cost.target_devices import Target
 from ppctl.training.pipeline.job import model_on
 from ppctl.training.pipeline.known_hardware import described_only, known
@@ -55,11 +55,15 @@ def plan(
     ConfigError: the hardware is unknown, or states no speed for the dtype of compute.
     """
     device = pipe.mesh.devices.flat[0]
-    request = _hardware(hardware)
+    request = hardware_named(hardware)
     how = device, pipe.mesh.size, str(pipe.dtype)
     target = Target(request, *how, memory_gib=memory_gib)
     counted = model_on(pipe, described_only(request, device.device_kind))
-    found = predict_pipeline(pipe, counted, target)
+    return plan_of(predict_pipeline(pipe, counted, target), target)
+
+
+def plan_of(found: JobPrediction, target: Target) -> PipelinePlan:
+    """Return the plan of a prediction for the target devices."""
     limit, used = target.limit, target.known_hardware
     return PipelinePlan(
         hardware=None if used is None else used.name,
@@ -73,7 +77,8 @@ def plan(
     )
 
 
-def _hardware(name: str) -> Hardware | AutoHardware:
+def hardware_named(name: str) -> Hardware | AutoHardware:
+    """Return the description of hardware, or "auto"; ConfigError for an unknown name."""
     if name == "auto":
         return AutoHardware()
     if name not in known():

@@ -56,3 +56,23 @@ def test_a_stack_of_ones_own_is_predicted():
 def test_unknown_hardware_is_refused():
     with pytest.raises(ppctl.PpctlError, match=r"^hardware=h10 is not described\. Did you mean h1"):
         ppctl.plan(pipeline(), hardware="h10")
+
+
+@pytest.mark.parametrize("executor", [ppctl.spmd(), full(ppctl.mpmd())], ids=["spmd", "mpmd"])
+def test_layouts_are_ranked_by_their_plans_digit_for_digit(executor):
+    stack = ppctl.mlp(num_layers=6, d_model=16, input_dim=4, target_dim=2)
+    batch = {"inputs": np.zeros((8, 4), np.float32), "targets": np.zeros((8, 2), np.float32)}
+    of_all = {"optimizer": optax.adamw(1e-3), "batch": batch}
+    choice = {"executor": executor, "schedules": ["1f1b", "gpipe"], "best": 3}
+    rows = ppctl.tune(stack, 4, **of_all, **choice)
+    seconds = [row.plan.step_s for row in rows]
+    assert len(rows) == 3
+    assert seconds == sorted(seconds)
+    pipe = ppctl.pipeline(stack, ppctl.mesh(**rows[-1].mesh), **of_all, **rows[-1].arguments)
+    assert ppctl.plan(pipe).step_s == seconds[-1]
+    assert ppctl.plan(pipe).memory == rows[-1].plan.memory
+
+
+def test_a_search_of_one_layout_is_refused():
+    with pytest.raises(ppctl.PpctlError, match=r"has one layout\. Use ppctl\.spmd\(\) or"):
+        ppctl.tune(None, 2, optax.sgd(1.0), batch=None, executor=ppctl.reference())

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from ppctl import config as settings
 from ppctl.config import Config, Explicit, Mpmd, Spmd, Uniform
@@ -57,7 +58,7 @@ from ppctl.training.pipeline.optimizers import clipped, init_state
 from ppctl.training.pipeline.pipeline_request import divided_stack, with_vocabulary_of
 
 Planned = tuple[Candidate, Config]  # a layout predicted as by `ppctl plan`, and its request
-Predict = Callable[[Candidate], Planned]
+T = TypeVar("T")  # a request
 
 
 def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
@@ -84,7 +85,8 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
     check_tokens("plan.tokens", config.plan.tokens, tokens)
     stack = stack_for(target.hardware, config, data, jnp.dtype(dtype), device)
     room_bytes = inf if limit is None else limit.size_bytes
-    search = _search(config, stack, batch, target, room_bytes)
+    optimizer = clipped(make_optimizer(config)[0], config.optim.clip_norm)
+    search = search_of(config, optimizer, stack, batch, target, room_bytes)
     began = time.perf_counter()
     found, configs = planned(config, stack, search)
     search_s = time.perf_counter() - began
@@ -116,14 +118,21 @@ def _check_attached(target: Target, measure: int) -> None:
         )
 
 
-def _search(
-    config: Config, stack: Stack, batch: Mapping[str, Any], target: Target, room_bytes: float
+def search_of(
+    config: Config,
+    optimizer: optax.GradientTransformation,
+    stack: Stack,
+    batch: Mapping[str, Any],
+    target: Target,
+    room_bytes: float,
 ) -> LayoutSearch:
-    """Return the search of the layouts to choose from; batch: shapes."""
+    """Return the search of the layouts to choose from; batch: shapes.
+
+    Of `config` it takes executor and tune.
+    """
     # 1. the model, and how it may be divided
     executor, tune, machine, dtype = config.executor, config.tune, target.machine, target.dtype
     assert isinstance(executor, Spmd | Mpmd), "others have one layout"
-    optimizer = clipped(make_optimizer(config)[0], config.optim.clip_norm)
     params = lambda: init(stack, config.run.seed)  # noqa: E731
     state = jax.eval_shape(lambda: init_state(params(), optimizer, stack.trainable))
     context = executor.context if isinstance(executor, Mpmd) else "gather"
@@ -199,9 +208,15 @@ def planned(config: Config, stack: Stack, search: LayoutSearch) -> tuple[Found, 
 
     stack: the model as the hardware runs it.
     """
-    predicted = cache(partial(as_planned, config, stack))
+    return predicted_layouts(search, cache(partial(as_planned, config, stack)), config.tune.best)
+
+
+def predicted_layouts(
+    search: LayoutSearch, predicted: Callable[[Candidate], tuple[Candidate, T]], best: int
+) -> tuple[Found, list[T]]:
+    """Return a search's layouts as predicted, and the requests of the `best` first that fit."""
     with uncollected():
-        rows = _fitting(search.fastest(), search, predicted, config.tune.best)
+        rows = _fitting(search.fastest(), search, predicted, best)
         alone = next((row for row in rows if row[0].mesh.pp == 1), None)
         if alone is None:
             faster = search.fastest(with_pipeline=False)
@@ -219,10 +234,13 @@ def planned(config: Config, stack: Stack, search: LayoutSearch) -> tuple[Found, 
 
 
 def _fitting(
-    candidates: Iterator[Candidate], search: LayoutSearch, predicted: Predict, number: int
-) -> list[Planned]:
+    candidates: Iterator[Candidate],
+    search: LayoutSearch,
+    predicted: Callable[[Candidate], tuple[Candidate, T]],
+    number: int,
+) -> list[tuple[Candidate, T]]:
     """Return the first layouts that fit as planned, with better partitions, fastest first."""
-    rows = list[Planned]()
+    rows = list[tuple[Candidate, T]]()
     for candidate in candidates:
         for partitioned in dict.fromkeys((search.improved(candidate), candidate)):
             row = predicted(partitioned)
@@ -234,7 +252,9 @@ def _fitting(
     return sorted(rows, key=lambda row: rank(row[0]))
 
 
-def _smallest(search: LayoutSearch, predicted: Predict) -> Candidate | None:
+def _smallest(
+    search: LayoutSearch, predicted: Callable[[Candidate], tuple[Candidate, Any]]
+) -> Candidate | None:
     """Return the layout that needs the fewest bytes as planned, None where none is possible."""
     best: Candidate | None = None
     for candidate in search.smallest():

@@ -1,0 +1,125 @@
+"""`ppctl.tune`: the fastest layouts of any model on a number of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from math import inf
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from ppctl.config import Config, Mpmd, Spmd, Tune
+from ppctl.errors import ConfigError
+from ppctl.executors.device_mesh import all_devices, repeated_mesh
+from ppctl.model.network import Network
+from ppctl.model.stack import Stack
+from ppctl.planner.cost.predict_step import predict_pipeline
+from ppctl.planner.cost.target_devices import Target
+from ppctl.planner.plan_pipeline import PipelinePlan, hardware_named, plan_of
+from ppctl.planner.search.layout_candidate import Candidate, knobs_of
+from ppctl.planner.search.tune_layouts import predicted_layouts, search_of
+from ppctl.schedule.families.registry import family
+from ppctl.training.pipeline.build_pipeline import pipeline
+from ppctl.training.pipeline.call_checks import floating, whole_number
+from ppctl.training.pipeline.execution import spmd
+from ppctl.training.pipeline.job import model_on
+from ppctl.training.pipeline.known_hardware import described_device, described_only
+from ppctl.training.pipeline.pipeline_request import layered_stack, shapes_of
+
+
+@dataclass(frozen=True)
+class TunedLayout:
+    """A layout of a model. Made by `tune`."""
+
+    mesh: Mapping[str, int]  # the arguments of `ppctl.mesh`
+    arguments: Mapping[str, Any]  # those of `ppctl.pipeline`: schedule, executor, partition, ...
+    plan: PipelinePlan
+
+
+def tune(
+    model: Stack | Network,
+    num_devices: int,
+    optimizer: optax.GradientTransformation,
+    *,
+    batch: Any,
+    executor: Spmd | Mpmd | None = None,
+    hardware: str = "auto",
+    memory_gib: float | None = None,
+    dtype: Any = jnp.float32,
+    schedules: Sequence[str] | None = None,
+    layers: int | None = None,
+    best: int = 10,
+) -> tuple[TunedLayout, ...]:
+    """Return the layouts of a model that fit, fastest first, as `ppctl.plan` predicts each.
+
+    The first is made by `ppctl.pipeline(model, ppctl.mesh(**row.mesh), optimizer=optimizer,
+    batch=batch, dtype=dtype, **row.arguments)`. Mesh, schedule, stages a rank, partition,
+    microbatches and remat are searched; nothing is compiled.
+
+    Args:
+        num_devices: All of them are used.
+        batch: A global batch, or its shapes and dtypes.
+        executor: `ppctl.spmd(...)` (None) or `ppctl.mpmd(...)`; its remat is searched.
+        hardware, memory_gib: As in `ppctl.plan`.
+        schedules: Names of families; None: all that the executor runs.
+        layers, dtype: As in `ppctl.pipeline`.
+        best: The number of layouts.
+
+    ConfigError: the hardware is unknown, or a choice impossible. () where no layout fits.
+    """
+    # 1. the request
+    num_devices = whole_number("num_devices", num_devices, 1)
+    best, dtype = whole_number("best", best, 1), floating("dtype", dtype)
+    executor = spmd() if executor is None else executor
+    if not isinstance(executor, Spmd | Mpmd):
+        raise ConfigError(
+            f"executor={executor!r} has one layout. Use ppctl.spmd() or ppctl.mpmd()."
+        )
+    shapes, request = shapes_of(batch), hardware_named(hardware)
+    stack, device = layered_stack(model, batch, layers, dtype), all_devices()[0]
+    target = Target(request, device, num_devices, str(dtype), memory_gib=memory_gib)
+    settings = Config(executor=executor, tune=Tune(schedules=schedules and [*schedules], best=best))
+
+    # 2. the model as the hardware runs it
+    other, counted = described_only(request, device.device_kind), stack
+    if other is not None and stack.on_device is not None:
+        counted = stack.on_device(described_device(other) or device)
+
+    # 3. the search
+    limit = target.limit
+    room_bytes = inf if limit is None else limit.size_bytes
+    search = search_of(settings, optimizer, counted, shapes, target, room_bytes)
+    how = {"batch": shapes, "optimizer": optimizer, "dtype": dtype}
+    predict = cache(partial(_predicted, stack, counted, target, executor, how))
+    return tuple(predicted_layouts(search, predict, best)[1])
+
+
+def _predicted(
+    stack: Stack,
+    counted: Stack,
+    target: Target,
+    executor: Spmd | Mpmd,
+    how: Mapping[str, Any],
+    candidate: Candidate,
+) -> tuple[Candidate, TunedLayout]:
+    """Return a layout with its prediction, and the arguments that make it.
+
+    counted: the model with the target's kernels; how: the other arguments of `ppctl.pipeline`.
+    """
+    knobs = knobs_of(candidate.family, candidate.num_chunks)
+    arguments: dict[str, Any] = {
+        "schedule": family(candidate.family, **knobs),
+        "num_microbatches": candidate.num_microbatches,
+        "partition": list(candidate.partition),
+        "executor": replace(executor, remat=str(candidate.remat)),
+        "vocab": candidate.vocab,
+    }
+    pipe = pipeline(stack, repeated_mesh(candidate.mesh), **arguments, **how)
+    found = predict_pipeline(pipe, model_on(pipe, None, counted), target)
+    assert found.time is not None, "unknown hardware is not tuned for"
+    memory = max(found.memory, key=lambda of_rank: sum(of_rank.values()))
+    row = replace(candidate, time=found.time, memory=memory, bubble=found.bubble)
+    return row, TunedLayout(candidate.mesh.by_axis, arguments, plan_of(found, target))
