@@ -160,10 +160,9 @@ class Pipeline:
         return self.engine.loss_and_grads(state, self._placed(state, batch))
 
     def _is_whole(self, batch: Mapping[str, Any]) -> bool:
-        inputs: Any = batch["inputs"]
-        while isinstance(inputs, Mapping) and inputs:
-            inputs = next(iter(inputs.values()))
-        return np.shape(inputs)[:1] == (self.batch_size,)
+        is_array = lambda a: not isinstance(a, Mapping)  # noqa: E731
+        arrays = jax.tree.leaves(batch["inputs"], is_leaf=is_array)
+        return [np.shape(a)[:1] for a in arrays[:1]] == [(self.batch_size,)]
 
     def evaluate(self, state: Tree, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Return the means over a batch {"inputs", "targets"} of the loss and of each metric.
