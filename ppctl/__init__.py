@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ppctl.errors import PpctlError
     from ppctl.model import parallel
     from ppctl.model.layer_inputs import attach_loss
+    from ppctl.model.layer_reports import report
     from ppctl.model.lora import Lora
     from ppctl.model.network import Network, stage_boundary
     from ppctl.model.random_keys import dropout
@@ -69,6 +70,7 @@ __all__ = [
     "plan",
     "read_schedule",
     "reference",
+    "report",
     "simulate",
     "spmd",
     "stage_boundary",
@@ -81,6 +83,7 @@ __all__ = [
 _HOMES = {  # public names by module
     "errors": "PpctlError",
     "model.layer_inputs": "attach_loss",
+    "model.layer_reports": "report",
     "model.lora": "Lora",
     "model.network": "Network stage_boundary",
     "model.random_keys": "dropout",

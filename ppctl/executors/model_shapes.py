@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from ppctl.executors.parameter_layout import gather_shards, is_spec, sharded_over, tree_specs
 from ppctl.executors.stage.stage import Stage
 from ppctl.model.layer_inputs import LayerInputs, without_attached
+from ppctl.model.layer_reports import cast_layers, check_reports
 from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.model.stack import Stack, num_examples
 from ppctl.model.trainable_parameters import trained_flags, trained_part
@@ -96,7 +97,7 @@ class Model:
         with without_attached("head"):
             args = embed_head, self.x, batch["targets"]
             self.traced(lambda: jax.eval_shape(self.stack.head, *args))
-        layer = self.stack, self.computed(self.layer), self.x
+        layer = self.stack, self.computed_layer, self.x
         return self.traced(lambda: LayerInputs.of(*layer))
 
     def with_inputs(self, layer: Tree) -> Tree:
@@ -108,13 +109,13 @@ class Model:
     def stage(self) -> Stage:
         """The stage in a step."""
         keys = jax.ShapeDtypeStruct((self.num_examples, 2), jnp.uint32)
-        layer = self.with_inputs(self.computed(self.layer))
+        layer = self.with_inputs(self.computed_layer)
         return self._stage(jax.eval_shape(self.inputs.with_keys, layer, keys))
 
     @cached_property
     def evaluation_stage(self) -> Stage:
         """The stage in an evaluation, whose layers have no keys."""
-        layer = self.with_inputs(self.computed(self.layer))
+        layer = self.with_inputs(self.computed_layer)
         return self._stage(layer) if self.inputs.has_key else self.stage
 
     def _stage(self, layer: Tree) -> Stage:
@@ -202,6 +203,17 @@ class Model:
         zeros = (jnp.zeros(a.shape, self.dtype) for a in leaves)
         filled = [z if a is None else a for z, a in zip(zeros, found, strict=True)]
         return jax.tree.unflatten(treedef, filled)
+
+    def check_reports(self) -> None:
+        """Raise ConfigError unless layers report the counts that the stack declares."""
+        layers = [self.stack.layer] if self.stack.are_alike else self.stack.layer
+        how = self.stack.updates, self.stack.trains("layers")
+        self.traced(lambda: check_reports(layers, self.computed_layer, self.x, *how))
+
+    @property
+    def computed_layer(self) -> Tree:
+        """Shapes of a layer as it is computed."""
+        return cast_layers(self.layer, self.dtype, self.stack.updates)
 
     def computed(self, shapes: Tree) -> Tree:
         """Return shapes of parameters in the compute dtype."""

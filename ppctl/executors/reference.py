@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.model.layer_inputs import LOSS, LayerInputs
+from ppctl.model.layer_reports import divided_by
 from ppctl.model.random_keys import KEYS
 from ppctl.model.stack import Stack, divisor
 from ppctl.model.trainable_parameters import trained_part, with_trained
@@ -55,7 +56,7 @@ def reference(
             return jax.checkpoint(run) if setting.keeps_layer_inputs else run
 
         def loss_sum(params: Tree, microbatch: Tree) -> tuple[jax.Array, jax.Array]:
-            params = inputs.computed(params, dtype)
+            params = inputs.computed(params, dtype, stack.updates)
             params["layers"] = inputs.with_keys(params["layers"], microbatch.get(KEYS))
             x = _before_head(model, params, microbatch["inputs"], layer, unroll)
             return stack.head(params["embed_head"], x, microbatch["targets"])
@@ -101,10 +102,10 @@ def _accumulated(
         (loss, number, grads), _ = jax.lax.scan(add, zeros, microbatches)
         # 3. the means
         number = divisor(number)
-        grads = jax.tree.map(lambda g: g / number.astype(g.dtype), grads)
         layers, attached = inputs.separate(grads["layers"])
-        losses = {LOSS: loss / number} | {name: a.sum() for name, a in attached.items()}
-        return losses, grads | {"layers": layers}
+        losses = {LOSS: loss / number}
+        losses |= {name: a.sum() / number.astype(a.dtype) for name, a in attached.items()}
+        return losses, divided_by(grads | {"layers": layers}, number, stack.updates)
 
     return loss_and_grads
 
@@ -124,7 +125,7 @@ def outputs_of(
     assert outputs is not None, "a stack that states no outputs"
 
     def predict(params: Tree, inputs: jax.Array) -> Tree:
-        params = jax.tree.map(lambda a: a.astype(dtype), params)
+        params = LayerInputs().computed(params, dtype, stack.updates)
         x = _before_head(stack, params, inputs, stack.layer_of, unroll)
         return outputs(params["embed_head"], x)
 
@@ -141,7 +142,7 @@ def by_example(
     """
 
     def run(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array, Tree]:
-        params = jax.tree.map(lambda a: a.astype(dtype), params)
+        params = LayerInputs().computed(params, dtype, stack.updates)
         embed_head = params["embed_head"]
         x = _before_head(stack, params, batch["inputs"], stack.layer_of, unroll)
         outputs = None if stack.outputs is None else stack.outputs(embed_head, x)

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.errors import ConfigError
+from ppctl.model.layer_reports import Updates, cast_layers
 from ppctl.model.random_keys import layer_keys, names_key, without_key, wrapped
 
 Tree = Any
@@ -195,11 +196,14 @@ class LayerInputs:
         layers = self.extended(stack.trains("layers"), True, False)
         return {"embed_head": stack.trains("embed_head"), "layers": layers}
 
-    def computed(self, params: Tree, dtype: Any) -> Tree:
-        """Return parameters, with extended layers, in the dtype of compute; inputs keep theirs."""
-        layers, _ = self.separate(params["layers"])
-        both = {"embed_head": params["embed_head"], "layers": layers}
-        cast = jax.tree.map(lambda a: a.astype(dtype), both)
+    def computed(self, params: Tree, dtype: Any, updates: Updates) -> Tree:
+        """Return parameters, with extended layers, in the dtype of compute.
+
+        Inputs and counted parameters, those in `updates`, keep theirs.
+        """
+        layers = cast_layers(self.separate(params["layers"])[0], dtype, updates)
+        embed_head = jax.tree.map(lambda a: a.astype(dtype), params["embed_head"])
+        cast = {"embed_head": embed_head, "layers": layers}
         return cast | {"layers": params["layers"] | {PARAMS: cast["layers"]}} if self else cast
 
     def separate(self, tree: Tree) -> tuple[Tree, Mapping[str, Any]]:

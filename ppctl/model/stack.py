@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ppctl.model.layer_reports import Updates
 from ppctl.model.parallel import StageAxes
 from ppctl.model.random_keys import names_key, without_key
 
@@ -90,6 +91,9 @@ class Stack:
     one may stand for a subtree; True: all. Frozen parameters have no gradients, no optimizer state
     and no work in W.
     one_key: whether all layers get the same key of an example, as parts of one function.
+    updates: functions (parameter, counts) -> next parameter, by the names of a layer's parameters,
+    joined by "/", of which layers `ppctl.report` counts: after each step, for a layer, with counts
+    summed over the global batch. No gradient, norm, decay or optimizer touches these.
     mixes_examples: None: a run tests on a few examples whether the loss of one depends on others,
     and refuses such a model, since microbatches change it. True: intended. False: known not to.
     check_batch(inputs, targets): raises ConfigError for a batch whose values the model does not
@@ -117,6 +121,7 @@ class Stack:
     parts: VocabularyParts | None = field(default=None, compare=False)
     trainable: Tree = field(default=True, compare=False)
     one_key: bool = False
+    updates: Updates = field(default_factory=dict, compare=False)
     check_batch: Callable[[Any, Any], None] | None = None
     on_device: Callable[[Any], Stack] | None = field(default=None, compare=False)
 

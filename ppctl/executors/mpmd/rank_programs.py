@@ -23,6 +23,7 @@ from ppctl.executors.mpmd.plan_tasks import JOINS, TASKS, Role
 from ppctl.executors.mpmd.task_programs import drop_device_dim, joined, run_part, run_task
 from ppctl.executors.parameter_layout import Layout, gather_shards, is_spec, scatter_sums
 from ppctl.model.layer_inputs import LayerInputs
+from ppctl.model.layer_reports import cast_layers
 from ppctl.model.random_keys import KEYS, SEED, example_keys
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.ir import PART_KINDS
@@ -162,9 +163,10 @@ def prepare_rank(
     params, inputs = v["params"], model.inputs
     places = jnp.zeros(jax.tree.leaves(params["layers"])[0].shape[:3], model.master)
     zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros((1, *a.shape), model.master), tree)  # noqa: E731
-    shards = jax.tree.map(lambda a: a.astype(model.dtype), params)
-    embed_head = gather_shards(shards["embed_head"], specs["embed_head"])
-    layers = inputs.extended(shards["layers"], places, v.get("layer_numbers"))
+    shards = jax.tree.map(lambda a: a.astype(model.dtype), params["embed_head"])
+    embed_head = gather_shards(shards, specs["embed_head"])
+    layers = cast_layers(params["layers"], model.dtype, model.stack.updates)
+    layers = inputs.extended(layers, places, v.get("layer_numbers"))
 
     def stages(layers: Tree) -> list[Any]:
         take = lambda *index: jax.tree.map(lambda a: a[index], layers)  # noqa: E731

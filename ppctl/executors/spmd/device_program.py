@@ -15,6 +15,7 @@ from ppctl.executors.parameter_layout import gather_shards, layer_specs
 from ppctl.executors.stage.layer_programs import add_embedding_grad, add_head_grads, zeros_like
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.layer_inputs import LOSS, LayerInputs
+from ppctl.model.layer_reports import cast_layers
 from ppctl.model.random_keys import KEYS
 from ppctl.model.stack import Stack
 from ppctl.model.trainable_parameters import trained_part
@@ -85,7 +86,8 @@ class Device:
         # 2. embedding and head gathered; the inputs of layers besides parameters
         self.embed_head = gather_shards(self._compute(params["embed_head"]), specs["embed_head"])
         self.x = jax.eval_shape(stack.embed, self.embed_head, self.microbatch("inputs", 0))
-        shards, self.inputs = self._compute(params["layers"]), LayerInputs()
+        shards = cast_layers(params["layers"], options.dtype, stack.updates)
+        self.inputs = LayerInputs()
         if ticks.has_backward:
             whole = jax.eval_shape(lambda: gather_shards(shards, specs["layers"]))
             of_layer = lambda a: jax.ShapeDtypeStruct(a.shape[3:], a.dtype)  # noqa: E731

@@ -27,6 +27,7 @@ from ppctl.executors.spmd.device_program import Device, Options
 from ppctl.executors.spmd.tick_programs import run_fb_ticks, run_op_ticks
 from ppctl.executors.stage.stage import LayerSlots
 from ppctl.model.layer_inputs import LOSS
+from ppctl.model.layer_reports import divided_by
 from ppctl.model.stack import Stack, divisor
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.mesh_axes import AXES, DATA_AXES, RANK_AXES
@@ -70,7 +71,8 @@ def spmd(
             if grads is None:
                 return losses[LOSS] / divisor(number), number
             mean = lambda a: a / divisor(number).astype(a.dtype)  # noqa: E731
-            return jax.tree.map(mean, losses), jax.tree.map(mean, grads)
+            grads = divided_by(grads, divisor(number), stack.updates)
+            return jax.tree.map(mean, losses), grads
 
         return jax.shard_map(
             local,

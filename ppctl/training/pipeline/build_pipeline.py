@@ -96,6 +96,7 @@ def pipeline(
     states = States(layout, _initial(stack, on_layers), seed)
     shown = model_of(divided, states, shapes, plan.num_microbatches, execution, dtype)
     request.check_split(stack, plan, layers_of, shown, execution)
+    shown.check_reports()
     how = on_layers, lr_schedule, execution, clip_norm, costs
     engine = make_engine(stack, shown, states, plan, lowered, shapes, *how)
     parts = states, on_layers, dtype, shapes, engine, shown, lr_schedule
@@ -118,7 +119,7 @@ def _on_layers(
     params = trained_part(jax.eval_shape(lambda: init(stack, 0)), stack.trainable)
     if stack.network is not None:
         return network_optimizer(optimizer, stack.network, params, layout)
-    on_layers = LayerOptimizer(optimizer, params, layout)
+    on_layers = LayerOptimizer(optimizer, params, layout, stack.updates)
     over_ranks = ["pp" in shard.axes for shard in layout.shards.values()]
     if execution.engine.dispatches_tasks and any(over_ranks) and not on_layers.is_elementwise:
         raise ConfigError(

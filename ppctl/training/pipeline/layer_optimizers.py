@@ -19,6 +19,7 @@ import optax
 
 from ppctl.errors import ConfigError
 from ppctl.executors.parameter_layout import Layout, is_layer, parameter_of
+from ppctl.model.layer_reports import Updates, without_counted
 from ppctl.training.pipeline.update_formulas import (
     Mixing,
     check_separate,
@@ -35,8 +36,11 @@ class ModelOptimizer(Protocol):
     """An optimizer of a model as it is stored. Arguments: see `LayerOptimizer`.
 
     is_elementwise: whether `update` takes any shards of arrays. guards_finite: whether it has a
-    rule for gradients that are not finite.
+    rule for gradients that are not finite. updates: as in `Stack`, of parameters that it ignores.
     """
+
+    @property
+    def updates(self) -> Updates: ...
 
     @property
     def is_elementwise(self) -> bool: ...
@@ -71,6 +75,7 @@ class LayerOptimizer:
     optimizer: optax.GradientTransformation
     params: Tree = field(compare=False)  # shapes in natural order, None for frozen parameters
     layout: Layout
+    updates: Updates = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_optimizer(self.optimizer, self.one_layer)
@@ -87,10 +92,9 @@ class LayerOptimizer:
     @cached_property
     def one_layer(self) -> Tree:
         """The shapes of {"embed_head", "layers"} with one layer."""
-        layers = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), self.params["layers"]
-        )
-        return {"embed_head": self.params["embed_head"], "layers": layers}
+        params = without_counted(self.params, self.updates)
+        of_one = lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)  # noqa: E731
+        return {**params, "layers": jax.tree.map(of_one, params["layers"])}
 
     @property
     def is_elementwise(self) -> bool:
@@ -110,6 +114,7 @@ class LayerOptimizer:
     def init(self, params: Tree) -> Tree:
         """Return the initial state, in natural order."""
         shapes = jax.eval_shape(self.optimizer.init, self.one_layer)
+        params = without_counted(params, self.updates)
         num_layers = next((len(a) for a in jax.tree.leaves(params["layers"])), 1)
         axes = {"embed_head": None, "layers": 0}
         run = jax.vmap(self.optimizer.init, (axes,), axes_of(shapes), axis_size=num_layers)

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from ppctl.executors.parameter_layout import Layout, gather_shards, own_shards
 from ppctl.executors.stage.layer_programs import pack_flat, unpack_flat
 from ppctl.executors.stage.traced_network import MULTIPLE, TracedNetwork
+from ppctl.model.layer_reports import Updates
 from ppctl.training.pipeline.layer_optimizers import (
     LayerOptimizer,
     check_optimizer,
@@ -75,6 +76,7 @@ class OnVectors:
 
     inner: LayerOptimizer
     is_elementwise = True
+    updates: Updates = field(default_factory=dict)
 
     @property
     def guards_finite(self) -> bool:
@@ -109,6 +111,7 @@ class NetworkOptimizer:
     network: TracedNetwork = field(compare=False)
     layout: Layout
     is_elementwise = False
+    updates: Updates = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_optimizer(self.optimizer, self.shapes, update_formulas)

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ppctl.model.layer_reports import Updates, with_updated, without_counted
 from ppctl.model.random_keys import with_example_keys
 from ppctl.model.stack import NO_DECAY
 from ppctl.model.trainable_parameters import trained_part, with_trained
-from ppctl.training.pipeline.layer_optimizers import ModelOptimizer
+from ppctl.training.pipeline.layer_optimizers import STAGED, ModelOptimizer
 from ppctl.training.pipeline.update_formulas import names_of
 
 
@@ -83,6 +84,11 @@ Optimizer = optax.GradientTransformation | ModelOptimizer
 LossAndGrads = Callable[[Tree, Tree], tuple[dict[str, jax.Array], Tree]]  # params, batch -> losses
 
 
+def counted_by(optimizer: Optimizer) -> Updates:
+    """Return the updates of counted parameters, which the optimizer leaves alone."""
+    return {} if isinstance(optimizer, optax.GradientTransformation) else optimizer.updates
+
+
 def init_state(params: Tree, optimizer: Optimizer, trainable: Tree = True) -> Tree:
     """Return {"params", "optimizer", "step"}, the state in a checkpoint.
 
@@ -105,7 +111,7 @@ def train_step(
 
     def step(state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         losses, grads = loss_and_grads(state["params"], with_example_keys(batch, state["step"]))
-        norm = global_norm(grads)
+        norm = global_norm(without_counted(grads, counted_by(optimizer)))
         metrics: dict[str, Any] = losses | {"grad_norm": norm}
         if lr_schedule is not None:
             metrics["lr"] = lr_schedule(state["step"])
@@ -121,9 +127,14 @@ def apply_gradients(
 
     norm: of the whole model's gradients. of_rank: further arguments of a `ModelOptimizer`.
     """
+    # 1. the optimizer's parameters
+    counted = counted_by(optimizer)
+    given, grads = grads, without_counted(grads, counted)
     is_plain = isinstance(optimizer, optax.GradientTransformation)
-    update = (optax.with_extra_args_support(optimizer) if is_plain else optimizer).update
+    update: Any = (optax.with_extra_args_support(optimizer) if is_plain else optimizer).update
     trained = jax.tree.map(lambda p, g: None if g is None else p, state["params"], grads)
     updates, optimizer_state = update(grads, state["optimizer"], trained, norm=norm, **of_rank)
     params = with_trained(optax.apply_updates(trained, updates), state["params"])
+    # 2. those that are updated by counts
+    params = with_updated(params, given, counted, STAGED)
     return {"params": params, "optimizer": optimizer_state, "step": state["step"] + 1}

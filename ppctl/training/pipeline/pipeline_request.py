@@ -176,6 +176,7 @@ def divided(
     with in_arguments():
         if execution.engine.is_pipelined:
             part = divided_stack(stack, execution.axes, shapes)
+            part = part if part is stack else replace(part, updates=stack.updates)
         shards, auto = shards_in_stages(stack, part, execution.axes)
         if auto:
             check_division_by_xla(execution, mesh)

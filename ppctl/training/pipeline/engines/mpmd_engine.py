@@ -42,6 +42,7 @@ from ppctl.executors.mpmd.rank_programs import (
 from ppctl.executors.mpmd.rank_trees import Division
 from ppctl.executors.parameter_layout import sharded_over, tree_specs
 from ppctl.model.layer_inputs import LOSS
+from ppctl.model.layer_reports import divided_by, without_counted
 from ppctl.model.random_keys import SEED, key_of_seed
 from ppctl.model.stack import divisor
 from ppctl.model.trainable_parameters import trained_part
@@ -51,7 +52,12 @@ from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporari
 from ppctl.training.pipeline.engines.plan_inputs import STATE, Given
 from ppctl.training.pipeline.engines.step_programs import StepPrograms, dispatched_programs
 from ppctl.training.pipeline.engines.train_states import States
-from ppctl.training.pipeline.optimizers import Optimizer, apply_gradients, sum_of_squares
+from ppctl.training.pipeline.optimizers import (
+    Optimizer,
+    apply_gradients,
+    counted_by,
+    sum_of_squares,
+)
 
 Tree = Any
 
@@ -331,7 +337,7 @@ class _Once:
         self.losses = engine.model.inputs.losses
         self.axes = tuple(axis for axis in RANK_AXES if axis not in engine.layout.auto)
         self.is_plain = isinstance(optimizer, optax.GradientTransformation)
-        is_elementwise = getattr(optimizer, "is_elementwise", True)
+        is_elementwise = getattr(optimizer, "is_elementwise", True) and not counted_by(optimizer)
         staged, described = engine.states.staged, engine.division.described
         self.of_state = {
             here: {name: described(tree, r, (DictKey(name),))[1] for name, tree in staged.items()}
@@ -372,15 +378,16 @@ class _Once:
         if shared:
             embed_head = with_shared(self.engine.model, grads["embed_head"], *shared)
             grads = grads | {"embed_head": embed_head}
-        number = divisor(number)
-        return jax.tree.map(lambda g: g / number.astype(g.dtype), grads)
+        return divided_by(grads, divisor(number), self.engine.model.stack.updates)
 
     def _divide(self, _: ProgramId, grads: Tree, *rest: Tree) -> tuple:
         *shared, number = rest
         return (self._scaled(grads, number, shared),)
 
     def _squares(self, program: ProgramId, grads: Tree) -> tuple:
-        specs = tree_specs(self.library.specs(program, "grads"))
+        updates = self.engine.model.stack.updates
+        specs = tree_specs(without_counted(self.library.specs(program, "grads"), updates))
+        grads = without_counted(grads, updates)
         shards: dict[tuple[str, ...], list] = {}
         for leaf, spec in zip(jax.tree.leaves(grads), specs, strict=True):
             shards.setdefault(sharded_over(spec), []).append(leaf)

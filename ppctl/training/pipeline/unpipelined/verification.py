@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ import optax
 
 from ppctl.config import Config
 from ppctl.model.layer_inputs import LOSS
+from ppctl.model.layer_reports import with_updated, without_counted
 from ppctl.model.stack import Stack
 from ppctl.model.trainable_parameters import trained_part, with_trained
 from ppctl.training.pipeline.job import TrainingJob, evaluate, make_optimizer
@@ -89,9 +89,12 @@ class PlainModel:
         config, data = self.job.config, self.job.data
         optimizer, lr_schedule = make_optimizer(config)
         max_norm = math.inf if clip_norm is None else clip_norm
-        trained_of = partial(trained_part, trainable=self.job.pipe.stack.trainable)
+        stack = self.job.pipe.stack
+        counted = stack.updates
+        trained_of = lambda params: without_counted(trained_part(params, stack.trainable), counted)  # noqa: E731
 
         def update(state: Tree, grads: Tree, max_norm: jax.Array, shift: jax.Array) -> Tree:
+            given, grads = grads, without_counted(grads, counted)
             clipping = optax.clip_by_global_norm(max_norm)
             grads, _ = clipping.update(grads, clipping.init(grads))
             least = rounding_of(grads)  # where an array of gradients is 0 but for rounding
@@ -101,6 +104,7 @@ class PlainModel:
             updates, optimizer_state = optimizer.update(grads, state["optimizer"], trained)
             trained = stacked(optax.apply_updates(trained, updates))
             params = with_trained(trained, state["params"])
+            params = with_updated(params, given, counted, 1)
             return {"params": params, "optimizer": optimizer_state}
 
         # 2. the steps
@@ -112,7 +116,8 @@ class PlainModel:
             losses, grads = jax.device_get(self.loss_and_grads(states[0]["params"], batch, k))
             attached = {name: float(a) for name, a in losses.items()}
             loss, rate = attached.pop(LOSS), float(jnp.asarray(lr_schedule(k)))
-            numbers.append(StepNumbers(loss, _norm(grads), rate, attached))
+            norm = _norm(without_counted(grads, counted))
+            numbers.append(StepNumbers(loss, norm, rate, attached))
             pairs = zip(states, SHIFTS, strict=True)
             updated = [compiled_update(state, grads, max_norm, shift) for state, shift in pairs]
             states = jax.device_get(updated)

@@ -1,0 +1,161 @@
+"""Counts of layers, such as of tokens by expert, and the parameters that are updated by them.
+
+A count has the place of a gradient: `report` is the identity on a parameter, whose "gradient" is
+the counts. So executors sum them as they sum gradients: over microbatches and devices, and once
+however often a forward is recomputed. They are not divided by the number of losses. The parameters
+are declared in `Stack.updates`: they keep their dtype, stay out of the global norm and of the
+optimizer, and after a step each becomes update(parameter, counts). Source: flax's
+`_overwrite_with_gradient`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ppctl.errors import ConfigError
+from ppctl.model.random_keys import without_key
+from ppctl.model.trainable_parameters import trained_flags
+
+Tree = Any
+Updates = Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]]
+_traced = {"forwards": 0, "backwards": 0}  # traces of reports, for `check_reports`
+
+
+@jax.custom_vjp
+def _reported(parameter: jax.Array, counts: jax.Array) -> jax.Array:
+    del counts
+    return parameter
+
+
+def _forward(parameter: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    _traced["forwards"] += 1
+    return parameter, counts
+
+
+def _backward(counts: jax.Array, g: jax.Array) -> tuple[jax.Array, None]:
+    _traced["backwards"] += 1
+    return counts.astype(g.dtype), None
+
+
+_reported.defvjp(_forward, _backward)
+
+
+def report(parameter: jax.Array, counts: jax.Array) -> jax.Array:
+    """Return the parameter; its "gradient" is `counts`, whatever is done with the result.
+
+    For layers of a `Stack` that declares the parameter in `updates`. The result must reach the
+    layer's output by differentiable operations: `x + 0 * result.sum()` will do where only integers
+    follow from it. The counts have the parameter's shape and are sums over the layer's examples;
+    inside a divided stage they are the device's summand. ConfigError for another shape.
+
+    >>> bias, counts = jnp.zeros(2), jnp.array([3.0, 1.0])
+    >>> jax.grad(lambda bias: (2 * report(bias, counts)).sum())(bias).tolist()
+    [3.0, 1.0]
+    """
+    parameter, counts = jnp.asarray(parameter), jnp.asarray(counts)
+    if parameter.shape != counts.shape:
+        raise ConfigError(
+            f"report has counts {list(counts.shape)} for a parameter {list(parameter.shape)}, and "
+            "there is one for each of its numbers. Sum them to its shape."
+        )
+    return _reported(parameter, jax.lax.stop_gradient(counts.astype(parameter.dtype)))
+
+
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def cast_layers(layers: Tree, dtype: Any, updates: Updates) -> Tree:
+    """Return layers in the dtype of compute; counted parameters keep theirs.
+
+    Leaves are arrays or shapes.
+    """
+
+    def cast(path: tuple, a: Any) -> Any:
+        if _name(path) in updates:
+            return a
+        is_shape = isinstance(a, jax.ShapeDtypeStruct)
+        return jax.ShapeDtypeStruct(a.shape, jnp.dtype(dtype)) if is_shape else a.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, layers)
+
+
+def divided_by(grads: Tree, number: jax.Array, updates: Updates) -> Tree:
+    """Return gradients {"embed_head", "layers"} divided by a number; counts as they are."""
+
+    def divide(path: tuple, g: jax.Array) -> jax.Array:
+        return g if is_counted(path, updates) else g / number.astype(g.dtype)
+
+    return jax.tree_util.tree_map_with_path(divide, grads)
+
+
+def is_counted(path: tuple, updates: Updates) -> bool:
+    """Return whether a leaf of {"embed_head", "layers"} is a counted parameter."""
+    return bool(updates) and path[0].key == "layers" and _name(path[1:]) in updates
+
+
+def without_counted(tree: Tree, updates: Updates) -> Tree:
+    """Return a tree {"embed_head", "layers"} with None for counted parameters."""
+    if not updates:
+        return tree
+    return jax.tree_util.tree_map_with_path(
+        lambda path, a: None if is_counted(path, updates) else a, tree
+    )
+
+
+def with_updated(params: Tree, grads: Tree, updates: Updates, num_stacked: int) -> Tree:
+    """Return parameters after the updates of counted ones, a layer at a time.
+
+    grads: with their counts. num_stacked: the leading axes that stack layers.
+    """
+
+    def one(path: tuple, p: jax.Array, counts: jax.Array | None) -> jax.Array:
+        if counts is None or not is_counted(path, updates):
+            return p
+        update = updates[_name(path[1:])]
+        for _ in range(num_stacked):
+            update = jax.vmap(update)
+        return update(p, counts).astype(p.dtype)
+
+    if not updates:
+        return params
+    is_none = lambda a: a is None  # noqa: E731
+    return jax.tree_util.tree_map_with_path(one, params, grads, is_leaf=is_none)
+
+
+def check_reports(
+    layers: Sequence[Callable], w: Tree, x: Any, updates: Updates, trainable: Tree
+) -> None:
+    """Raise ConfigError unless layers report counts of the parameters in `updates`.
+
+    w, x: shapes of a layer's arguments; trainable: of the layer's parameters.
+    """
+    # 1. the declared parameters
+    names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(w)]
+    flags = dict(zip(names, trained_flags(w, trainable), strict=True))
+    for name in updates:
+        if name not in flags:
+            raise ConfigError(
+                f"updates names {name}, and a layer has {', '.join(names)}. Use one of these."
+            )
+        if not flags[name]:
+            raise ConfigError(f"updates names {name}, which trainable freezes. Let it be True.")
+    # 2. the reports of a layer, forwards and backwards
+    number = {"forwards": 0, "backwards": 0}
+    for layer in dict.fromkeys(map(without_key, layers)):
+        _traced.update(number)
+        jax.eval_shape(lambda w, x, layer=layer: jax.vjp(layer, w, x)[1](x), w, x)
+        if _traced["forwards"] and not updates:
+            raise ConfigError(
+                "a layer reports counts, and the stack declares no parameter for them, so that "
+                "they would be trained on as a gradient. Name it in Stack(updates={name: update})."
+            )
+        if _traced["backwards"] < _traced["forwards"]:
+            raise ConfigError(
+                "a layer reports counts, but uses the result of ppctl.report only where nothing is "
+                "differentiated, so that they would be lost. Add 0 * result.sum() to its output."
+            )

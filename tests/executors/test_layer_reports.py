@@ -1,0 +1,171 @@
+"""Counts that layers report are those of the whole batch, once, whatever the layout."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.selection import full
+
+import ppctl
+
+NUM_LAYERS, WIDTH, EXPERTS, CHOSEN, RATE = 4, 6, 4, 2, 0.05
+RNG = np.random.default_rng(0)
+
+
+def balanced(bias, counts):
+    """DeepSeek-V3's rule: to the mean of the counts."""
+    return bias + RATE * jnp.sign(counts.mean() - counts)
+
+
+def chosen_of(router, bias, x):
+    scores = jax.nn.softmax(x @ router)
+    _, chosen = jax.lax.top_k(jax.lax.stop_gradient(scores + bias), CHOSEN)
+    return scores, jax.nn.one_hot(chosen, EXPERTS, dtype=bias.dtype).sum(-2)
+
+
+def layer(w, x):
+    scores, hot = chosen_of(w["router"]["kernel"], w["router"]["bias"], x)
+    bias = ppctl.report(w["router"]["bias"], hot.sum((0, 1)))
+    y = jnp.tanh(jnp.einsum("bse,edf,bsd->bsf", scores * hot, w["experts"], x))
+    return x + (y + 0 * bias.sum()).astype(x.dtype)
+
+
+def routed(dtype=jnp.float64, **changes):
+    def init_layer(key, l):
+        k = jax.random.split(jax.random.fold_in(key, l), 3)
+        router = {
+            "kernel": jax.random.normal(k[0], (WIDTH, EXPERTS), dtype),
+            "bias": 0.1 * jax.random.normal(k[1], (EXPERTS,), dtype),
+        }
+        experts = jax.random.normal(k[2], (EXPERTS, WIDTH, WIDTH), dtype)
+        return {"router": router, "experts": experts / WIDTH}
+
+    def init_embed_head(key):
+        return {"embed": jax.random.normal(key, (3, WIDTH), dtype)}
+
+    def head(embed_head, x, targets):
+        return jnp.square(x.astype(dtype) - targets).sum(), jnp.asarray(targets.size, dtype)
+
+    embed = lambda embed_head, inputs: (
+        inputs.astype(embed_head["embed"].dtype) @ embed_head["embed"]
+    )
+    given = {"mixes_examples": False, "updates": {"router/bias": balanced}} | changes
+    functions = init_embed_head, init_layer, embed, layer, head
+    return ppctl.Stack(NUM_LAYERS, *functions, **given)
+
+
+def batch_of(size, length):
+    return {
+        "inputs": RNG.standard_normal((size, length, 3)),
+        "targets": RNG.standard_normal((size, length, WIDTH)),
+    }
+
+
+BATCH = batch_of(16, 5)
+
+
+def plain_counts(params, batch):
+    """[layers, experts], of the whole batch, by NumPy."""
+    x, counts = batch["inputs"] @ params["embed_head"]["embed"], []
+    for l in range(NUM_LAYERS):
+        w = jax.tree.map(lambda a, l=l: a[l], params["layers"])
+        logits = x @ w["router"]["kernel"]
+        scores = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+        chosen = np.argsort(-(scores + w["router"]["bias"]), axis=-1)[..., :CHOSEN]
+        hot = np.zeros_like(scores)
+        np.put_along_axis(hot, chosen, 1, -1)
+        counts.append(hot.sum((0, 1)))
+        x = x + np.tanh(np.einsum("bse,edf,bsd->bsf", scores * hot, w["experts"], x))
+    return np.array(counts)
+
+
+def pipe_of(stack, *, mesh, schedule, batch=BATCH, dtype=jnp.float64, **how):
+    optimizer = optax.adamw(1e-2, weight_decay=0.5)
+    given = {"schedule": schedule, "num_microbatches": 4, "dtype": dtype} | how
+    mesh = ppctl.mesh(**mesh)
+    return ppctl.pipeline(stack, mesh=mesh, batch=batch, optimizer=optimizer, **given)
+
+
+@pytest.mark.parametrize(
+    ("executor", "schedule", "remat", "mesh"),
+    [
+        ("spmd", "1f1b", "full", {"pp": 2, "dp": 2}),
+        full(("spmd", "1f1b", "none", {"pp": 2})),
+        full(("spmd", "zb_h1", "layer", {"pp": 2, "fsdp": 2})),
+        ("mpmd", "zb_h1", "layer", {"pp": 2, "fsdp": 2}),
+        full(("mpmd", "zb_h1", "none", {"pp": 2, "dp": 2})),
+        full(("mpmd", "1f1b", "full", {"pp": 2})),
+        full(("reference", "1f1b", "none", {"pp": 1})),
+    ],
+)
+def test_counts_are_of_the_whole_batch_and_update_their_parameters(executor, schedule, remat, mesh):
+    pipe = pipe_of(
+        routed(), executor=executor, schedule=schedule, remat=remat, mesh=mesh, clip_norm=1e3
+    )
+    state = pipe.init(seed=0)
+    for _ in range(2):
+        params = jax.device_get(pipe.to_natural(state)["params"])
+        counts = plain_counts(params, BATCH)
+        grads = jax.device_get(pipe.loss_and_grads(state, BATCH)[1])
+        np.testing.assert_array_equal(grads["layers"]["router"]["bias"], counts)
+        state, metrics = pipe.step(state, BATCH)
+        of_weights = [np.square(g).sum() for g in jax.tree.leaves(grads)]
+        of_weights.append(-np.square(counts).sum())
+        norm = float(metrics["grad_norm"])
+        assert norm == pytest.approx(np.sqrt(sum(of_weights)), rel=1e-8)
+        bias = params["layers"]["router"]["bias"]
+        wanted = np.stack([balanced(b, c) for b, c in zip(bias, counts, strict=True)])
+        found = pipe.to_natural(state)["params"]["layers"]["router"]["bias"]
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("executor", ["spmd", full("mpmd")])
+def test_counts_are_exact_in_bfloat16(executor):
+    batch = batch_of(32, 50)  # 3200 choices: bfloat16 counts to 256
+    batch = jax.tree.map(np.float32, batch)
+    router = {"kernel": False, "bias": True}  # XLA has no weight gradients in bfloat16 on CPUs
+    trainable = {"embed_head": False, "layers": {"router": router, "experts": False}}
+    pipe = pipe_of(
+        routed(jnp.float32, trainable=trainable),
+        executor=executor,
+        schedule="1f1b",
+        mesh={"pp": 2},
+        dtype=jnp.bfloat16,
+        batch=batch,
+    )
+    _, grads = pipe.loss_and_grads(pipe.init(seed=0), batch)
+    counts = np.asarray(grads["layers"]["router"]["bias"])
+    np.testing.assert_array_equal(counts.sum(-1), [32 * 50 * CHOSEN] * NUM_LAYERS)
+    np.testing.assert_array_equal(counts, np.round(counts))
+
+
+def lost(w, x):
+    _, hot = chosen_of(w["router"]["kernel"], w["router"]["bias"], x)
+    ppctl.report(w["router"]["bias"], hot.sum((0, 1)))
+    return x @ w["experts"].sum(0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"updates": {}}, "declares no parameter for them"),
+        ({"updates": {"bias": balanced}}, "updates names bias, and a layer has experts, router/"),
+        ({"layer": lost}, "they would be lost"),
+        (
+            {"trainable": {"embed_head": True, "layers": {"router": False, "experts": True}}},
+            "updates names router/bias, which trainable freezes",
+        ),
+    ],
+)
+def test_reports_that_would_not_count_are_refused(changes, message):
+    stack = replace(routed(), **changes)
+    with pytest.raises(ppctl.PpctlError, match=message):
+        pipe_of(stack, mesh={"pp": 2}, schedule="1f1b")
+
+
+def test_counts_of_another_shape_than_the_parameter_are_refused():
+    with pytest.raises(ppctl.PpctlError, match=r"counts \[3\] for a parameter \[4\]"):
+        ppctl.report(jnp.zeros(4), jnp.zeros(3))
