@@ -206,7 +206,7 @@ class Model:
 
     def check_reports(self) -> None:
         """Raise ConfigError unless layers report the counts that the stack declares."""
-        layers = [self.stack.layer] if self.stack.are_alike else self.stack.layer
+        layers = [*map(self.stack.layer_of, range(self.stack.num_layers))]
         how = self.stack.updates, self.stack.trains("layers")
         self.traced(lambda: check_reports(layers, self.computed_layer, self.x, *how))
 

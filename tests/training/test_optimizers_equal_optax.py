@@ -136,11 +136,10 @@ def compared(name, model, executor, dtype=jnp.float64, **how):
     """The largest relative difference to plain optax, of a parameter or a loss."""
     make, batch = MODELS[model]
     stack, optimizer = make(dtype), OPTIMIZERS[name]
-    layers = {"num_layers": 4} if model == "Network" else {}
     mesh = ppctl.mesh(**how.pop("mesh", MESHES[model]))
     given = {"batch": batch, "optimizer": optimizer, "executor": executor, "dtype": dtype}
     order = {"schedule": "1f1b", "num_microbatches": 4}
-    pipe = ppctl.pipeline(stack, mesh=mesh, **order, **given, **layers, **how)
+    pipe = ppctl.pipeline(stack, mesh=mesh, **order, **given, **how)
     state, losses = pipe.init(seed=0), []
 
     def authors(state):
