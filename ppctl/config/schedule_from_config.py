@@ -44,25 +44,20 @@ class Pipeline(NamedTuple):
     choice: Choice | None = None  # of schedule=auto
 
 
-class Bounds(NamedTuple):
-    """Bounds and measures of the search of schedule=auto, see `choose`."""
-
-    most_chunks: int | None = None  # stages a rank that the model has layers for
-    makespan_s: Callable[[Schedule], float] | None = None
-    rank_bytes: Callable[[Schedule], int] | None = None
-
-
 def schedule_of(
     request: settings.Schedule,
     num_ranks: int,
     costs: Costs | CostsOf,
-    bounds: Bounds | None = None,
     *,
+    most_chunks: int | None = None,
+    makespan_s: Callable[[Schedule], float] | None = None,
+    rank_bytes: Callable[[Schedule], int] | None = None,
     in_lockstep: bool = False,
 ) -> Requested:
     """Return the schedule that `request` names. ScheduleError or ConfigError if it is impossible.
 
-    costs matter to schedule=auto and schedule.vocab=parallel, bounds to the first. in_lockstep:
+    costs matter to schedule=auto and schedule.vocab=parallel. Of the first, most_chunks: stages a
+    rank that the model has layers for; makespan_s, rank_bytes: measures, see `choose`. in_lockstep:
     ranks run ticks together, so that none waits for the others' parts of the vocabulary, and no
     more microbatches need be in flight; nor are they where what ranks hold is capped.
     """
@@ -72,7 +67,17 @@ def schedule_of(
         schedule, text = read_valid(Path(request.path)), Path(request.path).name
         _check_size(request, schedule, num_ranks)
     elif isinstance(request, settings.Auto):
-        choice = _chosen(request, num_ranks, costs, bounds or Bounds())
+        limit_bytes = None if request.max_memory_gib is None else request.max_memory_gib * GIB
+        choice = choose(
+            num_ranks,
+            request.num_microbatches,
+            costs,
+            request.max_activations,
+            limit_bytes=limit_bytes,
+            max_chunks=min(request.max_chunks, most_chunks or request.max_chunks),
+            makespan_s=makespan_s,
+            rank_bytes=rank_bytes,
+        )
         schedule, text = choice.best.schedule, f"auto: {choice.best.label}"
     else:
         schedule = build(request.name, num_ranks, request.num_microbatches, **request.knobs())
@@ -84,21 +89,6 @@ def schedule_of(
         schedule = with_vocabulary(schedule, delay, placed)
         text += ", vocab=parallel"
     return Requested(schedule, text, choice)
-
-
-def _chosen(
-    request: settings.Auto, num_ranks: int, costs: Costs | CostsOf, bounds: Bounds
-) -> Choice:
-    return choose(
-        num_ranks,
-        request.num_microbatches,
-        costs,
-        request.max_activations,
-        limit_bytes=None if request.max_memory_gib is None else request.max_memory_gib * GIB,
-        max_chunks=min(request.max_chunks, bounds.most_chunks or request.max_chunks),
-        makespan_s=bounds.makespan_s,
-        rank_bytes=bounds.rank_bytes,
-    )
 
 
 def pipeline_of(
@@ -131,10 +121,15 @@ def pipeline_of(
         return in_ticks_bytes(lower(found))
 
     # 2. the schedule, and its ticks
-    has_bytes = in_ticks_bytes is not None
-    measures = makespan_s if in_ticks else None, rank_bytes if has_bytes else None
-    bounds = Bounds(max(1, num_layers // num_ranks), *measures)
-    found = schedule_of(schedule, num_ranks, costs_of or costs, bounds, in_lockstep=in_ticks)
+    found = schedule_of(
+        schedule,
+        num_ranks,
+        costs_of or costs,
+        most_chunks=max(1, num_layers // num_ranks),
+        makespan_s=makespan_s if in_ticks else None,
+        rank_bytes=None if in_ticks_bytes is None else rank_bytes,
+        in_lockstep=in_ticks,
+    )
     in_lockstep = lower(found.schedule) if in_ticks else None
     return Pipeline(found.schedule, found.label, in_lockstep, costs, found.choice)
 

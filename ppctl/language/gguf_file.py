@@ -82,26 +82,28 @@ def open_gguf(path: Path) -> tuple[dict[str, Any], Tensors, dict[str, str], tupl
         )
     # 2. config.json
     sizes = {key: f"{kind}.{name}" for key, name in SIZES.items()}
-    config: dict[str, Any] = {"model_type": kind, "dtype": "float32"}
-    config |= {key: found[name] for key, name in sizes.items() if name in found}
-    config["rms_norm_eps"] = float(f"{config['rms_norm_eps']:.7g}")  # written as float32
-    config["tie_word_embeddings"] = "output.weight" not in names
+    model_config: dict[str, Any] = {"model_type": kind, "dtype": "float32"}
+    model_config |= {key: found[name] for key, name in sizes.items() if name in found}
+    eps = model_config["rms_norm_eps"]
+    model_config["rms_norm_eps"] = float(f"{eps:.7g}")  # written as float32
+    model_config["tie_word_embeddings"] = "output.weight" not in names
     embedding = next(t for t in reader.tensors if t.name == "token_embd.weight")
-    config["vocab_size"] = int(embedding.shape[1])
+    model_config["vocab_size"] = int(embedding.shape[1])
     for key, name in TOKENS.items():
         if (token := reader.get_field(f"tokenizer.ggml.{name}")) is not None:
-            config[key] = int(token.contents())
+            model_config[key] = int(token.contents())
     # 3. the tokenizer, and the tokens that end texts
-    texts, notes = _tokenizer(reader, config)
+    texts, notes = _tokenizer(reader, model_config)
     turn_end = reader.get_field("tokenizer.ggml.eot_token_id")
-    if turn_end is not None and "eos_token_id" in config:
-        ends = [*dict.fromkeys([config["eos_token_id"], int(turn_end.contents())])]
-        tokens = {key: config[key] for key in TOKENS if key in config} | {"eos_token_id": ends}
+    if turn_end is not None and "eos_token_id" in model_config:
+        ends = [*dict.fromkeys([model_config["eos_token_id"], int(turn_end.contents())])]
+        tokens = {key: model_config[key] for key in TOKENS if key in model_config}
+        tokens["eos_token_id"] = ends
         texts["generation_config.json"] = json.dumps(tokens, indent=2) + "\n"
-    return config, _tensors(path, reader, config), texts, notes
+    return model_config, _tensors(path, reader, model_config), texts, notes
 
 
-def _tensors(path: Path, reader: Any, config: Mapping[str, Any]) -> Tensors:
+def _tensors(path: Path, reader: Any, model_config: Mapping[str, Any]) -> Tensors:
     from gguf.quants import dequantize
 
     by_name = {_name(path, tensor.name): tensor for tensor in reader.tensors}
@@ -118,9 +120,9 @@ def _tensors(path: Path, reader: Any, config: Mapping[str, Any]) -> Tensors:
         values = values.reshape([int(size) for size in tensor.shape[::-1]])
         of_module = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         heads = of_module.get(name.split(".")[-2])
-        if config["model_type"] != PERMUTED or heads is None:
+        if model_config["model_type"] != PERMUTED or heads is None:
             return values
-        return halves(values, config.get(heads) or config["num_attention_heads"])
+        return halves(values, model_config.get(heads) or model_config["num_attention_heads"])
 
     shapes = {name: tuple(map(int, t.shape[::-1])) for name, t in by_name.items()}
     return Tensors(shapes, read)
@@ -146,7 +148,9 @@ def _name(path: Path, name: str) -> str:
     return f"model.layers.{number}.{LAYER[part]}.{kind}"
 
 
-def _tokenizer(reader: Any, config: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str, ...]]:
+def _tokenizer(
+    reader: Any, model_config: Mapping[str, Any]
+) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the files of a byte-level BPE tokenizer, and notes; no files for other kinds."""
 
     def get(name: str) -> Any:
@@ -177,7 +181,8 @@ def _tokenizer(reader: Any, config: Mapping[str, Any]) -> tuple[dict[str, str], 
     made.add_special_tokens([added(token) for token in special])
     # 3. tokenizer_config.json
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    about |= {key.removesuffix("_id"): tokens[config[key]] for key in TOKENS if key in config}
+    present = [key for key in TOKENS if key in model_config]
+    about |= {key.removesuffix("_id"): tokens[model_config[key]] for key in present}
     template = reader.get_field("tokenizer.chat_template")
     if template is not None:
         about["chat_template"] = template.contents()

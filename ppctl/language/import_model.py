@@ -58,12 +58,12 @@ def import_model(source: Path, out: Path) -> Imported:
     if source.suffix == ".gguf" and source.is_file():
         from ppctl.language.gguf_file import open_gguf
 
-        config, tensors, texts, notes = open_gguf(source)
+        model_config, tensors, texts, notes = open_gguf(source)
     else:
-        config, tensors, texts, notes = _config(source), open_safetensors(source), {}, ()
+        model_config, tensors, texts, notes = _config(source), open_safetensors(source), {}, ()
     # 2. the model and its parameters
-    settings = model_settings(config)
-    length = min(int(config.get("max_position_embeddings") or LONGEST), LONGEST)
+    settings = model_settings(model_config)
+    length = min(int(model_config.get("max_position_embeddings") or LONGEST), LONGEST)
     model = replace(settings_from(Transformer, settings, "model"), seq_len=length)
     stack = models.transformer(**settings)
     shapes = jax.eval_shape(lambda: init(stack, 0))
@@ -71,13 +71,13 @@ def import_model(source: Path, out: Path) -> Imported:
     tensors.check(wanted)
     params = _params(shapes, wanted, tensors)
     # 3. the run directory
-    settings_of_run = Config(model=model, run=Run(name=out.name, dir=str(out)))
+    recorded = asdict(Config(model=model, run=Run(name=out.name, dir=str(out))))
     with writing_to(out):
         with Checkpoints(out / "checkpoints", keep=1) as checkpoints:
-            if not checkpoints.save(0, {"params": params}, _metadata(settings_of_run, source)):
+            if not checkpoints.save(0, {"params": params}, _metadata(recorded, model, source)):
                 raise ConfigError(f"A number of {source} is not finite. It cannot be imported.")
-        (out / "config.yaml").write_text(yaml.safe_dump(asdict(settings_of_run), sort_keys=False))
-        files = _keep(source, out / SOURCE, config, texts)
+        (out / "config.yaml").write_text(yaml.safe_dump(recorded, sort_keys=False))
+        files = _keep(source, out / SOURCE, model_config, texts)
         _write_recipe(out, settings | {"seq_len": length})
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     return Imported(model, count, files, tuple(notes))
@@ -93,12 +93,12 @@ def _config(source: Path) -> Mapping[str, Any]:
     if not file.is_file():
         raise ConfigError(f"{source} has no config.json. Name a model directory of transformers.")
     try:
-        config = json.loads(file.read_text())
+        model_config = json.loads(file.read_text())
     except (ValueError, OSError) as error:
         raise ConfigError(f"{file} cannot be read: {' '.join(str(error).split())}.") from error
-    if not isinstance(config, dict):
+    if not isinstance(model_config, dict):
         raise ConfigError(f"{file} is no object of JSON.")
-    return config
+    return model_config
 
 
 def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
@@ -134,24 +134,22 @@ def _filled(leaf: jax.Array, tensor: jax.Array, layer: jax.Array | None) -> jax.
     return jax.lax.dynamic_update_slice_in_dim(leaf, part, 0 if layer is None else layer, 0)
 
 
-def _metadata(config: Config, source: Path) -> dict[str, Any]:
+def _metadata(recorded: Mapping[str, Any], model: Transformer, source: Path) -> dict[str, Any]:
     """Return the metadata of the checkpoint, in the form that training writes."""
-    model = config.model
-    assert isinstance(model, Transformer), "imported as one"
     about, sizes = ("imported", str(source), ""), (1, 0, 1, 0)
     data = DataSet(*about, *sizes, lambda _: {}, vocab_size=model.vocab_size)
     tokens = jax.ShapeDtypeStruct((1, model.seq_len), np.int32)
     shapes = {"inputs": tokens, "targets": tokens}
-    return checkpoint_metadata(config, 0, {}, description(data, shapes))
+    return checkpoint_metadata(recorded, 0, {}, description(data, shapes))
 
 
 def _keep(
-    source: Path, folder: Path, config: Mapping[str, Any], texts: Mapping[str, str]
+    source: Path, folder: Path, model_config: Mapping[str, Any], texts: Mapping[str, str]
 ) -> tuple[str, ...]:
     """Write the files that an export copies, and return their names; texts: of a GGUF file."""
     folder.mkdir(parents=True)
     if source.is_file():
-        made = {MODEL_CONFIG: json.dumps(config, indent=2) + "\n", **texts}
+        made = {MODEL_CONFIG: json.dumps(model_config, indent=2) + "\n", **texts}
         for name, text in made.items():
             (folder / name).write_text(text)
         return tuple(made)

@@ -85,20 +85,20 @@ LENGTH = "original_max_position_embeddings"
 LOCAL_THETA = 10000.0  # default of gemma3_text
 
 
-def model_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def model_settings(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of `config.Transformer` that differ from the defaults, of a config.json.
 
     ConfigError for an architecture, or a part of one, that ppctl does not have.
     """
     # 1. the member of `transformers`, and parts that ppctl lacks
-    name = config.get("model_type")
+    name = config_json.get("model_type")
     if name not in MEMBERS:
         raise ConfigError(
             f"model_type={name} is none that ppctl knows. It has {', '.join(MEMBERS)}: Llama 2 "
             "and 3, SmolLM 2, Mistral, Qwen 2, 2.5 and 3, Gemma 2 and 3 (text, dense)."
         )
     member = MEMBERS[name]
-    given = {**member.defaults, **config}
+    given = {**member.defaults, **config_json}
     for key in WITHOUT:
         if given.get(key):
             what = f"{key}={given[key]} in config.json"

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ppctl import cli
-from ppctl.config import Config, Run, Text, Tokens
+from ppctl.config import Run, Text, Tokens
 from ppctl.language.export_model import _kept_files
 from ppctl.training.run.kept_tokenizer import configured_ends, keep_tokenizer, kept_tokenizer
 
@@ -76,7 +76,7 @@ def test_a_run_that_starts_from_another_keeps_what_ends_its_texts(
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "tokenizer.json").write_text(text)
     (tmp_path / "first/source" / name).write_text('{"eos_token_id": [1, 106]}')
-    keep_tokenizer(Config(data=data, run=Run(dir="second", start_from="first")))
+    keep_tokenizer(Run(dir="second", start_from="first"), data)
     assert {file.name for file in (tmp_path / "second").rglob("*.json")} == {*keeps}
     assert configured_ends(tmp_path / "second") == (
         (1, 106) if "generation_config.json" in keeps else ()

@@ -75,7 +75,7 @@ def test_an_exception_in_the_window_ends_the_trace(tmp_path):
     window = profiler.Window(tmp_path, 0, 5)
 
     def interrupted():
-        with profiler.traced(window), window.step(0):
+        with window, window.step(0):
             jax.block_until_ready(jax.numpy.ones(3) + 1)
             raise KeyboardInterrupt
 
@@ -87,7 +87,7 @@ def test_an_exception_in_the_window_ends_the_trace(tmp_path):
 
 def test_without_a_window_nothing_is_traced(tmp_path):
     window = profiler.Window(tmp_path / "profile", None, 2)
-    with profiler.traced(window), window.step(0):
+    with window, window.step(0):
         assert not window.running
     assert not window.is_due(5)
     assert not (tmp_path / "profile").exists()

@@ -126,7 +126,7 @@ def test_operations_of_another_program_are_no_tasks(tmp_path):
     programs = [jax.jit(f).lower(*shapes).compile() for f in (engine.train_step, other)]
     state, batch = engine.new_state(), engine.put(next(job.data.batches()))
     window = profiler.Window(tmp_path, 0, 1)
-    with profiler.traced(window), window.step(0):
+    with window, window.step(0):
         for program in programs:
             jax.block_until_ready(program(state, batch))
     path = write_tasks(tmp_path, programs[0].as_text(), job.pipe.ticks, job.pipe.mesh, 1)
@@ -163,7 +163,7 @@ def traced(tmp_path_factory):
     engine, batches = job.pipe.engine, job.data.batches()
     state = engine.new_state()
     window = profiler.Window(directory, 0, NUM_STEPS)
-    with profiler.traced(window):
+    with window:
         for step in range(NUM_STEPS):
             with window.step(step):
                 state, _ = jax.block_until_ready(engine.step(state, engine.put(next(batches))))

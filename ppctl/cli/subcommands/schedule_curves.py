@@ -68,31 +68,31 @@ class CurveGrid:
 
 
 def curve_grid(
-    config: settings.ScheduleConfig,
+    request: settings.ScheduleConfig,
     ranks: Sequence[int],
     microbatches: Sequence[int],
     kept_mb: Sequence[float],
 ) -> CurveGrid:
     """Return the schedule of a request at all these sizes; the longer axis is drawn along x."""
-    if isinstance(config.schedule, settings.Csv):
+    if isinstance(request.schedule, settings.Csv):
         use = "Name a family, as in schedule=gpipe."
         raise ConfigError(f"schedule=csv has the size of its file. {use}")
     # 1. each size
     cells, refused = {}, {}
     for p, m in product(ranks, microbatches):
-        schedule = replace(config.schedule, num_microbatches=m)
-        request = config._replace(mesh=replace(config.mesh, pp=p), schedule=schedule)
-        check_size(request)
+        schedule = replace(request.schedule, num_microbatches=m)
+        sized = request._replace(mesh=replace(request.mesh, pp=p), schedule=schedule)
+        check_size(sized)
         try:
-            cells[p, m] = _point(request)
+            cells[p, m] = _point(sized)
         except ScheduleError as error:
             refused[p, m] = " ".join(str(error).split())
     # 2. the grid
     if not cells:
         why = next(iter(refused.values()))
-        raise ScheduleError(f"{config.schedule.name} has none of these sizes. {why}")
+        raise ScheduleError(f"{request.schedule.name} has none of these sizes. {why}")
     over: Over = "microbatches" if len(microbatches) >= len(ranks) else "ranks"
-    title = f"{label(config.schedule)}, {costs_text(config.costs)}"
+    title = f"{label(request.schedule)}, {costs_text(request.costs)}"
     return CurveGrid(title, ranks, microbatches, over, kept_mb, cells, refused)
 
 
@@ -115,10 +115,10 @@ def show_curves(found: CurveGrid, form: str, out: Path | None) -> int:
     return deliver(panels(found.title, list(_panels(found)), found.over, form), out)
 
 
-def _point(config: settings.ScheduleConfig) -> CurvePoint:
-    p, m = config.mesh.pp, config.schedule.num_microbatches
-    schedule = schedule_of(config.schedule, p, costs_on(config)).schedule
-    timeline = simulate(schedule, costs_on(config)(schedule.rank_of).costs)
+def _point(request: settings.ScheduleConfig) -> CurvePoint:
+    p, m = request.mesh.pp, request.schedule.num_microbatches
+    schedule = schedule_of(request.schedule, p, costs_on(request)).schedule
+    timeline = simulate(schedule, costs_on(request)(schedule.rank_of).costs)
     peaks, bubble = timeline.peak_activations, timeline.bubble_fraction
     return CurvePoint(p, m, timeline.makespan_s, bubble, p * (1 - bubble), max(peaks), sum(peaks))
 

@@ -43,9 +43,9 @@ LIST_FORMATS = ("text", *FORMS, "json", "csv")
 FILE_WIDTH = 200  # columns of a text file
 
 
-def show(config: settings.ScheduleConfig, form: str, out: Path | None) -> int:
+def show(request: settings.ScheduleConfig, form: str, out: Path | None) -> int:
     """Draw the requested schedule, in one of SHOW_FORMATS, to a file or to stdout."""
-    return show_drawing(draw(config), form, out)
+    return show_drawing(draw(request), form, out)
 
 
 def show_drawing(drawing: Drawing, form: str, out: Path | None) -> int:
@@ -72,12 +72,12 @@ def show_comparison(configs: Sequence[settings.ScheduleConfig], form: str, out: 
 
 
 def list_families(
-    config: settings.ScheduleConfig,
+    request: settings.ScheduleConfig,
     each: Sequence[settings.ScheduleConfig],
     form: str,
     out: Path | None,
 ) -> int:
-    """Show every family at the size of `config`, with its formulas, or why it is refused."""
+    """Show every family at the size of `request`, with its formulas, or why it is refused."""
     rows, drawings, refused, order = [], [], {}, list(FAMILIES)
     for one in each:
         check_size(one)
@@ -89,7 +89,7 @@ def list_families(
             refused[one.schedule.name] = " ".join(str(error).split())
     if form in FORMS:
         return deliver(image(drawings, form), out)
-    title = f"{_size_of(config)}, {costs_text(config.costs)}"
+    title = f"{_size_of(request)}, {costs_text(request.costs)}"
     return _show_rows(title, rows, refused, form, out)
 
 
@@ -136,29 +136,29 @@ def check_file(path: Path) -> int:
     return 0
 
 
-def draw(config: settings.ScheduleConfig) -> Drawing:
+def draw(request: settings.ScheduleConfig) -> Drawing:
     """Return the requested schedule with its costs. ScheduleError where it is too large."""
-    check_size(config)
-    requested = schedule_of(config.schedule, config.mesh.pp, costs_on(config))
-    return drawing_of(requested.schedule, config.costs, requested.label, requested.choice)
+    check_size(request)
+    requested = schedule_of(request.schedule, request.mesh.pp, costs_on(request))
+    return drawing_of(requested.schedule, request.costs, requested.label, requested.choice)
 
 
-def check_size(config: settings.ScheduleConfig) -> None:
+def check_size(request: settings.ScheduleConfig) -> None:
     """Raise ScheduleError for a schedule with too many tasks to be simulated in seconds."""
-    num_tasks = 3 * config.mesh.pp * config.schedule.num_microbatches
-    if config.schedule.name in FAMILIES and num_tasks > MOST_TASKS:
+    num_tasks = 3 * request.mesh.pp * request.schedule.num_microbatches
+    if request.schedule.name in FAMILIES and num_tasks > MOST_TASKS:
         raise ScheduleError(
-            f"{_size_of(config)}: {num_tasks:,} tasks are too many to simulate ({MOST_TASKS:,} at "
+            f"{_size_of(request)}: {num_tasks:,} tasks are too many to simulate ({MOST_TASKS:,} at "
             "most). Use fewer ranks or microbatches."
         )
 
 
-def _formulas(config: settings.ScheduleConfig) -> tuple[float | None, float | None]:
+def _formulas(request: settings.ScheduleConfig) -> tuple[float | None, float | None]:
     """Return makespan and peak by the family's closed forms, or None."""
-    family, knobs = FAMILIES[config.schedule.name], config.schedule.knobs()
-    sizes = config.mesh.pp, config.schedule.num_microbatches
+    family, knobs = FAMILIES[request.schedule.name], request.schedule.knobs()
+    sizes = request.mesh.pp, request.schedule.num_microbatches
     peak = family.peak_activations(*sizes, **knobs)
-    return family.makespan_s(*sizes, costs_of(config.costs), **knobs), peak
+    return family.makespan_s(*sizes, costs_of(request.costs), **knobs), peak
 
 
 def formulas(family: str) -> str:
@@ -188,10 +188,10 @@ def costs_of(costs: settings.Costs) -> Costs:
     return Costs(*seconds, activation_bytes=costs.activation_gib * GIB)
 
 
-def costs_on(config: settings.ScheduleConfig) -> CostsOf:
+def costs_on(request: settings.ScheduleConfig) -> CostsOf:
     """Return the costs that a request assumes, the same for any placement of stages."""
-    fixed_bytes = (config.costs.fixed_gib * GIB,) * config.mesh.pp
-    return lambda rank_of: Placed(costs_of(config.costs), fixed_bytes)
+    fixed_bytes = (request.costs.fixed_gib * GIB,) * request.mesh.pp
+    return lambda rank_of: Placed(costs_of(request.costs), fixed_bytes)
 
 
 def costs_text(costs: settings.Costs) -> str:
@@ -202,8 +202,8 @@ def costs_text(costs: settings.Costs) -> str:
     )
 
 
-def _size_of(config: settings.ScheduleConfig) -> str:
-    return f"{config.mesh.pp} ranks, {config.schedule.num_microbatches} microbatches"
+def _size_of(request: settings.ScheduleConfig) -> str:
+    return f"{request.mesh.pp} ranks, {request.schedule.num_microbatches} microbatches"
 
 
 def print_on(draw_on: Callable[[Console], None], out: Path | None) -> int:

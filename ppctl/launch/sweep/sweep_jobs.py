@@ -186,7 +186,7 @@ def has_ended(run_dir: Path, run: Run) -> bool:
     return run.resume != "never" and newest_checkpoint(run_dir) == run.num_steps
 
 
-def other_settings(run_dir: Path, config: Config) -> str | None:
+def other_settings(run_dir: Path, wanted: Config) -> str | None:
     """Return the differences between the settings of the run in run_dir and these, or None."""
     try:
         before = read_settings(run_dir / "config.yaml")
@@ -194,7 +194,7 @@ def other_settings(run_dir: Path, config: Config) -> str | None:
         return "its config.yaml cannot be read"
     if not isinstance(before, dict):
         return "its config.yaml is none"
-    texts = [change.text for change in changes(before, config)] + _code_changes(run_dir)
+    texts = [change.text for change in changes(before, wanted)] + _code_changes(run_dir)
     more = [f"{len(texts) - 3} more"] if len(texts) > 3 else []
     return "; ".join(texts[:3] + more) or None
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ppctl.config import Config
+from ppctl.config import Run
+from ppctl.config.groups.data_settings import AnyData
 from ppctl.data.chat_templates import FILE as TEMPLATE
 from ppctl.data.tokenizer import BYTES, FILE, SETTINGS
 from ppctl.errors import DataError
@@ -25,16 +26,16 @@ def kept_tokenizer(run_dir: Path) -> Path | None:
     return next((folder for folder in folders if (folder / FILE).is_file()), None)
 
 
-def changed_tokenizer(config: Config) -> str | None:
+def changed_tokenizer(run_dir: Path, data: AnyData) -> str | None:
     """Return how data.tokenizer differs from the run's copy; None if equal or there is no copy."""
-    folder = Path(config.run.dir) / SOURCE
+    folder = run_dir / SOURCE
     if not (folder / FILE).is_file():
         return None
-    files = _files(config)
+    files = _files(data)
     changed = [name for name in files if _content(folder / name) != files[name].read_bytes()]
     if not changed:
         return None
-    request = f"data.tokenizer={getattr(config.data, 'tokenizer', BYTES)}"
+    request = f"data.tokenizer={getattr(data, 'tokenizer', BYTES)}"
     return f"{request} is not what {folder} keeps of the start of this run: {', '.join(changed)}"
 
 
@@ -69,17 +70,17 @@ def ends_of(model_config: Mapping[str, Any]) -> tuple[int, ...] | None:
     return tuple(ids) if all(type(each) is int for each in ids) else None
 
 
-def keep_tokenizer(config: Config) -> None:
+def keep_tokenizer(run: Run, data: AnyData) -> None:
     """Write the files of data.tokenizer, or of run.start_from's, into the run directory.
 
     With the tokenizer of run.start_from come its end tokens.
     """
-    folder = Path(config.run.dir) / SOURCE
-    files = {name: file.read_bytes() for name, file in _files(config).items()}
-    start = None if config.run.start_from is None else Path(config.run.start_from)
+    folder = Path(run.dir) / SOURCE
+    files = {name: file.read_bytes() for name, file in _files(data).items()}
+    start = None if run.start_from is None else Path(run.start_from)
     of_start = None if start is None else kept_tokenizer(start)
     if start is not None and of_start is not None:
-        if not hasattr(config.data, "tokenizer"):
+        if not hasattr(data, "tokenizer"):
             files = {name: file.read_bytes() for name, file in _tokenizer_files(of_start).items()}
         if files.get(FILE) == (of_start / FILE).read_bytes():
             files |= _generation_config(start)
@@ -97,9 +98,9 @@ def _generation_config(run_dir: Path) -> dict[str, bytes]:
     return {} if content is None else {GENERATION: content}
 
 
-def _files(config: Config) -> Mapping[str, Path]:
+def _files(data: AnyData) -> Mapping[str, Path]:
     """Return the files of data.tokenizer by their names in a directory; {} for bytes."""
-    name = getattr(config.data, "tokenizer", BYTES)
+    name = getattr(data, "tokenizer", BYTES)
     if name == BYTES:
         return {}
     path = Path(name).expanduser()

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
@@ -87,7 +87,7 @@ class Dispatched(NamedTuple):
 def metadata(job: TrainingJob, finished: int) -> dict[str, Any]:
     """Return the metadata of a checkpoint after `finished` steps."""
     data = description(job.data, job.pipe.batch_shapes)
-    return checkpoint_metadata(job.config, finished, job.sources, data)
+    return checkpoint_metadata(asdict(job.config), finished, job.sources, data)
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Loop:
         measured = min(start + WARM_UP_STEPS, config.num_steps - 1) if config.timeline else None
         batches = self.job.data.batches(start, engine.examples)
         self.last = {"step": start}
-        with profiler.traced(self._profile_window()) as window:
+        with self._profile_window() as window:
             for step in range(start, config.num_steps):
                 # 1. train
                 finished = step + 1

@@ -17,7 +17,7 @@ import tempfile
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -45,12 +45,20 @@ OPS_LINES = ("XLA Ops", "Stream ")  # lines of instructions on a TPU, of kernels
 class Window:
     """A trace of steps start..start+num_steps-1 below `directory`; use `step` around each.
 
-    start: None for no trace.
+    start: None for no trace. As a context it writes, at its end, a trace that still runs, as of an
+    interrupted run.
     """
 
     def __init__(self, directory: Path, start: int | None, num_steps: int):
         self.directory, self.start, self.num_steps = directory, start, num_steps
         self.running = False
+
+    def __enter__(self) -> Window:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.running:
+            self.finish()
 
     def step(self, step: int) -> Any:
         """Return a context for the dispatch of one step (0-based)."""
@@ -72,16 +80,6 @@ class Window:
         jax.profiler.stop_trace()
         self.running = False
         return self.directory
-
-
-@contextmanager
-def traced(window: Window) -> Iterator[Window]:
-    """Yield `window`; at the end, write a trace that still runs, as of an interrupted run."""
-    try:
-        yield window
-    finally:
-        if window.running:
-            window.finish()
 
 
 # --- a step of executor=mpmd ----------------------------------------------------------------------

@@ -120,7 +120,7 @@ def _check_data(
 ) -> None:
     if meta["data"]["fingerprint"] == job.data.fingerprint:
         return
-    tokenizer = changed_tokenizer(job.config)
+    tokenizer = changed_tokenizer(Path(job.config.run.dir), job.config.data)
     of_data = [] if tokenizer is None else [tokenizer]
     others = "model.seq_len", "run.seed"
     of_data += [each.text for each in changed if each.part == "data" or each.name in others]

@@ -7,7 +7,6 @@ import os
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ppctl.config import Config
 from ppctl.errors import ConfigError
 
 PACKAGES = ("ppctl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
@@ -27,15 +25,15 @@ def versions() -> dict[str, str]:
 
 
 def checkpoint_metadata(
-    config: Config, step: int, sources: Any, data: Mapping[str, Any]
+    settings: Mapping[str, Any], step: int, sources: Any, data: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the metadata of a checkpoint after `step` steps, as plain JSON; data: described."""
     return {
         "step": step,
-        "config": asdict(config),
+        "config": dict(settings),
         "sources": sources,
         "data": {**data, "next_step": step},
-        "rng": {"seed": config.run.seed, "data_order": "a function of seed and step"},
+        "rng": {"seed": settings["run"]["seed"], "data_order": "a function of seed and step"},
         "versions": versions(),
     }
 

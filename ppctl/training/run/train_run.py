@@ -93,7 +93,7 @@ def _train(
         start, restored, _ = resumed = resume(job, checkpoints, say)
         if start == 0:
             restored = state_from(job)
-        elif (differs := changed_tokenizer(config)) is not None:
+        elif (differs := changed_tokenizer(run_dir, config.data)) is not None:
             say(f"note      {differs}; it makes the same tokens of this text, and is kept from now")
         if start == config.run.num_steps:
             steps = f"run.num_steps={start} steps"
@@ -183,7 +183,7 @@ def _record_start(
         (run_dir / "config.yaml").write_text(as_yaml(config))
         if job.choice is not None:
             (run_dir / SCHEDULE_FILE).write_text(to_csv(job.pipe.schedule.ranks))
-        keep_tokenizer(config)
+        keep_tokenizer(config.run, config.data)
         status.begin(start.step, **facts)
 
 
