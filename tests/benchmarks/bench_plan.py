@@ -130,7 +130,7 @@ def steps(job: TrainingJob) -> tuple[list[float], list[float]]:
     """Return seconds and CPU seconds of train steps."""
     engine = job.pipe.engine
     engine.compile(evaluate=False)
-    state, batch = engine.new_state(), engine.put(next(job.data.batches()))
+    state, batch = engine.new_state(), engine.batches.put(next(job.data.batches()))
     wall, cpu = [], []
     for _ in range(STEPS + 2):
         began, cpu_began = time.perf_counter(), time.process_time()

@@ -110,7 +110,7 @@ def test_gradients_are_those_of_the_whole_model(name, executor, schedule, mesh, 
         engine = engine_of(
             MpmdCase(schedule, mesh, remat=remat, num_layers=4, **more), stack, params, batch
         )
-        found_loss, found = engine.loss_and_grads(engine.new_state(), engine.put(batch))
+        found_loss, found = engine.loss_and_grads(engine.new_state(), engine.batches.put(batch))
         found = jax.tree.map(np.asarray, found)
     assert abs(found_loss - loss) <= TOLERANCE * abs(loss)
     assert difference(found, wanted) <= TOLERANCE

@@ -113,7 +113,7 @@ def test_tasks_gather_layer_by_layer_and_a_second_step_compiles_nothing():
     assert all(shapes == [] for shapes in gathers["W"])
     assert kernel not in {shape for shapes in gathers["prepare"] for shape in shapes}
     before = dict(engine.runtime.compiled)
-    state, placed = engine.new_state(), engine.put(batch)
+    state, placed = engine.new_state(), engine.batches.put(batch)
     for _ in range(2):
         state, _ = engine.step(state, placed)
     assert engine.runtime.compiled == before

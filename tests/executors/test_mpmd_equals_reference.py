@@ -77,7 +77,7 @@ def test_clipped_steps_equal_those_of_the_reference(case):
     """Parameters, optimizer state and metrics; the norm is over all ranks, a tied leaf counts once."""
     engine, batch = make_engine(case)
     engine.compile(evaluate=True)
-    state, placed = engine.new_state(), engine.put(batch)
+    state, placed = engine.new_state(), engine.batches.put(batch)
     stack = make_stack(case.model, case.num_layers)
     optimizer = make_optimizer()
     plain = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype="float64")

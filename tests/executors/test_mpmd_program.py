@@ -126,7 +126,7 @@ def test_live_buffers_peak_where_the_simulator_says(schedule):
         for op, (call, *rest) in zip(walk.entries, walk.steps, strict=True)
     )
     engine.walks["step"] = replace(walk, steps=steps)
-    jax.block_until_ready(engine.step(engine.new_state(), engine.put(batch)))
+    jax.block_until_ready(engine.step(engine.new_state(), engine.batches.put(batch)))
     schedule = case.program()
     assert peak == [count * schedule.num_chunks for count in peak_activations(schedule)]
 
@@ -155,7 +155,7 @@ def test_stages_alike_share_a_program_and_a_second_step_compiles_nothing():
     engine.compile(evaluate=False)
     lowered = [program.kind for program in engine.runtime.lowered]
     assert lowered.count("F") == lowered.count("B") == 3  # first, last, and one for both in between
-    state, placed = engine.new_state(), engine.put(batch)
+    state, placed = engine.new_state(), engine.batches.put(batch)
     before = dict(engine.runtime.compiled)
     for _ in range(2):
         state, _ = engine.step(state, placed)

@@ -139,7 +139,7 @@ def test_programs_of_each_stage_are_the_function(name, auto, changes):
         **{"num_layers": stack.num_layers, "batch_size": ROWS, "num_microbatches": 4, **changes}
     )
     engine = engine_of(case, stack, params, batch)
-    check(name, auto, engine.loss_and_grads(engine.new_state(), engine.put(batch)))
+    check(name, auto, engine.loss_and_grads(engine.new_state(), engine.batches.put(batch)))
 
 
 def sampled(names):
@@ -173,7 +173,7 @@ def test_every_network_runs_in_every_schedule(name, executor, how, layers):
         check(name, False, run_spmd(Case(**common, layers=layers), stack, params, batch))
         return
     engine = engine_of(MpmdCase(**common, sizes=layers), stack, params, batch)
-    check(name, False, engine.loss_and_grads(engine.new_state(), engine.put(batch)))
+    check(name, False, engine.loss_and_grads(engine.new_state(), engine.batches.put(batch)))
 
 
 @pytest.mark.full
@@ -195,7 +195,7 @@ def test_a_network_is_gathered_layer_by_layer(executor, schedule, remat, unroll)
         check("widths", False, run_spmd(Case(**how, layers=(3, 1)), stack, params, batch))
         return
     engine = engine_of(MpmdCase(**how, sizes=(3, 1)), stack, params, batch)
-    check("widths", False, engine.loss_and_grads(engine.new_state(), engine.put(batch)))
+    check("widths", False, engine.loss_and_grads(engine.new_state(), engine.batches.put(batch)))
 
 
 def test_each_layer_counts_what_it_costs():

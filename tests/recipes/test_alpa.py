@@ -67,7 +67,7 @@ def stepped(job, state, batch):
     engine = job.pipe.engine
     engine.compile(evaluate=False)
     begun = engine.new_state() if state is None else engine.from_natural(state)
-    return jax.device_get(engine.to_natural(engine.step(begun, engine.put(batch))[0]))
+    return jax.device_get(engine.to_natural(engine.step(begun, engine.batches.put(batch))[0]))
 
 
 @pytest.mark.full

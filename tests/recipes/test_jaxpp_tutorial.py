@@ -82,7 +82,7 @@ def test_layouts_of_the_tutorial_train_as_flax_on_one_device(layout):
     state, losses = job.pipe.engine.new_state(), []
     for _ in range(3):
         state, metrics = job.pipe.engine.step(
-            state, job.pipe.engine.put(job.data.read(np.arange(8)))
+            state, job.pipe.engine.batches.put(job.data.read(np.arange(8)))
         )
         losses.append(4 * float(metrics["loss"]))
     expected, params = flax_losses(64, 8, 3)

@@ -22,6 +22,6 @@ def gradients(*words):
     job = assemble(config)
     loss, grads = job.pipe.engine.loss_and_grads(
         job.pipe.engine.new_state(),
-        job.pipe.engine.put(next(job.data.batches(rows=job.pipe.engine.examples))),
+        job.pipe.engine.batches.put(next(job.data.batches(rows=job.pipe.engine.batches.examples))),
     )
     return float(loss), jax.tree.map(np.asarray, grads)

@@ -117,7 +117,7 @@ def engine_of(case, stack, params, batch, clip_norm=CLIP_NORM, *, post_validatio
 def run_mpmd(case):
     """(loss, gradients) in natural order of `make_params` and `make_batch`."""
     engine, batch = make_engine(case)
-    loss, grads = engine.loss_and_grads(engine.new_state(), engine.put(batch))
+    loss, grads = engine.loss_and_grads(engine.new_state(), engine.batches.put(batch))
     return float(loss), jax.tree.map(np.asarray, grads)
 
 

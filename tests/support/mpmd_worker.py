@@ -65,7 +65,9 @@ def trained(
     """What the test looks at, after three steps."""
     used, batch = make_engine(case, clip_norm, post_validation=post_validation)
     runtime, mesh = used.runtime, used.layout.mesh
-    placed = lambda batch: used.put({name: a[list(used.examples)] for name, a in batch.items()})
+    placed = lambda batch: used.batches.put(
+        {name: a[list(used.batches.examples)] for name, a in batch.items()}
+    )
     used.compile(evaluate=evaluate)
     ranks = {rank for _, rank in runtime.compiled}
     assert ranks == {r for r in used.ranks if runtime.is_mine[r]}, (ranks, runtime.is_mine)
@@ -81,7 +83,7 @@ def trained(
         metrics.append([numbers["loss"], numbers["grad_norm"]])
     found = {"metrics": np.array([list(map(float, each)) for each in metrics])}
     print(
-        f"{INDEX}: ranks {sorted(ranks)}, {len(used.examples)} examples, "
+        f"{INDEX}: ranks {sorted(ranks)}, {len(used.batches.examples)} examples, "
         f"{time.perf_counter() - began:.2f} s",
         flush=True,
     )

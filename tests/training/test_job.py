@@ -44,7 +44,7 @@ from ppctl.schedule.costs import Costs, task_costs
 from ppctl.schedule.partition.partition import LETTERS, stages_text
 from ppctl.schedule.tick_lowering import ticks
 from ppctl.training.pipeline.built_in_models import make_stack
-from ppctl.training.pipeline.engines.train_states import put_examples
+from ppctl.training.pipeline.engines.train_states import PlacedBatches
 from ppctl.training.pipeline.jax_start import CPU_FLAGS
 from ppctl.training.pipeline.job import (
     assemble,
@@ -95,7 +95,7 @@ def test_states_have_the_shapes_and_shardings_that_are_promised(num_layers):
 def test_a_batch_is_divided_over_rows_and_shards_and_whole_on_every_rank():
     job = assemble(transformer_config(mesh=Mesh(2, 2, 2), schedule=Schedule(num_microbatches=2)))
     batch = next(job.data.batches())
-    placed = job.pipe.engine.put(batch)
+    placed = job.pipe.engine.batches.put(batch)
     for name, array in placed.items():
         np.testing.assert_array_equal(array, batch[name])
         assert {shard.data.shape for shard in array.addressable_shards} == {
@@ -380,6 +380,7 @@ def test_a_backward_without_halves_is_refused_with_its_stage_before_anything_is_
 def test_integers_of_64_bits_are_placed_without_a_warning_where_jax_has_32():
     sharding = NamedSharding(jax.make_mesh((1,), ("dp",)), PartitionSpec())
     with jax.enable_x64(False):  # a warning is an error in tests
-        placed = put_examples({"targets": sharding}, range(3), {"targets": np.arange(3)}, 3)
+        shapes = {"inputs": jax.ShapeDtypeStruct((3,), "int64")}
+        placed = PlacedBatches(shapes, {"targets": sharding}).put({"targets": np.arange(3)})
     assert placed["targets"].dtype == "int32"
     assert placed["targets"].tolist() == [0, 1, 2]

@@ -16,7 +16,7 @@ def setting():
     """
     engine, batch = make_engine(CASE, CLIP_NORM)
     checked, _ = make_engine(CASE, CLIP_NORM, post_validation=True)
-    changed = lambda factor: engine.put(batch | {"targets": batch["targets"] * factor})
+    changed = lambda factor: engine.batches.put(batch | {"targets": batch["targets"] * factor})
     return engine, checked, {False: changed(1.0), True: changed(1e4)}, changed(np.nan)
 
 

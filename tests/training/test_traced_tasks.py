@@ -124,7 +124,7 @@ def test_operations_of_another_program_are_no_tasks(tmp_path):
 
     shapes = engine.states.staged, engine.placed_batch
     programs = [jax.jit(f).lower(*shapes).compile() for f in (engine.train_step, other)]
-    state, batch = engine.new_state(), engine.put(next(job.data.batches()))
+    state, batch = engine.new_state(), engine.batches.put(next(job.data.batches()))
     window = profiler.Window(tmp_path, 0, 1)
     with window, window.step(0):
         for program in programs:
@@ -166,7 +166,9 @@ def traced(tmp_path_factory):
     with window:
         for step in range(NUM_STEPS):
             with window.step(step):
-                state, _ = jax.block_until_ready(engine.step(state, engine.put(next(batches))))
+                state, _ = jax.block_until_ready(
+                    engine.step(state, engine.batches.put(next(batches)))
+                )
     return SimpleNamespace(directory=directory, text=text, ticks=job.pipe.ticks, mesh=job.pipe.mesh)
 
 

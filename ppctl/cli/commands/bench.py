@@ -99,7 +99,7 @@ def prepare(name: str, config: Config) -> BenchStep:
     check_room(job.pipe)
     engine, num_tasks = job.pipe.engine, None
     temp_bytes, compile_cpu_s = _compile(job)
-    batch = engine.put(next(job.data.batches()))
+    batch = engine.batches.put(next(job.data.batches()))
     if job.pipe.execution.engine.dispatches_tasks:
         num_tasks = sum(map(len, job.pipe.schedule.ranks))
     return BenchStep(name, engine, engine.new_state(), batch, compile_cpu_s, temp_bytes, num_tasks)

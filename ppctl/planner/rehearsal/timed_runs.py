@@ -51,7 +51,7 @@ def run_steps(job: TrainingJob, count: int = STEPS) -> Timing:
     """Return the medians of `count` train steps on a batch of the job's data; compiles."""
     engine = job.pipe.engine
     engine.compile(evaluate=False)
-    state, batch = engine.new_state(), engine.put(next(job.data.batches()))
+    state, batch = engine.new_state(), engine.batches.put(next(job.data.batches()))
     measured = []
     for _ in range(count + 1):
         (state, _), seconds = timed(partial(engine.step, state, batch))

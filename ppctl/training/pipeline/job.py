@@ -125,8 +125,8 @@ def evaluate(engine: Engine, data: DataSet, num_batches: int, state: Tree) -> fl
     The mean over all their losses, of which batches with prompts or padding have fewer; DataError
     if there are none.
     """
-    batches = data.eval_batches(num_batches, engine.examples)
-    means = [engine.loss(state, engine.put(batch)) for batch in batches]
+    batches = data.eval_batches(num_batches, engine.batches.examples)
+    means = [engine.loss(state, engine.batches.put(batch)) for batch in batches]
     pairs = [(float(loss), float(number)) for loss, number in means]
     total = sum(number for _, number in pairs)
     if not total:

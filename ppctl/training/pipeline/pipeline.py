@@ -274,15 +274,18 @@ class Pipeline:
 
         ConfigError: the batch has other names or shapes than the pipeline was made for.
         """
-        shardings = self.engine.batch_shardings
+        shardings = self.engine.batches.shardings
         is_at = lambda a, to: isinstance(a, jax.Array) and a.sharding == to  # noqa: E731
         if isinstance(batch, Mapping) and all(
             key in batch and all(is_at(a, to) for a in jax.tree.leaves(batch[key]))
             for key, to in shardings.items()
         ):
             return {key: batch[key] for key in shardings}
-        arrays, rows = on_host(batch, self.batch_shapes, self.stack), list(self.engine.examples)
-        return self.engine.put(jax.tree.map(lambda a: a[rows], arrays))
+        arrays, rows = (
+            on_host(batch, self.batch_shapes, self.stack),
+            list(self.engine.batches.examples),
+        )
+        return self.engine.batches.put(jax.tree.map(lambda a: a[rows], arrays))
 
     def to_natural(self, state: Tree) -> Tree:
         """Return a state in natural order, as in checkpoints: layers [L, ...] in model order."""

@@ -115,14 +115,14 @@ class Loop:
         config, engine = self.job.config.run, self.job.pipe.engine
         save_every, eval_every = config.checkpoint.every, config.eval_every
         measured = min(start + WARM_UP_STEPS, config.num_steps - 1) if config.timeline else None
-        batches = self.job.data.batches(start, engine.examples)
+        batches = self.job.data.batches(start, engine.batches.examples)
         self.last = {"step": start}
         with self._profile_window() as window:
             for step in range(start, config.num_steps):
                 # 1. train
                 finished = step + 1
                 self.heartbeat.note("read", finished)
-                batch = engine.put(next(batches))
+                batch = engine.batches.put(next(batches))
                 self.heartbeat.note("run", finished)
                 state = self._train_step(state, batch, step, window, is_measured=step == measured)
                 # 2. look after the save under way, the trace and evaluations

@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
-from jax.sharding import NamedSharding
 
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
 from ppctl.executors.mpmd.rank_programs import SHARED
 from ppctl.schedule.ir import Task
 from ppctl.training.pipeline.engines.step_programs import StepPrograms
+from ppctl.training.pipeline.engines.train_states import PlacedBatches
 
 Tree = Any
 PARTS = (
@@ -65,15 +65,8 @@ class Engine(Protocol):
         """Shapes, dtypes and shardings of a state; None in place of other processes' ranks."""
 
     @property
-    def batch_shardings(self) -> Mapping[Any, NamedSharding]:
-        """The shardings of the arrays of a placed batch."""
-
-    @property
-    def examples(self) -> Sequence[int]:
-        """The examples of a global batch on this process's devices, ascending."""
-
-    def put(self, batch: Mapping[str, Any]) -> Tree:
-        """Place a global batch for `step`; `batch` holds only `examples`."""
+    def batches(self) -> PlacedBatches:
+        """The placing of global batches for `step`, and this process's examples of them."""
 
     def compile(self, *, evaluate: bool) -> Footprint:
         """Compile the train step, and with `evaluate` the programs of `loss`."""

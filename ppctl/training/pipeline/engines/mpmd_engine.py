@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import DictKey
 
@@ -51,7 +50,7 @@ from ppctl.schedule.mesh_axes import RANK_AXES
 from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporaries, by_part
 from ppctl.training.pipeline.engines.plan_inputs import STATE, Given
 from ppctl.training.pipeline.engines.step_programs import StepPrograms, dispatched_programs
-from ppctl.training.pipeline.engines.train_states import States
+from ppctl.training.pipeline.engines.train_states import PlacedBatches, States
 from ppctl.training.pipeline.optimizers import (
     Optimizer,
     apply_gradients,
@@ -153,15 +152,8 @@ class Mpmd:
         return tuple(of_rank(r) if self.runtime.is_mine[r] else None for r in self.ranks)
 
     @property
-    def batch_shardings(self) -> Mapping[Key, NamedSharding]:
-        return self.given.batch_shardings
-
-    @property
-    def examples(self) -> Sequence[int]:
-        return self.given.examples
-
-    def put(self, batch: Mapping[str, Any]) -> Tree:
-        return self.given.put(batch)
+    def batches(self) -> PlacedBatches:
+        return self.given.batches
 
     # steps
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,16 +17,10 @@ from ppctl.executors.compiler_options import Flags, temp_bytes, total_bytes
 from ppctl.executors.model_shapes import shard_bytes, shard_shapes
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.random_keys import SEED, key_of_seed, with_example_keys
-from ppctl.model.stack import num_examples
 from ppctl.schedule.mesh_axes import DATA_AXES
 from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporaries
 from ppctl.training.pipeline.engines.step_programs import StepPrograms, one_program
-from ppctl.training.pipeline.engines.train_states import (
-    States,
-    examples_of,
-    put_examples,
-    shardings_of,
-)
+from ppctl.training.pipeline.engines.train_states import PlacedBatches, States, shardings_of
 from ppctl.training.pipeline.optimizers import Optimizer, train_step
 
 Tree = Any
@@ -69,32 +63,18 @@ class OneProgram:
         return self.states.staged
 
     @property
-    def examples(self) -> Sequence[int]:
-        return self._examples
+    def batches(self) -> PlacedBatches:
+        return self._batches
 
     @cached_property
-    def _examples(self) -> tuple[int, ...]:
-        return examples_of(self.batch_sharding, self._batch_size)
-
-    def put(self, batch: Mapping[str, Any]) -> Tree:
-        return put_examples(self.batch_shardings, self.examples, batch, self._batch_size)
-
-    @property
-    def batch_shardings(self) -> dict[str, NamedSharding]:
-        return dict.fromkeys(self.batch_shapes, self.batch_sharding)
-
-    @property
-    def _batch_size(self) -> int:
-        return num_examples(self.batch_shapes["inputs"])
-
-    @property
-    def batch_sharding(self) -> NamedSharding:
-        return NamedSharding(self.states.layout.mesh, P(DATA_AXES))
+    def _batches(self) -> PlacedBatches:
+        sharding = NamedSharding(self.states.layout.mesh, P(DATA_AXES))
+        return PlacedBatches(self.batch_shapes, dict.fromkeys(self.batch_shapes, sharding))
 
     @cached_property
     def placed_batch(self) -> Tree:
         """Shapes, dtypes and shardings of a placed batch."""
-        sharding = self.batch_sharding
+        sharding = self.batches.shardings["inputs"]
         shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)  # noqa: E731
         return jax.tree.map(shape, self.batch_shapes)
 

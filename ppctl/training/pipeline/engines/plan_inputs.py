@@ -16,9 +16,8 @@ from ppctl.executors.model_shapes import shard_bytes
 from ppctl.executors.mpmd.dispatch_plan import Key
 from ppctl.executors.mpmd.mpmd_runtime import Runtime
 from ppctl.executors.mpmd.rank_trees import Division
-from ppctl.model.stack import num_examples
 from ppctl.schedule.mesh_axes import DATA_AXES
-from ppctl.training.pipeline.engines.train_states import examples_of, put_examples
+from ppctl.training.pipeline.engines.train_states import PlacedBatches
 
 Tree = Any
 STATE = ("params", "optimizer", "step")  # names in a rank's state
@@ -41,35 +40,13 @@ class Given:
     def ranks(self) -> range:
         return range(len(self.division.submeshes))
 
-    # the batch
-
     @cached_property
-    def examples(self) -> tuple[int, ...]:
-        """The examples of a global batch that this process reads."""
-        held = (
-            examples_of(sharding, self._batch_size) for sharding in self.batch_shardings.values()
-        )
-        return tuple(sorted(set().union(*held)))
-
-    def put(self, batch: Mapping[str, Any]) -> dict[Key, jax.Array]:
-        """Return a batch of only `examples` on the submeshes of the ranks that read it."""
-        found: dict[Key, jax.Array] = {}
-        for (name, rank), sharding in self.batch_shardings.items():
-            put = put_examples({name: sharding}, self.examples, batch, self._batch_size)
-            found[name, rank] = put[name]
-        return found
-
-    @cached_property
-    def batch_shardings(self) -> dict[Key, NamedSharding]:
+    def batches(self) -> PlacedBatches:
+        """The placing of batches on the submeshes of the ranks that read them."""
         mesh = self.division.submeshes
         pairs = ((name, rank) for name, ranks in self.readers.items() for rank in ranks)
-        return {(name, rank): NamedSharding(mesh[rank], P(DATA_AXES)) for name, rank in pairs}
-
-    @property
-    def _batch_size(self) -> int:
-        return num_examples(self.batch_shapes["inputs"])
-
-    # all values
+        shardings = {(name, r): NamedSharding(mesh[r], P(DATA_AXES)) for name, r in pairs}
+        return PlacedBatches(self.batch_shapes, shardings)
 
     @cached_property
     def _numbers(self) -> dict[Key, np.ndarray]:
@@ -100,7 +77,7 @@ class Given:
         """Return the shapes of the values that plans start from, with shardings on a submesh."""
         shape, described = self.runtime.shape, self.division.described
         shapes: dict[Key, Tree] = {
-            key: shape(self.batch_shapes[key[0]], P(DATA_AXES)) for key in self.batch_shardings
+            key: shape(self.batch_shapes[key[0]], P(DATA_AXES)) for key in self.batches.shardings
         }
         for name, tree in self.staged.items():
             path = (jax.tree_util.DictKey(name),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from ppctl.executors.parameter_layout import Layout
+from ppctl.model.stack import num_examples
 
 Tree = Any
 
@@ -64,31 +65,48 @@ def shardings_of(tree: Tree) -> Tree:
     return jax.tree.map(lambda a: a.sharding, tree)
 
 
-def examples_of(sharding: NamedSharding, batch_size: int) -> tuple[int, ...]:
-    """Return the examples, ascending, of a batch sharded along its first dim on this process."""
-    held = sharding.addressable_devices_indices_map((batch_size,)).values()
-    found = {example for index in held if index for example in range(batch_size)[index[0]]}
-    return tuple(sorted(found))
+@dataclass(frozen=True)
+class PlacedBatches:
+    """The placing of global batches on a mesh, or on the submeshes of the ranks that read them.
+
+    shapes: of a global batch; shardings: those of the placed arrays, which divide only examples, by
+    name, or by (name, rank).
+    """
+
+    shapes: Mapping[str, Tree]
+    shardings: Mapping[Any, NamedSharding]
+
+    @property
+    def size(self) -> int:
+        """The number of examples of a global batch."""
+        return num_examples(self.shapes["inputs"])
+
+    @cached_property
+    def examples(self) -> tuple[int, ...]:
+        """The examples of a global batch on this process's devices, ascending."""
+        maps = (s.addressable_devices_indices_map((self.size,)) for s in self.shardings.values())
+        held = (index[0] for places in maps for index in places.values() if index)
+        return tuple(sorted({example for part in held for example in range(self.size)[part]}))
+
+    def put(self, batch: Mapping[str, Any]) -> dict[Any, Tree]:
+        """Return a batch that holds only `examples` as global arrays [size, ...]."""
+        place = {example: i for i, example in enumerate(self.examples)}
+
+        def one(array: Any, sharding: NamedSharding) -> jax.Array:
+            values = np.asarray(array)
+            dtype = jax.dtypes.canonicalize_dtype(values.dtype)  # 32 bits without x64
+            values, shape = values.astype(dtype, copy=False), (self.size, *values.shape[1:])
+            if not sharding.addressable_devices:  # all devices are other processes'
+                return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
+            part = lambda index: values[[place[n] for n in range(self.size)[index[0]]]]  # noqa: E731
+            return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
+
+        return {
+            key: jax.tree.map(lambda a, to=sharding: one(a, to), batch[name_of(key)])
+            for key, sharding in self.shardings.items()
+        }
 
 
-def put_examples(
-    shardings: Mapping[str, NamedSharding],
-    examples: Sequence[int],
-    batch: Mapping[str, np.ndarray],
-    batch_size: int,
-) -> dict[str, jax.Array]:
-    """Return global arrays [batch_size, ...] of a batch of only these examples."""
-    place = {example: i for i, example in enumerate(examples)}
-
-    def one(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
-        dtype = jax.dtypes.canonicalize_dtype(values.dtype)  # 32 bits without x64
-        values, shape = values.astype(dtype, copy=False), (batch_size, *values.shape[1:])
-        if not sharding.addressable_devices:  # all devices are other processes'
-            return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
-        part = lambda index: values[[place[example] for example in range(batch_size)[index[0]]]]  # noqa: E731
-        return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
-
-    return {
-        name: jax.tree.map(lambda a, to=sharding: one(np.asarray(a), to), batch[name])
-        for name, sharding in shardings.items()
-    }
+def name_of(key: str | tuple[str, int]) -> str:
+    """Return the name of a placed array: "inputs" or "targets"."""
+    return key if isinstance(key, str) else key[0]

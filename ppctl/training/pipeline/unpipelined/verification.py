@@ -278,10 +278,10 @@ def compare_training(
     engine, data, stack = job.pipe.engine, job.data, job.pipe.stack
     engine.compile(evaluate=job.config.run.eval_every is not None)
     steps, num_steps = [], len(plain.numbers)
-    batches = islice(data.batches(0, engine.examples), num_steps)
+    batches = islice(data.batches(0, engine.batches.examples), num_steps)
     both = zip(batches, plain.numbers, plain.clipped, strict=True)
     for step, (batch, wanted, is_clipped) in enumerate(both, 1):
-        state, numbers = engine.step(state, engine.put(batch))
+        state, numbers = engine.step(state, engine.batches.put(batch))
         loss, grad_norm, lr, attached = wanted
         pairs = {LOSS: loss, "grad_norm": grad_norm, "lr": lr} | attached
         found = {name: compared(numbers[name], each) for name, each in pairs.items()}
