@@ -13,14 +13,14 @@ from ppctl.config import Mesh
 from ppctl.config.config_dirs import ROOT
 
 
-def request_words(config: Mapping[str, Any]) -> list[str]:
+def request_words(composed: Mapping[str, Any]) -> list[str]:
     """Return the overrides by which the parts of a composed config differ from the defaults."""
     words: list[str] = []
     for part in (*PARTS, *PLAIN):
-        if part == "mesh" and part in config:
-            words[:0] = _mesh_words(config[part])
-        elif part in config:
-            words += _part_words(part, config[part])
+        if part == "mesh" and part in composed:
+            words[:0] = _mesh_words(composed[part])
+        elif part in composed:
+            words += _part_words(part, composed[part])
     return words
 
 

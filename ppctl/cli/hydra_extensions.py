@@ -153,9 +153,9 @@ def load_job(loader: ConfigLoader, common: DictConfig, overrides: list[str]) -> 
     return _without_hydra(loader.load_sweep_config(common, overrides))
 
 
-def _without_hydra(config: DictConfig) -> Composed:
+def _without_hydra(composed: DictConfig) -> Composed:
     """Return a composed config and its choices, Hydra's own settings dropped from it."""
-    choices = dict(config.hydra.runtime.choices)
-    with read_write(config), open_dict(config):
-        del config["hydra"]
-    return Composed(config, choices)
+    choices = dict(composed.hydra.runtime.choices)
+    with read_write(composed), open_dict(composed):
+        del composed["hydra"]
+    return Composed(composed, choices)

@@ -63,7 +63,7 @@ def _newest_start(path: Path) -> tuple[list[str] | None, str | None]:
     return words if is_known else None, directory if isinstance(directory, str) else None
 
 
-def _needed(directory: str | None, config: Mapping[str, Any], words: Sequence[str]) -> str | None:
+def _needed(directory: str | None, recorded: Mapping[str, Any], words: Sequence[str]) -> str | None:
     """Return the directory of a run's start, if it is another one and the run needs it.
 
     The user's code is looked for in the current directory, and a --config-dir may be relative to
@@ -71,7 +71,7 @@ def _needed(directory: str | None, config: Mapping[str, Any], words: Sequence[st
     """
     if directory is None or os.path.realpath(directory) == os.path.realpath(os.curdir):
         return None
-    parts = [config.get(name) for name in ("model", "data")]
+    parts = [recorded.get(name) for name in ("model", "data")]
     has_code = any(isinstance(part, Mapping) and "target" in part for part in parts)
     config_dirs = [word[13:] for word in words if word.startswith("--config-dir=")]
     is_relative = not all(map(os.path.isabs, config_dirs))

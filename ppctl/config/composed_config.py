@@ -10,11 +10,11 @@ from ppctl.config.field_checks import numbers
 from ppctl.config.groups.command_settings import Inspect, Launch, Plan, Tune, Verify
 from ppctl.config.groups.cost_settings import Costs
 from ppctl.config.groups.data_settings import AnyData, CustomData, Regression, Stdlib
-from ppctl.config.groups.executor_settings import Mpmd, Reference, Spmd
+from ppctl.config.groups.executor_settings import AnyExecutor, Spmd
 from ppctl.config.groups.hardware_settings import AutoHardware, Hardware
 from ppctl.config.groups.mesh_settings import Mesh
 from ppctl.config.groups.model_settings import MLP, AnyModel, CustomModel, Transformer
-from ppctl.config.groups.optim_settings import SGD, AdamW
+from ppctl.config.groups.optim_settings import SGD, AdamW, Optim
 from ppctl.config.groups.partition_settings import Balanced, Explicit, Uniform
 from ppctl.config.groups.run_settings import Run
 from ppctl.config.groups.schedule_settings import AnySchedule, Schedule
@@ -31,7 +31,7 @@ class Config:
     mesh: Mesh = field(default_factory=Mesh)
     schedule: AnySchedule = field(default_factory=Schedule)
     partition: Uniform | Balanced | Explicit = field(default_factory=Uniform)
-    executor: Reference | Spmd | Mpmd = field(default_factory=Spmd)
+    executor: AnyExecutor = field(default_factory=Spmd)
     optim: AdamW | SGD = field(default_factory=AdamW)
     data: AnyData = field(default_factory=Stdlib)
     hardware: AutoHardware | Hardware = field(default_factory=AutoHardware)
@@ -73,18 +73,19 @@ def check(config: Config) -> None:
     check_bounds(config)
     check_parameters(config.model)
     check_tasks(config.schedule, config.mesh)
-    _check_batch(config)
-    _check_launch(config)
-    _check_executor(config)
-    _check_data(config)
-    _check_trained(config)
-    _check_timeline(config)
-    _check_inspected(config)
+    _check_batch(config.data.batch_size, config.mesh, config.schedule)
+    _check_launch(config.launch, config.run, config.mesh)
+    _check_topology(config.plan, config.run)
+    _check_executor(config.executor, config.mesh, config.partition.name, config.model)
+    _check_data(config.model, config.data)
+    _check_trained(config.model, config.optim)
+    _check_timeline(config.run, config.executor)
+    _check_inspected(config.inspect, config.executor)
 
 
-def _check_batch(config: Config) -> None:
-    sizes, batch_size = config.mesh.sizes.shown(DATA_AXES), config.data.batch_size
-    factors = {"schedule.num_microbatches": config.schedule.num_microbatches}
+def _check_batch(batch_size: int, mesh: Mesh, schedule: AnySchedule) -> None:
+    sizes = mesh.sizes.shown(DATA_AXES)
+    factors = {"schedule.num_microbatches": schedule.num_microbatches}
     factors |= {f"mesh.{axis}": size for axis, size in sizes.items()}
     pieces = math.prod(factors.values())
     if batch_size % pieces:
@@ -94,9 +95,8 @@ def _check_batch(config: Config) -> None:
         )
 
 
-def _check_launch(config: Config) -> None:
-    # 1. processes that this command starts
-    launch, run, devices = config.launch, config.run, config.mesh.num_devices
+def _check_launch(launch: Launch, run: Run, mesh: Mesh) -> None:
+    devices = mesh.num_devices
     processes, restarts = launch.processes, f"launch.max_restarts={launch.max_restarts}"
     if launch.is_used and run.distributed != "off":
         raise ConfigError(
@@ -113,7 +113,7 @@ def _check_launch(config: Config) -> None:
     if devices % processes:
         most = max(n for n in range(1, min(devices, processes) + 1) if devices % n == 0)
         raise ConfigError(
-            f"mesh={config.mesh.text} has {devices} devices, not a multiple of "
+            f"mesh={mesh.text} has {devices} devices, not a multiple of "
             f"launch.processes={processes}. Use launch.processes={most}, or another mesh."
         )
     if processes > 1 and run.platform == "tpu":
@@ -121,8 +121,10 @@ def _check_launch(config: Config) -> None:
             f"launch.processes={processes} divides GPUs or simulated CPU devices, but "
             "run.platform=tpu. Use launch.processes=1: a process takes all TPU chips of a host."
         )
-    # 2. devices that are only described
-    topology = config.plan.topology
+
+
+def _check_topology(plan: Plan, run: Run) -> None:
+    topology = plan.topology
     if topology is not None and run.platform not in (None, "cpu"):
         raise ConfigError(
             f"plan.topology={topology} needs no devices, but run.platform={run.platform} starts "
@@ -130,14 +132,13 @@ def _check_launch(config: Config) -> None:
         )
 
 
-def _check_executor(config: Config) -> None:
-    mesh, partition, model = config.mesh, config.partition.name, config.model
-    if not config.executor.ENGINE.is_pipelined and mesh.num_devices > 1:
+def _check_executor(executor: AnyExecutor, mesh: Mesh, partition: str, model: AnyModel) -> None:
+    if not executor.ENGINE.is_pipelined and mesh.num_devices > 1:
         raise ConfigError(
             f"executor=reference is the un-pipelined model on one device, but mesh={mesh.text} "
             f"has {mesh.num_devices}. Use mesh=1x1, executor=spmd or executor=mpmd."
         )
-    if not config.executor.ENGINE.is_pipelined and partition != "uniform":
+    if not executor.ENGINE.is_pipelined and partition != "uniform":
         raise ConfigError(
             f"partition={partition} divides layers over stages, and executor=reference has none. "
             "Use partition=uniform or another executor."
@@ -147,8 +148,7 @@ def _check_executor(config: Config) -> None:
         check_sequences(mesh.cp, model.seq_len)
 
 
-def _check_data(config: Config) -> None:
-    model, data = config.model, config.data
+def _check_data(model: AnyModel, data: AnyData) -> None:
     if isinstance(data, Stdlib) and data.packing and not isinstance(model, Transformer):
         raise ConfigError(
             f"data.packing=true puts several documents into a sequence, which model={model.name} "
@@ -171,8 +171,7 @@ def _check_data(config: Config) -> None:
             )
 
 
-def _check_trained(config: Config) -> None:
-    model, optim = config.model, config.optim
+def _check_trained(model: AnyModel, optim: Optim) -> None:
     if optim.train == "lora" and not isinstance(model, Transformer):
         custom = " A custom model has Stack(trainable=...) or Network(trainable=...) instead."
         raise ConfigError(
@@ -188,12 +187,11 @@ def _check_trained(config: Config) -> None:
         )
 
 
-def _check_timeline(config: Config) -> None:
-    run = config.run
-    if run.timeline and not config.executor.ENGINE.dispatches_tasks:
+def _check_timeline(run: Run, executor: AnyExecutor) -> None:
+    if run.timeline and not executor.ENGINE.dispatches_tasks:
         raise ConfigError(
             "run.timeline=true measures tasks that are programs of their own, but "
-            f"executor={config.executor.name} is one program. Use executor=mpmd, or "
+            f"executor={executor.name} is one program. Use executor=mpmd, or "
             "run.profile=N, which traces any executor."
         )
     if run.timeline and run.distributed != "off":
@@ -209,8 +207,7 @@ def _check_timeline(config: Config) -> None:
         )
 
 
-def _check_inspected(config: Config) -> None:
-    request, executor = config.inspect, config.executor
+def _check_inspected(request: Inspect, executor: AnyExecutor) -> None:
     if request.what == "program" and not executor.ENGINE.in_ticks:
         raise ConfigError(
             f"inspect.what=program shows the ticks of ranks, but executor={executor.name} has "

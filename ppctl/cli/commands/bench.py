@@ -56,7 +56,7 @@ def bench(config: Config, *, as_json: bool) -> int:
         requests[f"remat={remat}"] = replace(config, executor=replace(executor, remat=remat))
     if executor.ENGINE.dispatches_tasks and schedule.name in LOOPED_WHOLE:
         requests["executor=spmd"] = replace(config, executor=Spmd(remat=executor.remat))
-    candidates = [prepare(name, request) for name, request in reversed(requests.items())][::-1]
+    candidates = [prepare(name, assemble(each)) for name, each in reversed(requests.items())][::-1]
     steps = time_steps(candidates)
 
     # 2. programs of more microbatches
@@ -70,17 +70,18 @@ def bench(config: Config, *, as_json: bool) -> int:
         device = jax.devices()[0].device_kind
         show_json({"steps": steps, "growth": growth, "rounds": ROUNDS, "device": device})
     else:
-        _show(config, steps, growth)
+        schedule, mesh = config.schedule, config.mesh.text
+        what = f"{schedule.name}, {schedule.num_microbatches} microbatches, mesh={mesh}"
+        _show(what, executor.remat, steps, growth)
     return 0
 
 
-def _show(config: Config, steps: list[dict[str, Any]], growth: list[dict[str, Any]]) -> None:
-    console, schedule = OutputConsole(), config.schedule
-    what = f"{schedule.name}, {schedule.num_microbatches} microbatches, mesh={config.mesh.text}"
+def _show(what: str, remat: str, steps: list[dict[str, Any]], growth: list[dict[str, Any]]) -> None:
+    console = OutputConsole()
     title = f"one train step ({what}), medians of {ROUNDS} rounds"
     show_table(console, title, ("", *COLUMNS), map(_row, steps))
     few, some, many = GROWTH
-    title = f"the program at {many} microbatches of the same size (remat={config.executor.remat})"
+    title = f"the program at {many} microbatches of the same size (remat={remat})"
     columns = ("", f"compile CPU s / at {few}", f"temp memory / at {some}")
     ratios = ((row["name"], row["compile_ratio"], row["temp_ratio"]) for row in growth)
     show_table(console, title, columns, ((name, f"{c:.2f}", f"{t:.2f}") for name, c, t in ratios))
@@ -93,9 +94,8 @@ def _row(step: dict[str, Any]) -> list[str]:
     return cells
 
 
-def prepare(name: str, config: Config) -> BenchStep:
-    """Return the compiled step of `config` and what it runs on."""
-    job = assemble(config)
+def prepare(name: str, job: TrainingJob) -> BenchStep:
+    """Return the compiled step of a job and what it runs on."""
     check_room(job.pipe)
     engine, num_tasks = job.pipe.engine, None
     temp_bytes, compile_cpu_s = _compile(job)

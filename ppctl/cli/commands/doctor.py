@@ -28,7 +28,7 @@ import jax
 from jax.sharding import Mesh
 from packaging.requirements import Requirement
 
-from ppctl.config import AutoHardware, Config
+from ppctl.config import AutoHardware, Config, Hardware, Run
 from ppctl.errors import ConfigError, PpctlError
 from ppctl.executors import link_speeds
 from ppctl.executors.device_mesh import all_devices
@@ -60,7 +60,7 @@ def doctor(config: Config, *, as_json: bool) -> int:
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     start_jax(config.run, config.run.dtype or DEFAULT_DTYPE, config.mesh.num_devices)
     with process_group(config):  # which refuses differing settings or run.dir of processes
-        _refuse_described(config)
+        _refuse_described(config.hardware)
         code = _doctor(config, as_json=as_json)
     if distributed.is_lead():
         with suppress(OSError):  # not empty
@@ -69,8 +69,7 @@ def doctor(config: Config, *, as_json: bool) -> int:
     return code
 
 
-def _refuse_described(config: Config) -> None:
-    hardware = config.hardware
+def _refuse_described(hardware: Hardware | AutoHardware) -> None:
     if isinstance(hardware, AutoHardware):
         return
     if (away := described_only(hardware, all_devices()[0].device_kind)) is not None:
@@ -83,7 +82,7 @@ def _refuse_described(config: Config) -> None:
 def _doctor(config: Config, *, as_json: bool) -> int:
     # 1. the findings of all processes, and the links
     request, mesh, needed = _request(config)
-    local = [of_versions(), *request, _directory(config, needed)]
+    local = [of_versions(), *request, _directory(config.run, needed)]
     findings = [*_merged(_gathered(Finding, local)), *_together()]
     links, sums = ([], []) if mesh is None else _measured(mesh)
     findings += _of_links(links, sums)
@@ -158,14 +157,14 @@ def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
     tried = "".join(f". {note}" for note in notes)
     findings = [
         Finding("devices", True, devices),
-        *_memory(config, jax.local_devices()[0]),
+        *_memory(config.run.memory_fraction, jax.local_devices()[0]),
         Finding("data", True, job.data.source),
         Finding("request", True, f"{request}: a state takes {size_text(needed)}{tried}"),
     ]
     return findings, mesh, needed
 
 
-def _memory(config: Config, device: Any) -> list[Finding]:
+def _memory(fraction: float | None, device: Any) -> list[Finding]:
     """Return the finding of an accelerator's memory for programs; a GPU's share is compared."""
     stated = None if device.platform == "cpu" else stated_bytes(device)
     if stated is None:
@@ -174,7 +173,7 @@ def _memory(config: Config, device: Any) -> list[Finding]:
     known = of_device(device.device_kind)
     if not is_gpu(device):
         return [Finding("memory", True, text)]
-    asked = memory_share(config.run.memory_fraction, here=True)
+    asked = memory_share(fraction, here=True)
     if known is not None and known.gpu is not None:
         share = stated / known.gpu.memory_bytes
         text += f", {share:.0%} of its {size_text(known.gpu.memory_bytes)}"
@@ -186,9 +185,9 @@ def _memory(config: Config, device: Any) -> list[Finding]:
     return [Finding("memory", True, f"{text} ({asked.source})")]
 
 
-def _directory(config: Config, needed: int | None) -> Finding:
+def _directory(run: Run, needed: int | None) -> Finding:
     """Return the finding of run.dir: writable, with room for the checkpoints, and its speed."""
-    directory = Path(config.run.dir).absolute()
+    directory = Path(run.dir).absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".doctor-") as file:
@@ -200,12 +199,12 @@ def _directory(config: Config, needed: int | None) -> Finding:
         free = shutil.disk_usage(directory).free
     except OSError as error:
         why = f"cannot be written: {error.strerror}. Use another run.dir, or make it writable."
-        return Finding("run.dir", False, f"run.dir={config.run.dir} {why}")
-    keep = config.run.checkpoint.keep
+        return Finding("run.dir", False, f"run.dir={run.dir} {why}")
+    keep = run.checkpoint.keep
     need = 0 if needed is None else (keep + 1) * needed
     if free < need:
         reason = (
-            f"run.dir={config.run.dir} has {size_text(free)} free, but run.checkpoint.keep+1 = "
+            f"run.dir={run.dir} has {size_text(free)} free, but run.checkpoint.keep+1 = "
             f"{keep}+1 checkpoints of {size_text(needed or 0)} take {size_text(need)}. Free the "
             "disk, use another run.dir, or keep fewer."
         )

@@ -80,10 +80,10 @@ def _read(name: str, path: Path, *, is_alone: bool) -> RecordedRun:
     return read_run(name, path, old.config, old.words, old.command, old.notes, pipeline)
 
 
-def _pipeline(run_dir: Path, config: Mapping[str, Any]) -> Pipeline | str:
+def _pipeline(run_dir: Path, recorded: Mapping[str, Any]) -> Pipeline | str:
     """Return the schedule of a run by its settings, or why it cannot be drawn."""
     try:
-        return _pipeline_of(run_dir, config)
+        return _pipeline_of(run_dir, recorded)
     except PpctlError as error:
         reason = " ".join(str(error).split())
     except (KeyError, TypeError, ValueError, AttributeError, OSError):
@@ -91,13 +91,13 @@ def _pipeline(run_dir: Path, config: Mapping[str, Any]) -> Pipeline | str:
     return f"The schedule cannot be drawn: {reason}"
 
 
-def _pipeline_of(run_dir: Path, config: Mapping[str, Any]) -> Pipeline | str:
+def _pipeline_of(run_dir: Path, recorded: Mapping[str, Any]) -> Pipeline | str:
     from ppctl.config.schedule_from_config import pipeline_of, trained_share
     from ppctl.reports.run_page.step_gantt import too_large
 
     # 1. the settings
-    group = lambda part: schema_of(part, config[part]["name"])(**config[part])  # noqa: E731
-    schedule, executor, mesh = group("schedule"), group("executor"), Mesh(**config["mesh"])
+    group = lambda part: schema_of(part, recorded[part]["name"])(**recorded[part])  # noqa: E731
+    schedule, executor, mesh = group("schedule"), group("executor"), Mesh(**recorded["mesh"])
     for part in (mesh, schedule, executor):
         part.check()
     if executor.name == "reference":
@@ -106,15 +106,15 @@ def _pipeline_of(run_dir: Path, config: Mapping[str, Any]) -> Pipeline | str:
     path = getattr(schedule, "path", None)
     if path is not None and Path(path).exists() and not Path(path).is_file():  # may be a pipe
         return f"The schedule cannot be drawn: {path} cannot be read: it is no file."
-    recorded, number = run_dir / SCHEDULE_FILE, schedule.num_microbatches
-    is_auto = isinstance(schedule, Auto) and recorded.is_file()
+    found, number = run_dir / SCHEDULE_FILE, schedule.num_microbatches
+    is_auto = isinstance(schedule, Auto) and found.is_file()
     if is_auto:
-        schedule = Csv(name="csv", path=str(recorded), num_microbatches=number)
+        schedule = Csv(name="csv", path=str(found), num_microbatches=number)
     # 3. its size and costs
     if large := too_large(schedule, mesh.pp):
         return large
-    is_lora = config.get("optim", {}).get("train") == "lora"
+    is_lora = recorded.get("optim", {}).get("train") == "lora"
     trained = trained_share(group("model"), group("optim")) if is_lora else 1.0
-    sizes = {"num_ranks": mesh.pp, "num_layers": config["model"]["num_layers"]}
+    sizes = {"num_ranks": mesh.pp, "num_layers": recorded["model"]["num_layers"]}
     pipeline = pipeline_of(schedule=schedule, executor=executor, trained=trained, **sizes)
     return pipeline._replace(label="auto") if is_auto else pipeline

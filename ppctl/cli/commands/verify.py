@@ -60,7 +60,7 @@ def verify(config: Config, *, as_json: bool) -> int:
     batch = next(job.data.batches())
     of_plain = plain.loss_and_grads, plain.params
     gradients = compare.compare_gradients(job.pipe, *of_plain, state, batch)
-    training = None
+    original, training = job, None
     if config.verify.steps:
         steps = compare.steps_with_clipping(plain, config.verify.steps, tolerance_of(job.pipe))
         if steps.clip_norm != config.optim.clip_norm:
@@ -71,7 +71,7 @@ def verify(config: Config, *, as_json: bool) -> int:
     if as_json:
         show_json(_document(comparison))
     else:
-        _show(comparison, config, notes)
+        _show(comparison, original, notes)
     return 0 if comparison.ok else 1
 
 
@@ -88,14 +88,14 @@ def _document(comparison: Comparison) -> dict[str, Any]:
     return document
 
 
-def _show(comparison: Comparison, config: Config, notes: Sequence[str]) -> None:
-    """Print two tables, other comparisons, and the verdict; config: the original request."""
+def _show(comparison: Comparison, original: TrainingJob, notes: Sequence[str]) -> None:
+    """Print two tables, other comparisons, and the verdict; original: the job as requested."""
     job, gradients, training, tolerance = comparison
     console = OutputConsole()
     line = partial(show_lines, console)
     # 1. gradients
     rows = (_gradient_row(leaf, tolerance) for leaf in gradients.leaves)
-    title = f"gradients of {_what(config)} compared with the un-pipelined model's"
+    title = f"gradients of {_what(original)} compared with the un-pipelined model's"
     show_table(console, title, (*GRADIENT, "worst layer"), rows)
     text = partition_text(job)
     if text is not None:
@@ -111,7 +111,7 @@ def _show(comparison: Comparison, config: Config, notes: Sequence[str]) -> None:
         title = "train steps compared with the un-pipelined model's, updated by optax alone"
         rows = (_step_row(step, tolerance) for step in training.steps)
         show_table(console, title, STEP, rows)
-        for text in _training_lines(job, config, training, tolerance):
+        for text in _training_lines(original, training, tolerance):
             line(text)
     verdict = "equal" if comparison.ok else "NOT EQUAL"
     line(f"{verdict} within {tolerance:g} ({job.pipe.dtype})")
@@ -139,7 +139,7 @@ def _step_row(step: StepComparison, tolerance: float) -> tuple[str, ...]:
 
 
 def _training_lines(
-    job: TrainingJob, config: Config, training: TrainingComparison, tolerance: float
+    original: TrainingJob, training: TrainingComparison, tolerance: float
 ) -> Iterator[str]:
     """Yield lines on the state after the steps, its evaluation and clipping."""
     for name in training.steps[0].attached:
@@ -154,20 +154,21 @@ def _training_lines(
     if training.eval_loss is None:
         yield "eval      none (run.eval_every=null)"
     else:
-        batches = f"{job.num_eval_batches} batch{'es' * (job.num_eval_batches > 1)}"
+        batches = f"{original.num_eval_batches} batch{'es' * (original.num_eval_batches > 1)}"
         yield f"eval      {_number_text(training.eval_loss, tolerance)}, of {batches}"
-    yield f"clipping  {_clipping_text(config, training)}"
+    yield f"clipping  {_clipping_text(original, training)}"
 
 
-def _clipping_text(config: Config, training: TrainingComparison) -> str:
+def _clipping_text(original: TrainingJob, training: TrainingComparison) -> str:
+    clip_norm = original.config.optim.clip_norm
     if training.clip_norm is None:
         return "none (optim.clip_norm=null)"
-    at = f"optim.clip_norm={config.optim.clip_norm:g}"
+    at = f"optim.clip_norm={clip_norm:g}"
     if not training.is_clip_norm_requested:
-        clips_all = training.steps[0].grad_norm.reference >= (config.optim.clip_norm or 0.0)
+        clips_all = training.steps[0].grad_norm.reference >= (clip_norm or 0.0)
         would = f"{at} would clip {'all' if clips_all else 'none'} of these steps"
         at = f"a norm of {training.clip_norm:.6g}, chosen here: {would}"
-    is_undone = getattr(config.executor, "post_validation", False)
+    is_undone = getattr(original.config.executor, "post_validation", False)
     words = ("undone and taken again", "let stand") if is_undone else ("clipped", "not clipped")
     parts = list[str]()
     for word, is_clipped in zip(words, (True, False), strict=True):
@@ -185,7 +186,8 @@ def _error_text(error: float, tolerance: float) -> str:
     return f"{error:.1e}" + ("" if error <= tolerance else " !")  # NaN is marked
 
 
-def _what(config: Config) -> str:
+def _what(job: TrainingJob) -> str:
+    config = job.config
     if not config.executor.ENGINE.is_pipelined:
         return "executor=reference"
     schedule, knobs = config.schedule, config.schedule.knobs()

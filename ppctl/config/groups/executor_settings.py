@@ -55,3 +55,6 @@ class Mpmd(Pipelined):
     post_validation: bool = False  # update before the global norm is known, again if wrong
 
     ENGINE: ClassVar[EngineTraits] = BY_TASKS
+
+
+AnyExecutor = Reference | Spmd | Mpmd
