@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ppctl.config import Config, Mesh
+from ppctl.config import Launch, Mesh, Run
 from ppctl.config.groups.command_settings import not_launched
 from ppctl.errors import ConfigError, LostError, NonFiniteError, error_document
 from ppctl.launch.supervisor import LEFT, Child, Ending, run_group, stop_requests
@@ -30,7 +30,13 @@ KILLED = 128  # plus the number of the signal
 
 
 def launch(
-    config: Config, words: Sequence[str], started_with: Sequence[str], *, as_json: bool
+    settings: Launch,
+    run: Run,
+    mesh: Mesh,
+    words: Sequence[str],
+    started_with: Sequence[str],
+    *,
+    as_json: bool,
 ) -> int:
     """Run the processes; return the exit code of the run, 130 or 143 after a request to stop.
 
@@ -38,10 +44,9 @@ def launch(
     program's name. started_with: the words that a run stores, which resume it.
     """
     # 1. what all starts share
-    run_dir = Path(config.run.dir)
-    processes = config.launch.processes
-    groups = device_groups(processes, config.mesh, config.run.platform, os.environ)
-    is_fresh = newest_checkpoint(run_dir) is None and config.run.resume == "never"
+    run_dir = Path(run.dir)
+    groups = device_groups(settings.processes, mesh, run.platform, os.environ)
+    is_fresh = newest_checkpoint(run_dir) is None and run.resume == "never"
     env = {STARTED_WITH: json.dumps([*started_with])}
     errors, why = tempfile.TemporaryDirectory(), ""
 
@@ -65,7 +70,7 @@ def launch(
     # 3. all starts
     with errors, stop_requests() as events:
         newest = lambda: newest_checkpoint(run_dir)  # noqa: E731
-        code = with_restarts(start, config.launch.max_restarts, newest, _say)
+        code = with_restarts(start, settings.max_restarts, newest, _say)
         code = LostError.exit_code if code > KILLED and code not in LEFT else code
         if as_json and code and (document := error_of(Path(errors.name), code, why)) is not None:
             print(json.dumps(document), flush=True)

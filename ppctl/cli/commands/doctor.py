@@ -59,7 +59,8 @@ def doctor(config: Config, *, as_json: bool) -> int:
     directory = Path(config.run.dir).absolute()
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     start_jax(config.run, config.run.dtype or DEFAULT_DTYPE, config.mesh.num_devices)
-    with process_group(config):  # which refuses differing settings or run.dir of processes
+    # refuses differing settings or run.dir of processes
+    with process_group(config.run, config.mesh, asdict(config)):
         _refuse_described(config.hardware)
         code = _doctor(config, as_json=as_json)
     if distributed.is_lead():

@@ -14,15 +14,14 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from ppctl.config import Config, Run
 from ppctl.config import Mesh as MeshSettings
+from ppctl.config import Run
 from ppctl.errors import (
     AgreedError,
     CheckpointError,
@@ -49,13 +48,14 @@ LOST_CONTACT = re.compile(
 
 
 @contextmanager
-def process_group(config: Config) -> Iterator[Heartbeat]:
+def process_group(run: Run, mesh: MeshSettings, settings: Mapping[str, Any]) -> Iterator[Heartbeat]:
     """Join the process group of a run, after JAX's start, and yield this process's heartbeat.
 
-    Settings and versions are compared first: AgreedError on process 0, ElsewhereError on the others
-    where they differ. An error of the body gets the process's number, and lets the others leave.
+    All settings, as recorded, and versions are compared first: AgreedError on process 0,
+    ElsewhereError on the others where they differ. An error of the body gets the process's number,
+    and lets the others leave.
     """
-    if config.run.distributed == "off":
+    if run.distributed == "off":
         yield Heartbeat()
         return
     all_devices()  # a ConfigError without devices
@@ -64,10 +64,11 @@ def process_group(config: Config) -> Iterator[Heartbeat]:
     try:
         # 1. compare, and start the heartbeat
         versions = {f"the version of {name}": version(name) for name in ("ppctl", "jax")}
-        compare(settings(config) | versions)
-        _check_divisible(config.mesh, count)
-        how = {"process": process, "num_processes": count, "slow_after_s": config.run.slow_after_s}
-        heartbeat = Heartbeat(_shared_directory(Path(config.run.dir)), say=_say, **how)
+        shared = {key: value for key, value in flat(settings).items() if key not in LOCAL}
+        compare(shared | versions)
+        _check_divisible(mesh, count)
+        how = {"process": process, "num_processes": count, "slow_after_s": run.slow_after_s}
+        heartbeat = Heartbeat(_shared_directory(Path(run.dir)), say=_say, **how)
         heartbeat.start()
         yield heartbeat
         distributed.gather("")  # until all are done
@@ -85,7 +86,7 @@ def process_group(config: Config) -> Iterator[Heartbeat]:
         raise elsewhere from error
     # 3. errors of this process
     except Exception as error:
-        raise _with_process_number(error, config.run, heartbeat) from error
+        raise _with_process_number(error, run, heartbeat) from error
     distributed.leave()
     _clear(heartbeat)
 
@@ -115,11 +116,6 @@ def compare(facts: Mapping[str, Any]) -> None:
                     f"{key} is {expected} on process 0 and {actual} on process {process}. All "
                     "processes need the same settings, data and versions."
                 )
-
-
-def settings(config: Config) -> dict[str, Any]:
-    """Return every setting that all processes must share, by its key."""
-    return {key: value for key, value in flat(asdict(config)).items() if key not in LOCAL}
 
 
 def _check_divisible(mesh: MeshSettings, count: int) -> None:

@@ -66,7 +66,7 @@ def train(config: Config, overrides: Sequence[str], *, predict: Predict, as_json
         raise _held(run_dir, writer)
     start_jax(config.run, config.run.dtype or DEFAULT_DTYPE, config.mesh.num_devices)
     note = keep_compiled(config.run.compilation_cache)
-    with process_group(config) as heartbeat:
+    with process_group(config.run, config.mesh, asdict(config)) as heartbeat:
         return _train(config, overrides, heartbeat, predict, note, as_json=as_json)
 
 
