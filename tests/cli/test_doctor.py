@@ -134,10 +134,9 @@ def test_programs_get_the_share_of_a_gpus_memory_that_was_requested(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    request = replace(TINY, run=config.Run(memory_fraction=asked))
-    (finding,) = doctor._memory(request, FakeGpu(share))
+    (finding,) = doctor._memory(asked, FakeGpu(share))
     assert (finding.is_ok, text in finding.text) == (is_ok, True), finding.text
-    (unknown,) = doctor._memory(request, FakeGpu(share, "Quadro"))
+    (unknown,) = doctor._memory(asked, FakeGpu(share, "Quadro"))
     assert unknown.is_ok
 
 
