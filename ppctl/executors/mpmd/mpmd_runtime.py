@@ -29,7 +29,7 @@ from ppctl.executors.compiler_options import cpu_options, temp_bytes
 from ppctl.executors.described_devices import is_described
 from ppctl.executors.model_shapes import shard_bytes
 from ppctl.executors.mpmd.dispatch_plan import Call, Key, PlanEntry, ProgramId, Walk, last_uses
-from ppctl.executors.mpmd.rank_programs import ProgramLibrary
+from ppctl.executors.mpmd.program_library import ProgramLibrary
 from ppctl.executors.mpmd.transfers import (
     TURN,
     Part,

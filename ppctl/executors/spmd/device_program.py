@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.parameter_layout import gather_shards, layer_specs
+from ppctl.executors.spmd.slots import empty_slots, padded_sum, read_slot, with_layers, with_own
 from ppctl.executors.stage.layer_programs import add_embedding_grad, add_head_grads, zeros_like
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.layer_inputs import LOSS, LayerInputs
@@ -184,17 +185,17 @@ class Device:
 
     def slots_of_x(self, kind: str) -> jax.Array:
         """Return empty slots for activations or gradients."""
-        return _slots(self.ticks.num_slots[kind], self.x)
+        return empty_slots(self.ticks.num_slots[kind], self.x)
 
     def stash_slots(self) -> Tree:
         """Return empty slots for stashes; None if a stash is the stage's input."""
         number = self.ticks.num_slots["stash"]
-        return _slots(number, self.stage.stash_shapes(*self.chunk(0))) if number else None
+        return empty_slots(number, self.stage.stash_shapes(*self.chunk(0))) if number else None
 
     def pending_slots(self) -> Tree:
         """Return empty slots for `pending`, from I to W; None without split backwards."""
         number = self.ticks.num_slots["pending"]
-        return _slots(number, self.stage.pending_shapes(*self.chunk(0))) if number else None
+        return empty_slots(number, self.stage.pending_shapes(*self.chunk(0))) if number else None
 
     def zero_sums(self) -> Tree:
         targets = self.microbatch("targets", 0)
@@ -386,46 +387,3 @@ class Device:
         """Return the value of the rank `step` ranks before this one, round the ring."""
         number = self.ticks.schedule.num_ranks
         return jax.lax.ppermute(value, "pp", [(r, (r + step) % number) for r in range(number)])
-
-
-def with_own(sums: Tree, own: Tree) -> Tree:
-    """Replace the leading sums by `own`, a backward's aux; (): keep them."""
-    return (*own, *sums[len(own) :])
-
-
-def with_layers(sums: Tree, v: int, layers: Tree) -> Tree:
-    """Replace the sums of chunk v's layers."""
-    return (*sums[:3], [layers if i == v else total for i, total in enumerate(sums[3])])
-
-
-def _slots(count: int, tree: Tree) -> Tree:
-    return jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), tree)
-
-
-def padded_sum(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Return jnp.stack(arrays), as a sum of arrays padded with zeros.
-
-    XLA for GPUs makes one kernel with one result of a concatenation of up to `MOST_PADDED` large
-    arrays. The optimizer's update of stacked gradients would then take a pass for each of its
-    moments and one for the parameters.
-    """
-    last = len(arrays) - 1
-    widths = ([(k, last - k), *[(0, 0)] * a.ndim] for k, a in enumerate(arrays))
-    first, *rest = (jnp.pad(a[None], each) for a, each in zip(arrays, widths, strict=True))
-    return sum(rest, start=first)
-
-
-def read_slot(slots: Tree, slot: Any) -> Tree:
-    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, slot, keepdims=False), slots)
-
-
-def write_slot(slots: Tree, slot: jax.Array, value: Tree) -> Tree:
-    write = lambda a, v: jax.lax.dynamic_update_index_in_dim(a, v, slot, 0)  # noqa: E731
-    return jax.tree.map(write, slots, value)
-
-
-def write_arrival(
-    slots: jax.Array, slot: jax.Array, value: jax.Array, arrives: jax.Array
-) -> jax.Array:
-    """Return the slots with `value` written where `arrives`."""
-    return write_slot(slots, slot, jnp.where(arrives, value, read_slot(slots, slot)))

@@ -18,17 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.executors.spmd.device_program import (
-    PART_SCOPES,
-    SCOPES,
-    Device,
-    Place,
-    read_slot,
-    with_layers,
-    with_own,
-    write_arrival,
-    write_slot,
-)
+from ppctl.executors.spmd.device_program import PART_SCOPES, SCOPES, Device, Place
+from ppctl.executors.spmd.slots import read_slot, with_layers, with_own, write_arrival, write_slot
 from ppctl.executors.stage.layer_programs import zeros_like
 from ppctl.schedule.ir import KINDS, Kind
 from ppctl.schedule.tick_table import HOPS

@@ -22,6 +22,12 @@ import jax.numpy as jnp
 
 from ppctl.errors import ConfigError
 from ppctl.executors.stage.layer_programs import pack_flat, unpack_flat
+from ppctl.executors.stage.network_cuts import (
+    NetworkCuts,
+    integers_crossing,
+    is_floating,
+    no_floats,
+)
 from ppctl.executors.stage.traced_operations import Trace
 from ppctl.model.layer_inputs import attached_in, outside_of_layers, place_of_loss, placing
 from ppctl.model.network import Network
@@ -29,14 +35,12 @@ from ppctl.model.random_keys import SIZE as KEY_SIZE
 from ppctl.model.random_keys import names_key, wrapped
 from ppctl.model.stack import NO_DECAY, Contents, Stack, num_examples
 from ppctl.model.trainable_parameters import checked_flags
-from ppctl.schedule.partition.operation_clusters import clusters
 
 Tree = Any
 Shape = jax.ShapeDtypeStruct
 NUM_EXAMPLES = (2, 3)  # examples of the batches that are traced: crossing values must grow
 FROZEN = "frozen"  # group of frozen parameters
 MULTIPLE = 64  # divides the length of a layer's parameters, so that they can be sharded
-WIDE = 2  # widest boundaries; wider outputs belong to the head
 
 
 class TracedNetwork:
@@ -81,7 +85,7 @@ class TracedNetwork:
         self.traces: dict[tuple[int, bool], Trace] = {}
         trace = self.at(NUM_EXAMPLES[0])
         self.num_layers = len(trace.marks) + 1 if num_layers is None else num_layers
-        self.bounds = self._bounds(trace)
+        self.bounds = NetworkCuts(trace, self.num_layers, len(self.shapes), self.auto).bounds()
         self.places = self._places(trace)
         self.widths = [self._checked(place) for place in self.bounds]
         self.keyed_bounds = self._bounds_with_key() if self.has_key else self.bounds
@@ -111,7 +115,7 @@ class TracedNetwork:
 
     def _examples(self, number: int) -> Tree:
         """Return the shapes of `number` examples, as `apply` gets them."""
-        dtype = lambda a: self.compute if _is_floating(a) else a.dtype  # noqa: E731
+        dtype = lambda a: self.compute if is_floating(a) else a.dtype  # noqa: E731
         return jax.tree.map(lambda a: Shape((number, *a.shape[1:]), dtype(a)), self.inputs)
 
     def _apply(self, leaves: list, inputs: Tree) -> Tree:
@@ -141,7 +145,7 @@ class TracedNetwork:
                 "key than without. Set stage_boundary marks, and use model.layers=marks."
             )
         trace, plain = self.at(NUM_EXAMPLES[0], True), self.at(NUM_EXAMPLES[0])
-        bounds = self._bounds(trace)
+        bounds = NetworkCuts(trace, self.num_layers, len(self.shapes), self.auto).bounds()
         crossing = [[t.crossing(p) for p in b] for t, b in ((trace, bounds), (plain, self.bounds))]
         if self._places(trace, bounds) != self.places or crossing[0] != crossing[1]:
             raise ConfigError(
@@ -155,63 +159,6 @@ class TracedNetwork:
                 "layers. Draw after the look-up of ids, and before the outputs."
             )
         return bounds
-
-    def _bounds(self, trace: Trace) -> tuple[int, ...]:
-        """Return the first operation of each layer and of the head."""
-        last = trace.num_ops
-        first = next((place for place in range(last + 1) if not _integers(trace, place)), last + 1)
-        if self.auto:
-            last = self._tied(trace, first)
-            bounds = self._clustered(trace, first, last)
-            head = self._head(trace, bounds)
-            return bounds if head == last else self._clustered(trace, first, head)
-        marks = len(trace.marks)
-        if marks + 1 != self.num_layers:
-            raise ConfigError(
-                f"apply has {marks} stage_boundary marks, which make {marks + 1} layers, but "
-                f"model.num_layers={self.num_layers}. Use model.num_layers={marks + 1}, or "
-                "model.layers=auto."
-            )
-        bounds = (first, *trace.marks, max(first, self._tied(trace, first)))
-        for l, (start, stop) in enumerate(pairwise(bounds)):
-            if start > stop and l == 0:
-                raise _no_floats(_integers(trace, stop), l + 1)
-            if start >= stop and (l or not first):  # layer 0 may leave its work to the embedding
-                raise ConfigError(
-                    f"layer {l} of {self.num_layers} computes nothing of its own. Move a "
-                    "stage_boundary."
-                )
-        return (*bounds[:-1], self._head(trace, bounds))
-
-    def _clustered(self, trace: Trace, first: int, last: int) -> tuple[int, ...]:
-        if first >= last:
-            raise _no_floats(_integers(trace, first - 1), 1)
-        torn = self._torn(trace, first)
-        is_possible = lambda place: place not in torn and not _integers(trace, place)  # noqa: E731
-        size = lambda place: _size(trace.crossing(place)) if is_possible(place) else math.inf  # noqa: E731
-        costs, passing = trace.costs[first:last], [*map(size, range(first, last))]
-        return tuple(first + place for place in clusters(costs, passing, self.num_layers))
-
-    def _tied(self, trace: Trace, first: int) -> int:
-        """Return the first operation after the embedding that shares its parameters, or the end."""
-        users = map(trace.users, range(len(self.shapes)))
-        tied = [u for found in users if found and found[0] < first for u in found if u >= first]
-        return min([trace.num_ops, *tied])
-
-    def _torn(self, trace: Trace, first: int) -> set[int]:
-        """Return the places between users of a parameter that the embedding does not use."""
-        users = map(trace.users, range(len(self.shapes)))
-        ranges = (range(u[0] + 1, u[-1] + 1) for u in users if u and u[0] >= first)
-        return {place for places in ranges for place in places}
-
-    def _head(self, trace: Trace, bounds: Sequence[int]) -> int:
-        """Return the operation at which the head starts, in the last layer."""
-        widest = max(_size(trace.crossing(place)) for place in bounds[:-1])
-        if _size(trace.crossing(bounds[-1])) <= WIDE * widest:
-            return bounds[-1]
-        torn = self._torn(trace, bounds[0])
-        places = (p for p in range(bounds[-1] - 1, bounds[-2], -1) if p not in torn)
-        return next((p for p in places if _size(trace.crossing(p)) <= widest), bounds[-1])
 
     def _places(self, trace: Trace, bounds: Sequence[int] = ()) -> list[int | None]:
         """Return for each leaf the layer that uses it; None: embedding or head.
@@ -241,8 +188,8 @@ class TracedNetwork:
         """Return the numbers of an example that cross a boundary. ConfigError if values cannot."""
         few, many = (self.at(num_examples).crossing(place) for num_examples in NUM_EXAMPLES)
         l = self.bounds.index(place)
-        if integers := _integers(self.at(NUM_EXAMPLES[0]), place):
-            raise _no_floats(integers, l)
+        if integers := integers_crossing(self.at(NUM_EXAMPLES[0]), place):
+            raise no_floats(integers, l)
         if not few:
             raise ConfigError(
                 f"nothing that depends on the inputs is needed behind layer {l - 1}. Use fewer "
@@ -279,7 +226,7 @@ class TracedNetwork:
         """(width, dtype) of x: the widest boundary, the most exact dtype."""
         trace = self.at(NUM_EXAMPLES[0])
         values = (a for place in self.bounds for a in trace.crossing(place))
-        dtypes = [a.dtype for a in values if _is_floating(a)]
+        dtypes = [a.dtype for a in values if is_floating(a)]
         return max(1, *self.widths), jnp.result_type(self.compute, *dtypes)
 
     def _packed(self, values: Sequence[jax.Array], num_examples: int) -> jax.Array:
@@ -394,7 +341,7 @@ class TracedNetwork:
 
     def embed(self, embed_head: Tree, inputs: Tree) -> jax.Array:
         number, leaves = num_examples(inputs), self._computed(self.embed_head_leaves(embed_head))
-        cast = lambda a, shape: a.astype(self.compute) if _is_floating(shape) else a  # noqa: E731
+        cast = lambda a, shape: a.astype(self.compute) if is_floating(shape) else a  # noqa: E731
         trace, inputs = self.at(number), jax.tree.map(cast, inputs, self.inputs)
         return self._packed(trace.run(0, self.bounds[0], trace.entering(inputs), leaves), number)
 
@@ -458,26 +405,5 @@ def _nested(groups: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
     return found
 
 
-def _is_floating(a: Shape) -> bool:
-    return jnp.issubdtype(a.dtype, jnp.floating)
-
-
-def _integers(trace: Trace, place: int) -> list[Shape]:
-    """Return the crossing values that are neither floating nor boolean."""
-    return [a for a in trace.crossing(place) if not _is_floating(a) and a.dtype != jnp.bool_]
-
-
 def _back(a: jax.Array, shape: Shape) -> jax.Array:
     return a != 0 if shape.dtype == jnp.bool_ else a.astype(shape.dtype)
-
-
-def _size(shapes: Sequence[Shape]) -> int:
-    return sum(a.size for a in shapes)
-
-
-def _no_floats(shapes: Sequence[Shape], l: int) -> ConfigError:
-    found = " and ".join(f"{a.dtype}{list(a.shape)}" for a in shapes)
-    return ConfigError(
-        f"{found} crosses the boundary before layer {l}, and what passes between layers is "
-        "floating. Make floats of it in the first layer, or move the boundary."
-    )

@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 from ppctl.executors.compiler_options import cpu_options, temp_bytes
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, last_uses
-from ppctl.executors.mpmd.rank_programs import ProgramLibrary, RankRole, prepare_rank
+from ppctl.executors.mpmd.program_library import ProgramLibrary
+from ppctl.executors.mpmd.rank_programs import RankRole, prepare_rank
 from ppctl.executors.spmd.spmd_program import rank_arrays, spmd_of_rank
 from ppctl.executors.stage.layer_programs import zeros_like
 from ppctl.model.trainable_parameters import trained_part

@@ -13,17 +13,13 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec as P
-from jax.tree_util import DictKey
 
 from ppctl.executors.model_shapes import Model, shard_shapes
 from ppctl.executors.mpmd.dispatch_plan import (
     Key,
     PlanEntry,
-    ProgramId,
     Walk,
     transfer_entry,
     with_reductions,
@@ -31,31 +27,23 @@ from ppctl.executors.mpmd.dispatch_plan import (
 from ppctl.executors.mpmd.mpmd_runtime import Runtime
 from ppctl.executors.mpmd.plan_tasks import roles, task_entries
 from ppctl.executors.mpmd.rank_programs import (
-    ProgramLibrary,
     rank_entries,
     rank_entry,
     rank_roles,
     reductions,
-    with_shared,
 )
 from ppctl.executors.mpmd.rank_trees import Division
-from ppctl.executors.parameter_layout import sharded_over, tree_specs
 from ppctl.model.layer_inputs import LOSS
-from ppctl.model.layer_reports import divided_by, without_counted
 from ppctl.model.random_keys import SEED, key_of_seed
-from ppctl.model.stack import divisor
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.ir import Schedule, Task
-from ppctl.schedule.mesh_axes import RANK_AXES
 from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporaries, by_part
 from ppctl.training.pipeline.engines.plan_inputs import STATE, Given
 from ppctl.training.pipeline.engines.step_programs import StepPrograms, dispatched_programs
 from ppctl.training.pipeline.engines.train_states import PlacedBatches, States
+from ppctl.training.pipeline.engines.update_programs import UpdatePrograms
 from ppctl.training.pipeline.optimizers import (
     Optimizer,
-    apply_gradients,
-    counted_by,
-    sum_of_squares,
 )
 
 Tree = Any
@@ -93,7 +81,7 @@ class Mpmd:
         used = [model.used_by(here.has_first, here.has_last) for here in self.roles]
         holders = [tuple(r for r in self.ranks if used[r][i]) for i in range(len(model.shared))]
         self.division = Division(layout, model.embed_head, holders)
-        library = _Once(self, optimizer, lr_schedule).library
+        library = UpdatePrograms(self, optimizer, lr_schedule).library
         self.runtime = Runtime(self.division.submeshes, library, compiler_options)
         self.vocab_parts = model.axes.vocab_parts
         readers = {"inputs": [self.first], "targets": [self.last]}
@@ -313,110 +301,3 @@ class Mpmd:
     def _grads(self, rank: int) -> list[Key]:
         """Return the keys of a rank's gradients; shared leaves come from the rank that adds."""
         return [("grads", rank)] + [("shared", rank)] * (self.roles[rank].shared == "gives")
-
-
-class _Once:
-    """The programs that follow the gradients: mean loss, global norm, update."""
-
-    def __init__(
-        self,
-        engine: Mpmd,
-        optimizer: Optimizer,
-        lr_schedule: optax.Schedule | None,
-    ):
-        # 1. the specs of each rank's state
-        self.engine, self.optimizer, self.lr_schedule = engine, optimizer, lr_schedule
-        self.losses = engine.model.inputs.losses
-        self.axes = tuple(axis for axis in RANK_AXES if axis not in engine.layout.auto)
-        self.is_plain = isinstance(optimizer, optax.GradientTransformation)
-        is_elementwise = getattr(optimizer, "is_elementwise", True) and not counted_by(optimizer)
-        staged, described = engine.states.staged, engine.division.described
-        self.of_state = {
-            here: {name: described(tree, r, (DictKey(name),))[1] for name, tree in staged.items()}
-            for r, here in enumerate(engine.roles)
-        }
-        # 2. the programs
-        once = {"mean": self._mean, "divide": self._divide, "squares": self._squares}
-        once |= {"combine": self._combine, "update": self._update, "try": self._try}
-        self.library = ProgramLibrary(
-            engine.model,
-            {here: specs["params"] for here, specs in self.of_state.items()},
-            self.axes,
-            is_one_device=engine.division.submeshes[0].size == 1,
-            once=once,
-            once_specs=self._specs,
-            whole_arrays=() if is_elementwise else ("update", "try"),
-        )
-
-    def _specs(self, program: ProgramId, name: str) -> Tree | None:
-        """Return the specs of a value that these programs read or write, else None."""
-        name = name.removeprefix("next_")
-        is_updated = name == "params" and program.kind in ("update", "try")
-        if name in ("optimizer", "step") or is_updated:
-            return self.of_state[program.shape][name]
-        if name == "mean_grads":
-            return self.of_state[program.shape]["params"]
-        name = name.removesuffix("_there")
-        is_number = name in ("loss", "number", "squares", "attached", "numbers")
-        return P() if is_number else None
-
-    def _mean(self, _: ProgramId, *losses: Tree) -> tuple:
-        total = lambda parts: jax.lax.psum(sum(a[0] for a in parts), self.axes)  # noqa: E731
-        loss, number = map(total, zip(*losses, strict=True))
-        return loss / divisor(number), number
-
-    def _scaled(self, grads: Tree, number: jax.Array, shared: Sequence[Tree]) -> Tree:
-        """Return gradients of the mean loss, with shared leaves from the rank that adds them."""
-        if shared:
-            embed_head = with_shared(self.engine.model, grads["embed_head"], *shared)
-            grads = grads | {"embed_head": embed_head}
-        return divided_by(grads, divisor(number), self.engine.model.stack.updates)
-
-    def _divide(self, _: ProgramId, grads: Tree, *rest: Tree) -> tuple:
-        *shared, number = rest
-        return (self._scaled(grads, number, shared),)
-
-    def _squares(self, program: ProgramId, grads: Tree) -> tuple:
-        updates = self.engine.model.stack.updates
-        specs = tree_specs(without_counted(self.library.specs(program, "grads"), updates))
-        grads = without_counted(grads, updates)
-        shards: dict[tuple[str, ...], list] = {}
-        for leaf, spec in zip(jax.tree.leaves(grads), specs, strict=True):
-            shards.setdefault(sharded_over(spec), []).append(leaf)
-        sums = (jax.lax.psum(sum_of_squares(leaves), axes) for axes, leaves in shards.items())
-        return (sum(sums, start=jnp.zeros((), jnp.float32)),)
-
-    def _combine(
-        self, _: ProgramId, loss: jax.Array, number: jax.Array, step: jax.Array, *of_ranks: Tree
-    ) -> tuple:
-        squares, attached = of_ranks[: len(self.engine.ranks)], of_ranks[len(self.engine.ranks) :]
-        total = {name: sum(by[name].sum() for by in attached) for name in self.losses}
-        norm = jnp.sqrt(sum(squares)) / divisor(number)
-        numbers: dict[str, Any] = {LOSS: loss, "grad_norm": norm, "number": number}
-        if self.lr_schedule is not None:
-            numbers["lr"] = self.lr_schedule(step)
-        return (numbers | {name: a / divisor(number) for name, a in total.items()},)
-
-    def _update(
-        self,
-        program: ProgramId,
-        params: Tree,
-        optimizer: Tree,
-        step: jax.Array,
-        grads: Tree,
-        *rest: Tree,
-    ) -> tuple:
-        *shared, numbers = rest
-        state = {"params": params, "optimizer": optimizer, "step": step}
-        grads = self._scaled(grads, numbers["number"], shared)
-        here = {"layer_in_slot": program.shape.layer_in_slot}
-        of_rank = {} if self.is_plain else here
-        state = apply_gradients(self.optimizer, state, grads, numbers["grad_norm"], **of_rank)
-        return state["params"], state["optimizer"], state["step"]
-
-    def _try(self, program: ProgramId, *reads: Tree) -> tuple:
-        """Return the update that holds if the norm turns out to need no clipping."""
-        *given, number = reads
-        return self._update(
-            program, *given, {"number": number, "grad_norm": jnp.zeros_like(number)}
-        )
