@@ -24,8 +24,8 @@ def in_empty_directory(tmp_path, monkeypatch):
 
 @pytest.fixture
 def served(monkeypatch):
-    """The (command, config, as_json) of each command that was reached; the commands themselves do
-    nothing.
+    """The (command, config, as_json) of each command that was reached, of launched ones their
+    settings; the commands themselves do nothing.
     """
     calls: list[tuple[str, Config, bool]] = []
 
@@ -42,6 +42,6 @@ def served(monkeypatch):
         setattr(module, command, stand_in(command))
     monkeypatch.setattr(
         "ppctl.cli.entry.launch",
-        lambda config, words, started_with, *, as_json: stand_in("launch")(config, as_json=as_json),
+        lambda settings, *_, as_json: stand_in("launch")(settings, as_json=as_json),
     )
     return calls

@@ -71,8 +71,8 @@ def test_the_settings_of_the_help_are_explained():
 
 def test_the_launcher_is_served_and_shown_by_train_and_doctor_alone(served, capsys):
     assert cli.main(["train", "recipes=tiny", "launch.processes=2"]) == 0
-    [(command, config, _)] = served
-    assert (command, config.launch.processes) == ("launch", 2)
+    [(command, settings, _)] = served
+    assert (command, settings.processes) == ("launch", 2)
     for command in COMPOSED:
         assert cli.main([command, "--help"]) == 0
         assert ("launch.max_restarts=0" in capsys.readouterr().out) == (

@@ -74,7 +74,7 @@ def test_a_run_of_adapters_from_an_imported_model(layouts, base, capsys):
         (PIPED, "holds other arrays: optim.train: lora then, all now"),
         (
             [*LORA, *PIPED, "optim.lora_targets=[q]"],
-            "holds other arrays: optim.lora_targets: null then, ['q'] now",
+            "holds other arrays: optim.lora_targets: null then, [q] now",
         ),
         (
             [*LORA, *PIPED, "optim.lora_alpha=4"],

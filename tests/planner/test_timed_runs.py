@@ -32,7 +32,7 @@ def test_what_is_timed_is_finished_where_dispatch_returns_early(monkeypatch):
     engine = SimpleNamespace(
         compile=lambda **_: None,
         new_state=lambda: None,
-        put=lambda batch: batch,
+        batches=SimpleNamespace(put=lambda batch: batch),
         step=lambda state, batch: (Unfinished(clock), Unfinished(clock)),
     )
     job = SimpleNamespace(

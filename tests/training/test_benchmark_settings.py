@@ -50,8 +50,8 @@ def test_without_checkpoints_nothing_is_saved_and_a_run_begins_again(train, tmp_
 def test_without_checkpoints_an_interrupted_run_leaves_at_once(train, tmp_path, monkeypatch):
     log = Metrics.log
 
-    def signal_itself(self, record):
-        log(self, record)
+    def signal_itself(self, record, *attached):
+        log(self, record, *attached)
         if record["step"] == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 

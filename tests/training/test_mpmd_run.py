@@ -37,8 +37,8 @@ def stop_after(run_dir, words, step):
     """Whether a run, interrupted by SIGTERM once `step` steps were logged, has saved and left."""
     log = Metrics.log
 
-    def interrupted(self, record):
-        log(self, record)
+    def interrupted(self, record, *attached):
+        log(self, record, *attached)
         if (
             record["step"] == step - 1
         ):  # the loop reads a step's numbers when the next one is under way

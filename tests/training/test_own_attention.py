@@ -62,7 +62,7 @@ def test_a_network_with_it_has_the_gradients_of_the_formula(how, monkeypatch):
     batch = {name: draw.normal(size=(4, 10, WIDTH)) for name in ("inputs", "targets")}
     pipe = ppctl.pipeline(
         network(ppctl.attention("chunked")),
-        **{"num_layers": LAYERS, "schedule": "1f1b", "num_microbatches": 2, **how},
+        **{"schedule": "1f1b", "num_microbatches": 2, **how},
         mesh=ppctl.mesh(pp=2),
         batch=batch,
         optimizer=optax.sgd(1e-2),

@@ -48,8 +48,8 @@ def test_the_window_holds_its_steps_and_no_other(tmp_path, capsys):
 def test_a_run_interrupted_in_the_window_leaves_a_readable_trace(tmp_path, monkeypatch):
     log = Metrics.log
 
-    def signal_itself(self, record):
-        log(self, record)
+    def signal_itself(self, record, *attached):
+        log(self, record, *attached)
         if record["step"] == 3:  # the first of the window
             os.kill(os.getpid(), signal.SIGTERM)
 

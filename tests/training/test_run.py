@@ -148,10 +148,10 @@ def test_the_second_train_step_compiles_nothing(train, tmp_path):
 def test_a_disk_that_fills_up_ends_the_run_with_one_line(train, tmp_path, monkeypatch):
     log = Metrics.log
 
-    def full(self, record):
+    def full(self, record, *attached):
         if record["step"] == 3:
             raise OSError(28, "No space left on device")
-        log(self, record)
+        log(self, record, *attached)
 
     monkeypatch.setattr(Metrics, "log", full)
     code, _, err = train()
@@ -307,8 +307,8 @@ def test_a_real_signal_is_answered_after_the_step_and_handlers_are_put_back(
 ):
     log, before = Metrics.log, {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
-    def signal_itself(self, record):
-        log(self, record)
+    def signal_itself(self, record, *attached):
+        log(self, record, *attached)
         if record["step"] == 3:
             os.kill(os.getpid(), signal.SIGINT)
 

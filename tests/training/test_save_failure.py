@@ -36,8 +36,8 @@ def train(tmp_path, capsys, monkeypatch):
     def train(at, *words):
         log = Metrics.log
 
-        def spy(self, record):
-            log(self, record)
+        def spy(self, record, *attached):
+            log(self, record, *attached)
             if record["step"] in at:
                 while (tmp_path / "run" / "checkpoints" / "2.orbax-checkpoint-tmp").exists():
                     time.sleep(0.001)

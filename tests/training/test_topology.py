@@ -19,6 +19,7 @@ from ppctl.executors.described_devices import described_mesh, has_plugin, target
 from ppctl.executors.mpmd import mpmd_runtime as runtime
 from ppctl.model.attention.cudnn_attention import CALLS
 from ppctl.planner import make_plan as plan
+from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.training.pipeline.job import assemble
 from ppctl.training.pipeline.known_hardware import gpu_names, gpu_target, known
 
@@ -115,10 +116,10 @@ def test_the_flag_against_timing_is_set_once_and_never_over_the_users(monkeypatc
     h100 = gpu_target(known()["h100"])
     monkeypatch.setenv("XLA_FLAGS", "--xla_some=1")
     for _ in range(2):
-        described_mesh((1, 4, 1, 1, 1), "h100:2x2", h100)
+        described_mesh(MeshSizes(dp=1, pp=4), "h100:2x2", h100)
         assert topology.os.environ["XLA_FLAGS"] == "--xla_some=1 --xla_gpu_autotune_level=0"
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4")
-    described_mesh((1, 4, 1, 1, 1), "h100:2x2", h100)
+    described_mesh(MeshSizes(dp=1, pp=4), "h100:2x2", h100)
     assert topology.os.environ["XLA_FLAGS"] == "--xla_gpu_autotune_level=4"
 
 
@@ -129,11 +130,11 @@ def test_other_shapes_and_sizes_are_refused(monkeypatch):
         ConfigError,
         match=r"^plan.topology=h100:1x2x2 is of GPUs: write the number of hosts .*h100:2x8",
     ):
-        described_mesh((1, 4, 1, 1, 1), "h100:1x2x2", h100)
+        described_mesh(MeshSizes(dp=1, pp=4), "h100:1x2x2", h100)
     with pytest.raises(
         ConfigError, match=r"1\*2\*1 = 2, but plan.topology=h100:1x4 has 4 devices. Use a mesh"
     ):
-        described_mesh((1, 2, 1, 1, 1), "h100:1x4", h100)
+        described_mesh(MeshSizes(dp=1, pp=2), "h100:1x4", h100)
 
 
 def test_programs_of_mpmd_are_compiled_once_each_and_each_rank_has_its_memory(monkeypatch):
