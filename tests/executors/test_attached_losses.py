@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.selection import full
 
 import ppctl
 from ppctl.model.stack import init as ppctl_init
@@ -158,7 +159,9 @@ def unstacked(layers):
     return [jax.tree.map(lambda a, l=l: a[l], layers) for l in range(L)]
 
 
-@pytest.mark.parametrize("how", [{"executor": "mpmd", "schedule": "zb_h1"}, {"schedule": "1f1b"}])
+@pytest.mark.parametrize(
+    "how", [{"executor": "mpmd", "schedule": "zb_h1"}, full({"schedule": "1f1b"})]
+)
 def test_a_network_attaches_losses(how):
     losses, grads, _ = written_out()
     how = {"num_microbatches": 4, "optimizer": optax.sgd(0.1), "dtype": jnp.float64} | how

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.selection import full
 
 import ppctl
 
@@ -92,7 +93,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "how"), WAYS)
+@pytest.mark.parametrize(("mesh", "how"), [full(WAYS[0]), WAYS[1]])
 def test_a_network_takes_a_tree(mesh, how):
     pipe = make(network(), mesh, **how)
     state = pipe.init(seed=0)
@@ -100,7 +101,7 @@ def test_a_network_takes_a_tree(mesh, how):
     assert_same((loss, pipe.stack.export(grads)), of_plain_network())
 
 
-@pytest.mark.parametrize(("mesh", "how"), WAYS)
+@pytest.mark.parametrize(("mesh", "how"), [WAYS[0], full(WAYS[1])])
 def test_a_stack_takes_a_tree(mesh, how):
     pipe = make(stack(), mesh, **how)
     plain = make(stack(), {}, executor="reference", num_microbatches=1)

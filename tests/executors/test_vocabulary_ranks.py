@@ -54,6 +54,7 @@ SLOW = (
     "fb ticks, tied, capped",
     "chunks, cp",
     "mpmd, tied, capped, fsdp",
+    "mpmd, remat=full, tp",
 )  # whose values the others have, but for cp
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.selection import full
 
 from ppctl.model.attention.attention_kernels import attention, kernel_named
 from ppctl.model.parallel import StageAxes, own_pieces
@@ -27,7 +28,7 @@ def divided(context, arrays):
     return jax.jit(cut(on_device, check_vma=False)).lower(*arrays)
 
 
-@pytest.mark.parametrize("context", ["gather", "ring"])
+@pytest.mark.parametrize("context", [full("gather"), "ring"])
 def test_output_and_gradients_are_those_of_the_whole_sequence(context):
     arrays = [
         jax.random.normal(jax.random.key(i), (2, 6 * CP, heads, 4), jnp.float64)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
+from support.selection import full
 
 from ppctl import config
 from ppctl.planner import make_plan as advise
@@ -61,7 +62,7 @@ def test_the_proposal_is_the_fastest_of_all_partitions(remat):
     assert proposed(built(with_layers(asked, found.partition))) is None
 
 
-@pytest.mark.parametrize("executor", [config.Spmd(remat="none"), config.Mpmd(remat="none")])
+@pytest.mark.parametrize("executor", [config.Spmd(remat="none"), full(config.Mpmd(remat="none"))])
 def test_its_ratio_is_that_of_both_plans(executor):
     schedule = config.Interleaved(num_microbatches=8, num_chunks=2)
     asked = replace(REQUEST, executor=executor, schedule=schedule)

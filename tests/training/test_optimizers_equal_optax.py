@@ -169,7 +169,7 @@ def compared(name, model, executor, dtype=jnp.float64, **how):
         ("transformer", "spmd"),
         full(("transformer", "mpmd")),
         ("Network", "spmd"),
-        ("Network", "mpmd"),
+        full(("Network", "mpmd")),
     ],
 )
 def test_an_optimizer_of_each_kind_equals_plain_optax(model, executor):
