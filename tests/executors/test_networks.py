@@ -346,7 +346,8 @@ def test_decay_is_for_matrices():
         "layers": {pieces.tag: {"kernel": True, "bias": False}},
     }
     assert {
-        name: leaf.sum(axis=1).tolist() for name, leaf in parts["layers"][pieces.tag].items()
+        name: leaf.sum(axis=tuple(range(1, leaf.ndim))).tolist()
+        for name, leaf in parts["layers"][pieces.tag].items()
     } == {
         "kernel": [16.0, 8.0],
         "bias": [4.0, 0.0],

@@ -1,7 +1,7 @@
 """A network, any function of a batch, as a stack: its operations in order, cut into layers.
 
-x is one vector an example. A layer's parameters are one vector each for "kernel" and "bias", padded
-to the longest.
+x is one vector an example. A layer's parameters are one row [1, n] for "kernel", one vector [n] for
+"bias", each padded to the longest: optimizers that tell matrices by their dims tell them so too.
 docs/executors-internals.md, "A network as a stack", defines embedding, layers and head.
 """
 
@@ -256,13 +256,14 @@ class TracedNetwork:
         return "bias" if is_vector else "kernel"
 
     @cached_property
-    def packed_lengths(self) -> dict[tuple[str, ...], int]:
-        """The padded length of each group's vector of a layer."""
-        lengths = {}
+    def packed_shapes(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        """The shape of each group's array of a layer, padded."""
+        shapes = {}
         for name, layers in self.groups.items():
             sizes = (sum(math.prod(self.shapes[i]) for i in leaves) for leaves in layers)
-            lengths[name] = -(-max(1, *sizes) // MULTIPLE) * MULTIPLE
-        return lengths
+            length = -(-max(1, *sizes) // MULTIPLE) * MULTIPLE
+            shapes[name] = (1, length) if name[-1] == "kernel" else (length,)
+        return shapes
 
     @cached_property
     def tag(self) -> str:
@@ -291,7 +292,7 @@ class TracedNetwork:
         packed = {}
         for name, layers in self.groups.items():
             is_missing = any(i not in leaves for of_layer in layers for i in of_layer)
-            shape = Shape((self.packed_lengths[name],), self.dtype)
+            shape = Shape(self.packed_shapes[name], self.dtype)
             of_layer = [leaves[i] for i in layers[l] if i in leaves]
             packed[name] = None if FROZEN in name and is_missing else pack_flat(of_layer, shape)
         return {self.tag: _nested(packed)}
@@ -323,7 +324,7 @@ class TracedNetwork:
         return found
 
     def vectors_of(self, l: int, w: Mapping[str, Mapping[str, Any]]) -> dict[int, Any]:
-        """Return for each leaf of layer l the value of its group's vector; None: left out."""
+        """Return for each leaf of layer l the value of its group's array; None: left out."""
         pairs = (
             (reduce(getitem, name, w[self.tag]), layers[l]) for name, layers in self.groups.items()
         )

@@ -1,7 +1,7 @@
 """Optimizers on the parameters of a network by the names of its `init`, not as layers are packed.
 
-A layer of a network is stored as a vector for each group of its parameters. An elementwise
-optimizer with one formula for all parameters of a group updates these vectors (`OnVectors`).
+A layer of a network is stored as one array for each group of its parameters. An elementwise
+optimizer with one formula for all parameters of a group updates these arrays (`LayerOptimizer`).
 Others are run on the author's tree: each rank unpacks its layers, updates and packs them.
 """
 
@@ -39,55 +39,25 @@ Members = dict[str, dict[int, Shape]]  # shapes in a slot of the state, by dtype
 
 def network_optimizer(
     optimizer: optax.GradientTransformation, network: TracedNetwork, params: Tree, layout: Layout
-) -> NetworkOptimizer | OnVectors:
+) -> NetworkOptimizer | LayerOptimizer:
     """Return the optimizer of a network's trained parameters; params: shapes in natural order."""
     by_name = NetworkOptimizer(optimizer, network, layout)
     formulas = update_formulas(optimizer, by_name.shapes)
     if not all(formula.is_elementwise for formula in formulas):
         return by_name
     try:
-        on_vectors = OnVectors(LayerOptimizer(optimizer, _columns(params), layout))
-        stored = update_formulas(optimizer, on_vectors.inner.one_layer)
+        on_packed = LayerOptimizer(optimizer, params, layout)
+        stored = update_formulas(optimizer, on_packed.one_layer)
     except Exception:  # a mask that knows only the author's tree
         return by_name
-    # the formula of each parameter's vector, by the numbers of the parameters
+    # the formula of each parameter's array, by the numbers of the parameters
     trained = [i for i, flag in enumerate(network.is_trained) if flag]
-    numbers = jax.tree.unflatten(jax.tree.structure(on_vectors.inner.one_layer), range(len(stored)))
-    vectors = network.embed_head_leaves(numbers["embed_head"])
+    numbers = jax.tree.unflatten(jax.tree.structure(on_packed.one_layer), range(len(stored)))
+    arrays = network.embed_head_leaves(numbers["embed_head"])
     for l in range(network.num_layers):
-        vectors |= network.vectors_of(l, numbers["layers"])
-    pairs = ((formulas[n], stored[vectors[i]]) for n, i in enumerate(trained))
-    return on_vectors if all(a == b for a, b in pairs) else by_name
-
-
-def _columns(tree: Tree) -> Tree:
-    """Return a network's parameters, or shapes, with packed matrices as matrices of one column."""
-    column = lambda a: a[..., None] if hasattr(a, "at") else Shape((*a.shape, 1), a.dtype)  # noqa: E731
-    is_kernel = lambda path: path[-1].key == "kernel"  # noqa: E731
-    layers = jax.tree_util.tree_map_with_path(
-        lambda path, a: column(a) if is_kernel(path) else a, tree["layers"]
-    )
-    return {**tree, "layers": layers}
-
-
-@dataclass(frozen=True)
-class OnVectors:
-    """An elementwise optimizer on packed layers, with the arguments of `inner`."""
-
-    inner: LayerOptimizer
-    is_elementwise = True
-    updates: Updates = field(default_factory=dict)
-
-    @property
-    def guards_finite(self) -> bool:
-        return self.inner.guards_finite
-
-    def init(self, params: Tree) -> Tree:
-        return self.inner.init(_columns(params))
-
-    def update(self, grads: Tree, state: Tree, params: Tree, **given: Any) -> tuple[Tree, Tree]:
-        updates, state = self.inner.update(_columns(grads), state, _columns(params), **given)
-        return jax.tree.map(lambda u, g: u.reshape(g.shape), updates, grads), state
+        arrays |= network.vectors_of(l, numbers["layers"])
+    pairs = ((formulas[n], stored[arrays[i]]) for n, i in enumerate(trained))
+    return on_packed if all(a == b for a, b in pairs) else by_name
 
 
 class Update(NamedTuple):
