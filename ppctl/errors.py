@@ -5,6 +5,9 @@ remedy.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 # Kinds of what ends a command and is no error of these classes, as `--json` names them.
@@ -14,6 +17,58 @@ REMEDY = re.compile(  # a sentence that tells what to do, and what follows it
     r"mean|Drop|End|Free|Give|Go|Install|Leave|Let|Lower|Make|Move"
     r"|Name|Please|Raise|Restore|Round|Say|Set|Start|Try|Use|Write)\b|`ppctl ).*"
 )
+
+
+# --- names of settings in messages ---------------------------------------------------------------
+
+Writer = Callable[[str, object, str | None], str]  # of the arguments of `setting`
+
+
+def setting(name: str, value: object = None, argument: str | None = None) -> str:
+    """Return a setting in the words of a message's reader, with its value if that is given.
+
+    argument: the words of the Python API, where these are not the last part of the name and the
+    value. Messages of `ppctl.cli` and `ppctl.config` name settings directly.
+
+    >>> setting("mesh.tp", 2)
+    'tp=2'
+    >>> with written_as(as_setting):
+    ...     setting("mesh.tp", 2)
+    'mesh.tp=2'
+    """
+    return _WRITER.get()(name, value, argument)
+
+
+def as_argument(name: str, value: object, argument: str | None) -> str:
+    """Return an argument of the Python API."""
+    return argument or as_setting(name.rpartition(".")[2], value)
+
+
+def as_setting(name: str, value: object, argument: str | None = None) -> str:
+    """Return a setting of the command line."""
+    return name if value is None else f"{name}={value}"
+
+
+def as_option(name: str, value: object, argument: str | None) -> str:
+    """Return an option of a command without settings."""
+    option = f"--{name.rpartition('.')[2].replace('_', '-')}"
+    return option if value is None else f"{option} {value}"
+
+
+_WRITER: ContextVar[Writer] = ContextVar("writer", default=as_argument)
+
+
+@contextmanager
+def written_as(writer: Writer) -> Iterator[None]:
+    """Let `setting` write names by `writer` in the body, or in a decorated function."""
+    token = _WRITER.set(writer)
+    try:
+        yield
+    finally:
+        _WRITER.reset(token)
+
+
+# --- errors --------------------------------------------------------------------------------------
 
 
 class PpctlError(Exception):

@@ -41,7 +41,9 @@ from ppctl.errors import (
     ConfigError,
     ElsewhereError,
     PpctlError,
+    as_setting,
     error_document,
+    written_as,
 )
 from ppctl.launch.local_processes import ERROR_FILE, launch
 from ppctl.launch.supervisor import end_with_starter
@@ -53,7 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     """Serve a command line; return the exit code. `argv` is without the program's name."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        code = _serve(argv)
+        with written_as(as_setting):
+            code = _serve(argv)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader of `ppctl ... | head` has gone

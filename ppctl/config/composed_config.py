@@ -18,7 +18,7 @@ from ppctl.config.groups.optim_settings import SGD, AdamW, Optim
 from ppctl.config.groups.partition_settings import Balanced, Explicit, Uniform
 from ppctl.config.groups.run_settings import Run
 from ppctl.config.groups.schedule_settings import AnySchedule, Schedule
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, as_setting, written_as
 from ppctl.schedule.mesh_axes import AXES, DATA_AXES, product_text
 from ppctl.schedule.partition.divisibility import check_sequences, check_widths
 
@@ -64,6 +64,7 @@ class ScheduleConfig(NamedTuple):
             )
 
 
+@written_as(as_setting)
 def check(config: Config) -> None:
     """Raise ConfigError for the first setting or combination that is impossible."""
     for part in fields(config):

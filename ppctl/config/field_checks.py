@@ -77,10 +77,13 @@ class Settings:
 
 
 def domains(key: str, part: Any) -> None:
-    """Check that every setting of a part, nested parts included, is null or in its domain."""
+    """Check that every setting of a part, nested parts included, is null or in its domain.
+
+    key: of the part, before the names in messages; empty for arguments of the Python API.
+    """
     checks = _checks(part.__class__)
     for field in fields(part):
-        name, value = f"{key}.{field.name}", getattr(part, field.name)
+        name, value = f"{key}.{field.name}".lstrip("."), getattr(part, field.name)
         if is_dataclass(value):
             domains(name, value)
         elif value is not None:

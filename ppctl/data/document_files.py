@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
-from ppctl.errors import DataError, missing_package
+from ppctl.errors import DataError, missing_package, setting
 
 KINDS = {".jsonl": "json_lines", ".ndjson": "json_lines", ".parquet": "parquet"}  # others: text
 COMPRESSED = (".gz", ".zst")
@@ -112,7 +112,8 @@ def check_skipped(broken: Broken, source: Source) -> None:
     """Raise DataError for a broken document, unless such are skipped."""
     if not source.skips_broken:
         place, reason = broken
-        raise DataError(f"{place} {reason}. Use data.on_error=skip to leave it out, or correct it.")
+        skip = setting("data.on_error", "skip")
+        raise DataError(f"{place} {reason}. Use {skip} to leave it out, or correct it.")
 
 
 def read_documents(file: Path, fields: Fields) -> Iterator[Document | Broken]:

@@ -11,10 +11,15 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, setting
 from ppctl.executors.axes_over_hosts import axes_in, over_hosts
 from ppctl.schedule.axis_table import MESH_AXES
 from ppctl.schedule.mesh_axes import AXES, MeshSizes, product_text
+
+
+def on_cpu() -> str:
+    """Return the words that let JAX start on the CPU."""
+    return setting("run.platform", "cpu", "JAX_PLATFORMS=cpu")
 
 
 def make_mesh(sizes: MeshSizes, order: str = "auto") -> Mesh:
@@ -29,17 +34,17 @@ def make_mesh(sizes: MeshSizes, order: str = "auto") -> Mesh:
     devices = all_devices()
     need, kind, num_processes = sizes.num_devices, devices[0].platform, jax.process_count()
     request = f"mesh {product_text(sizes.shown())}"
+    fitting = setting("mesh", f"1x{len(devices)}", f"ppctl.mesh(pp={len(devices)})")
     if num_processes > 1 and need != len(devices):
         raise ConfigError(
             f"{request} needs {need} devices, but {num_processes} processes have {len(devices)} "
             f"({kind}), and none may be left out. Use a mesh of {len(devices)}, such as "
-            f"mesh=1x{len(devices)}, or another number of processes."
+            f"{fitting}, or another number of processes."
         )
     if need > len(devices):
         raise ConfigError(
             f"{request} needs {need} devices, but there are {len(devices)} ({kind}). Use a "
-            f"smaller mesh, such as mesh=1x{len(devices)}, or run.platform=cpu, which simulates "
-            "devices."
+            f"smaller mesh, such as {fitting}, or {on_cpu()}, which simulates devices."
         )
     return mesh_of(laid_out(devices[:need], sizes, order))
 
@@ -99,9 +104,10 @@ def check_one_host(
         name, number = axis.name, over[axis.name]
         if axis.in_one_host and number > 1:
             raise ConfigError(
-                f"mesh.{name}={sizes[name]} would go over {number} {kind} of {of_each} devices: "
-                f"what {name} sends in every layer needs the links inside one. Use "
-                f"mesh.{name}={sizes[name] // number}, and more ranks (mesh.pp)."
+                f"{setting(f'mesh.{name}', sizes[name])} would go over {number} {kind} of {of_each}"
+                f" devices: {name} sends in every layer, and needs the links inside one. Use "
+                f"{setting(f'mesh.{name}', sizes[name] // number)}, and more ranks "
+                f"({setting('mesh.pp')})."
             )
 
 
@@ -166,6 +172,6 @@ def all_devices() -> list[Any]:
         platforms: str = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue] made at run time
         reason = str(error).split("\n")[0] or "no such devices, or no JAX plugin for them"
         raise ConfigError(
-            f"JAX cannot start on {platforms}: {reason}. Use run.platform=cpu, or install "
+            f"JAX cannot start on {platforms}: {reason}. Use {on_cpu()}, or install "
             "ppctl[cuda12], ppctl[cuda13] or ppctl[tpu]."
         ) from error

@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, setting
 from ppctl.model.attention.rotary_positions import Rope
 from ppctl.model.attention_scores import Scoring
 from ppctl.model.lora import Lora
@@ -85,6 +85,7 @@ class Architecture:
         check_widths(axes.tp, self.num_heads, self.kv_heads, self.mlp_width)
         if axes.cp > 1 and any(self.have_windows):
             raise ConfigError(
-                f"model.window={self.window} and mesh.cp={axes.cp}: parts of a sequence on other "
-                "devices are attended to whole. Use mesh.cp=1, and mesh.tp for long sequences."
+                f"{setting('model.window', self.window)} and {setting('mesh.cp', axes.cp)}: parts "
+                f"of a sequence on other devices are attended to whole. Use {setting('mesh.cp', 1)}"
+                f", and {setting('mesh.tp')} for long sequences."
             )

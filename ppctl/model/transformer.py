@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, setting
 from ppctl.model.architecture import Architecture
 from ppctl.model.attention.attention_kernels import Kernel, attention
 from ppctl.model.attention.rotary_positions import Rotate, rotation
@@ -87,9 +87,9 @@ def _stack(
 ) -> Stack:
     if packed and axes.cp > 1:
         raise ConfigError(
-            f"mesh.cp={axes.cp} divides a sequence over devices, but with data.packing=true "
-            "attention stays within documents, which no kernel does across devices. Use "
-            "mesh.cp=1, or data.packing=false."
+            f"{setting('mesh.cp', axes.cp)} divides a sequence over devices, but with packed "
+            "documents attention stays within each, which no kernel does across devices. Use "
+            f"{setting('mesh.cp', 1)}, or {setting('data.packing', 'false', 'packed=False')}."
         )
     sizes.check_divides(axes)
     # 1. the functions of one device

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import product
 from math import inf
 
-from ppctl.errors import ScheduleError
+from ppctl.errors import ScheduleError, setting
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.execution_order import Wake, run_ranks
 from ppctl.schedule.ir import ALL_KINDS, KINDS, PART_KINDS, Kind, Schedule, Task, Value, writes
@@ -41,14 +41,15 @@ def with_vocabulary(
     >>> [str(task) for task in with_vocabulary(one_f_one_b(2, 1)).ranks[1]]
     ['1E0', '1F0', '1S0', '1T0', '1B0', '1G0']
     """
+    whole = setting("schedule.vocab", "whole")
     if schedule.num_ranks == 1:
         raise ScheduleError(
-            f"{schedule.name}: schedule.vocab=parallel divides embedding and head over the ranks "
-            "of the pipeline, but num_ranks=1. Use schedule.vocab=whole, or more ranks."
+            f"{schedule.name}: {setting('schedule.vocab', 'parallel')} divides embedding and head "
+            f"over the ranks of the pipeline, but num_ranks=1. Use {whole}, or more ranks."
         )
     if schedule.vocab_parts:
         what = "its tasks divide the vocabulary already (E, S, T and G)"
-        raise ScheduleError(f"{schedule.name}: {what}. Use schedule.vocab=whole.")
+        raise ScheduleError(f"{schedule.name}: {what}. Use {whole}.")
     delays = DELAYS if delay is None else (delay,)
     timed = [_delayed(schedule, each, costs or Costs()) for each in delays]
     return validate(min(timed, key=lambda each: each[0])[1])

@@ -204,7 +204,7 @@ def test_a_block_gathers_and_scatters_twice_and_no_weight_is_gathered_over_tp():
 
 
 REFUSED = [
-    ({"tp": 3}, {}, "model.num_heads=4 is not a multiple of tp=3"),
+    ({"tp": 3}, {}, "num_heads=4 is not a multiple of tp=3"),
     (
         {"tp": 4},
         {"model": {"num_heads": 12, "d_model": 48, "num_kv_heads": 6}},
@@ -216,11 +216,11 @@ REFUSED = [
         r"7 tokens are fewer than the 2\*cp = 2\*4 = 8 pieces .* Use cp=3 at most",
     ),
     ({"cp": 2}, {"context": "ring"}, "context=ring does not apply to executor=spmd. Leave it out"),
-    ({"cp": 2}, {"model": {"window": 4}}, "model.window=4 and cp=2: .* Use cp=1, and tp"),
+    ({"cp": 2}, {"model": {"window": 4}}, "window=4 and cp=2: .* Use cp=1, and tp"),
     (
         {"cp": 2},
         {"model": {"attention": "pallas"}},
-        "mesh.cp=2 merges parts of a softmax, which pallas does not give",
+        "cp=2 merges parts of a softmax, which pallas does not give",
     ),
 ]
 

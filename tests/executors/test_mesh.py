@@ -92,7 +92,7 @@ def test_tp_stays_inside_a_host_and_takes_its_nearest_devices():
     ]
     with pytest.raises(
         ConfigError,
-        match=r"^mesh.tp=8 would go over 2 hosts of 4 devices: .* Use mesh.tp=4, and more",
+        match=r"^tp=8 would go over 2 hosts of 4 devices: .* Use tp=4, and more",
     ):
         laid_out(gpus(2, 4), MeshSizes(1, 1, 1, 8, 1))
 

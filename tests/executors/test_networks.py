@@ -252,7 +252,7 @@ UNCUTTABLE = {
     "no marks": (
         lambda p, x: x @ p["w0"],
         {},
-        r"apply has 0 stage_boundary .* make 1 layers, but model.num_layers=2",
+        r"apply has 0 stage_boundary .* make 1 layers, but layers=2",
     ),
     "unused mark": (
         lambda p, x: (stage_boundary(x), x @ p["w0"])[1],
@@ -289,7 +289,7 @@ UNCUTTABLE = {
     "too many": (
         lambda p, x: x @ p["w0"] @ p["w1"],
         {"num_layers": 3, "auto": True},
-        r"model.num_layers=3, but there are only 2 groups of operations",
+        r"layers=3, but there are only 2 groups of operations",
     ),
     "integer weights": (
         lambda p, x: x @ p["w0"],

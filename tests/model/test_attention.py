@@ -290,7 +290,7 @@ def test_auto_takes_another_kernel_for_what_one_has_not():
     assert choose("auto", H100, *sizes, scoring=Scoring(scale=0.1)) == "cudnn"
     with pytest.raises(
         ConfigError,
-        match=r"no windows and no caps of scores, and the model has model.window=64\. Use",
+        match=r"no windows and no caps of scores, and the model has window=64\. Use",
     ):
         choose("cudnn", H100, *sizes, scoring=Scoring(window=64))
 
@@ -305,7 +305,7 @@ REFUSALS = [
         r"cudnn: cuDNN runs on NVIDIA GPUs, and the platform is cpu\. Use .*=auto",
     ),
     ("cudnn", V100, "float16", 64, 512, "needs compute capability 8.0, and Tesla V100 has 7.0"),
-    ("cudnn", H100, "float32", 64, 512, "computes in bfloat16 or float16, and run.dtype=float32"),
+    ("cudnn", H100, "float32", 64, 512, "computes in bfloat16 or float16, and dtype=float32"),
     (
         "cudnn",
         A100,
@@ -315,7 +315,7 @@ REFUSALS = [
         "heads of a multiple of 8 and at most 128 wide, and they are 136 wide",
     ),
     ("pallas", H100, "float16", 128, 512, "is for TPUs, and the platform is gpu"),
-    ("pallas", TPU, "float64", 128, 512, "at most 32 bits, and run.dtype=float64"),
+    ("pallas", TPU, "float64", 128, 512, "at most 32 bits, and dtype=float64"),
     (
         "pallas",
         TPU,

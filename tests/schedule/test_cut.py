@@ -87,7 +87,7 @@ def test_many_layers_take_little_time():
 def test_too_few_layers_are_refused_as_balanced_does():
     for layers in ([1.0] * 3, [1.0, 2.0, 1.0]):
         with pytest.raises(
-            ConfigError, match=r"^model.num_layers=3 is less than .* stage 4 would be empty"
+            ConfigError, match=r"^num_layers=3 is less than .* stage 4 would be empty"
         ):
             divided_evenly(layers, loop(4, 2), embed=0.0, head=0.0)
 

@@ -42,9 +42,9 @@ def test_fewer_layers_than_stages_are_refused_in_one_line():
     with pytest.raises(ConfigError) as error:
         uniform(6, 8)
     assert str(error.value) == (
-        "model.num_layers=6 is less than the number of stages, pp*num_chunks = 8: a stage "
-        "would be empty. Use model.num_layers=8 or more, fewer ranks or chunks, or "
-        "partition=explicit (the first and the last may be empty)."
+        "num_layers=6 is less than the number of stages, pp*num_chunks = 8: a stage "
+        "would be empty. Use num_layers=8 or more, fewer ranks or chunks, or "
+        "partition=[layers of each stage] (the first and the last may be empty)."
     )
 
 
@@ -135,8 +135,8 @@ def test_balanced_refuses_a_stage_between_the_ends_without_layers():
     with pytest.raises(ConfigError) as error:
         balanced(3, loop(4, 2), embed=0.0, head=1.0)
     assert str(error.value) == (
-        "model.num_layers=3 is less than the number of stages between the first and the last, "
-        "pp*num_chunks-2 = 6: stage 4 would be empty. Use model.num_layers=6 or more, "
+        "num_layers=3 is less than the number of stages between the first and the last, "
+        "pp*num_chunks-2 = 6: stage 4 would be empty. Use num_layers=6 or more, "
         "fewer ranks or fewer chunks."
     )
 
@@ -231,14 +231,14 @@ ENDS_ONLY = (
 WRONG = [  # for 8 layers on 4 stages
     (
         [2, 2, 2, 3],
-        r"\[2, 2, 2, 3\] ends with stage 3 at 2\+2\+2\+3 = 9 layers, but model.num_layers=8. Use "
+        r"\[2, 2, 2, 3\] ends with stage 3 at 2\+2\+2\+3 = 9 layers, but num_layers=8. Use "
         r".*=9, or",
     ),
-    ([2, 2, 2, 1], r"= 7 layers, but model.num_layers=8"),
+    ([2, 2, 2, 1], r"= 7 layers, but num_layers=8"),
     (
         [4, 4],
-        r"\[4, 4\] is for 2 stages, but pp\*num_chunks = 4. Give a number .* mesh.pp or "
-        r"schedule.num_chunks",
+        r"\[4, 4\] is for 2 stages, but pp\*num_chunks = 4. Give a number .* pp or "
+        r"num_chunks",
     ),
     ([], "is for 0 stages"),
     ([1, 0, 5, 2], rf"stage 1 has 0 layers. Give it 1 or more: {ENDS_ONLY}"),
@@ -278,7 +278,7 @@ WRONG = [  # for 8 layers on 4 stages
 def test_what_covers_no_model_is_refused_with_its_stage(layers, message):
     with pytest.raises(ConfigError, match=message) as error:
         explicit(8, 4, layers)
-    assert str(error.value).startswith(f"partition.layers={layers}")
+    assert str(error.value).startswith(f"partition={layers}")
     assert "\n" not in str(error.value)
 
 

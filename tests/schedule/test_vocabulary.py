@@ -158,13 +158,13 @@ def test_what_waits_for_ever_is_named():
 def test_what_cannot_be_divided_is_refused(tmp_path):
     with pytest.raises(
         ScheduleError,
-        match=r"^1f1b: schedule.vocab=parallel divides .* but num_ranks=1. Use schedu",
+        match=r"^1f1b: vocab=parallel divides .* but num_ranks=1. Use vocab",
     ):
         with_vocabulary(build("1f1b", 1, 4))
     path = tmp_path / "mine.csv"
     path.write_text(to_csv(with_vocabulary(build("1f1b", 2, 2)).ranks))
     with pytest.raises(
-        ScheduleError, match=r"its tasks divide the vocabulary already .* Use schedule.vocab=whole"
+        ScheduleError, match=r"its tasks divide the vocabulary already .* Use vocab=whole"
     ):
         schedule_of(Csv(num_microbatches=2, path=str(path), vocab="parallel"), 2, Costs())
     with pytest.raises(ConfigError, match=r"schedule.vocab=some"):

@@ -95,7 +95,7 @@ def test_a_model_that_mixes_examples_is_refused(name, number):
     expected = (
         f"^mine mixes the examples of a batch: the mean loss of {number} examples is [-.0-9e]+, "
         "of the same in "
-        r"two microbatches and another order [-.0-9e]+, so .* or use model.mixes_examples=true if "
+        r"two microbatches and another order [-.0-9e]+, so .* or use mixes_examples=True of the Network or Stack if "
         r"this is meant\.$"
     )
     with pytest.raises(ConfigError, match=expected):

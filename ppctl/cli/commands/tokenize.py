@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ppctl.cli.command_options import Parser
-from ppctl.errors import ConfigError, DataError
+from ppctl.errors import ConfigError, as_option, written_as
 from ppctl.reports.terminal_output import show_json
 
 MOST_VOCAB = 2**20
@@ -45,11 +45,9 @@ def serve(options: Namespace) -> int:
     vocab_size = _check(options, special, out)
     # 2. the tokenizer
     began, skips_broken = time.perf_counter(), options.on_error == "skip"
-    try:
+    with written_as(as_option):
         source = named_source(options.files, Fields(text=options.field), skips_broken=skips_broken)
         trained = train_bpe(source, vocab_size, special)
-    except DataError as error:
-        raise DataError(str(error).replace("data.on_error=skip", "--on-error skip")) from error
     try:
         write_tokenizer(out, trained.tokenizer, special)
     except OSError as error:

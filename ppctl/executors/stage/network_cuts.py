@@ -10,7 +10,7 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, setting
 from ppctl.executors.stage.traced_operations import Trace
 from ppctl.schedule.partition.operation_clusters import clusters
 
@@ -44,10 +44,11 @@ class NetworkCuts:
             return bounds if head == last else self._clustered(first, head)
         marks = len(self.trace.marks)
         if marks + 1 != self.num_layers:
+            count = lambda number: setting("model.num_layers", number, f"layers={number}")  # noqa: E731
             raise ConfigError(
                 f"apply has {marks} stage_boundary marks, which make {marks + 1} layers, but "
-                f"model.num_layers={self.num_layers}. Use model.num_layers={marks + 1}, or "
-                "model.layers=auto."
+                f"{count(self.num_layers)}. Use {count(marks + 1)}, or "
+                f"{setting('model.layers', 'auto', 'layers=NUMBER')}."
             )
         bounds = (first, *self.trace.marks, max(first, self._tied(first)))
         for l, (start, stop) in enumerate(pairwise(bounds)):

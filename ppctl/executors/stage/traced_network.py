@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, setting
 from ppctl.executors.stage.layer_programs import pack_flat, unpack_flat
 from ppctl.executors.stage.network_cuts import (
     NetworkCuts,
@@ -141,8 +141,9 @@ class TracedNetwork:
         """Return the bounds in the trace with keys. ConfigError if its layers differ otherwise."""
         if self.auto:
             raise ConfigError(
-                "model.layers=auto cuts a network by its operations, and apply has others with a "
-                "key than without. Set stage_boundary marks, and use model.layers=marks."
+                f"{setting('model.layers', 'auto', 'layers=NUMBER')} cuts a network by its "
+                "operations, and apply has others with a key than without. Set stage_boundary "
+                f"marks, and use {setting('model.layers', 'marks', 'layers=None')}."
             )
         trace, plain = self.at(NUM_EXAMPLES[0], True), self.at(NUM_EXAMPLES[0])
         bounds = NetworkCuts(trace, self.num_layers, len(self.shapes), self.auto).bounds()

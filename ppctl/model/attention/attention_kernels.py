@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, setting
 from ppctl.model.attention import chunked_attention, cudnn_attention, plain_attention
 from ppctl.model.attention.context_attention import PairKernel, context_functions
 from ppctl.model.attention_scores import PLAIN, Scoring
@@ -60,10 +60,12 @@ def choose(
     if wanted != "auto":
         reason = refusal(wanted)
         if wanted not in PAIR_KERNELS and cp > 1:
-            reason = f"mesh.cp={cp} merges parts of a softmax, which {wanted} does not give"
+            merges = f"{setting('mesh.cp', cp)} merges parts of a softmax"
+            reason = f"{merges}, which {wanted} does not give"
         if reason is not None:
             raise ConfigError(
-                f"model.attention={wanted}: {reason}. Use model.attention=auto, which chooses one."
+                f"{setting('model.attention', wanted)}: {reason}. Use "
+                f"{setting('model.attention', 'auto')}, which chooses one."
             )
         return wanted
     # 2. the device's, else by length
@@ -90,7 +92,8 @@ def _refusal(
         if device.platform != "tpu":
             return f"the Pallas kernel is for TPUs, and the platform is {device.platform}"
         if jnp.dtype(dtype).itemsize > 4:
-            return f"the Pallas kernel computes in at most 32 bits, and run.dtype={dtype}"
+            given = setting("run.dtype", dtype)
+            return f"the Pallas kernel computes in at most 32 bits, and {given}"
         if head_dim % LANES or num_tokens % LANES:
             return (
                 f"the Pallas kernel needs heads and sequences of multiples of {LANES}, and they "
@@ -112,7 +115,8 @@ def _cudnn_refusal(
             f"has {device.compute_capability}"
         )
     if jnp.dtype(dtype).name not in cudnn_attention.ELEMENT_TYPES:
-        return f"cuDNN's flash attention computes in bfloat16 or float16, and run.dtype={dtype}"
+        given = setting("run.dtype", dtype)
+        return f"cuDNN's flash attention computes in bfloat16 or float16, and {given}"
     widest = 256 if capability >= (9, 0) else 128
     if head_dim % 8 or head_dim > widest:
         return (
@@ -125,7 +129,7 @@ def _cudnn_refusal(
             f"{_extras(scoring)}"
         )
     if packed:
-        return "cuDNN's attention does not keep packed documents (data.packing) apart"
+        return "cuDNN's attention does not keep packed documents apart"
     return None
 
 
@@ -141,7 +145,8 @@ def _capability(device: Any) -> tuple[int, int] | None:
 def _extras(scoring: Scoring) -> str:
     """Return the settings that only some kernels have."""
     named = {"model.window": scoring.window, "model.attention_softcap": scoring.softcap}
-    return " ".join(f"{name}={value:g}" for name, value in named.items() if value is not None)
+    given = {name: value for name, value in named.items() if value is not None}
+    return " ".join(setting(name, f"{value:g}") for name, value in given.items())
 
 
 def attention(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import inf
 
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, setting
 
 TOLERANCE = 0.1  # of a cluster's cost above the least possible largest one
 STEPS = 60  # of a bisection: the accuracy of a float
@@ -36,8 +36,9 @@ def clusters(
     if len(places) < count + 1:
         most = len(places) - 1
         raise ConfigError(
-            f"model.num_layers={count}, but there are only {most} groups of operations that could "
-            f"be layers (model.layers=auto). Use model.num_layers={most} or less."
+            f"{setting('model.num_layers', count, f'layers={count}')}, but there are only {most} "
+            "groups of operations that could be layers. Use "
+            f"{setting('model.num_layers', most, f'layers={most}')} or less."
         )
     at = [sums[place] for place in places]
     cap = _least_largest(at, count) * (1 + tolerance)

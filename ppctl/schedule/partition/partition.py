@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby, pairwise
 
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, setting
 
 Partition = tuple[range, ...]
 LETTERS = "E embedding, t layer, L loss, | next stage"  # of Megatron-LM's layout text
@@ -30,6 +30,10 @@ def least_layers(num_stages: int) -> list[int]:
     return [min(1, s, num_stages - 1 - s) for s in range(num_stages)]
 
 
+def _layers(number: int) -> str:
+    return setting("model.num_layers", number)
+
+
 def uniform(num_layers: int, num_stages: int) -> Partition:
     """Return contiguous layers for each stage, sizes differing by one at most, larger ones first.
 
@@ -37,10 +41,11 @@ def uniform(num_layers: int, num_stages: int) -> Partition:
     [3, 3, 2, 2]
     """
     if num_layers < num_stages:
+        by_hand = setting("partition", "explicit", "partition=[layers of each stage]")
         raise ConfigError(
-            f"model.num_layers={num_layers} is less than the number of stages, pp*num_chunks = "
-            f"{num_stages}: a stage would be empty. Use model.num_layers={num_stages} or more, "
-            "fewer ranks or chunks, or partition=explicit (the first and the last may be empty)."
+            f"{_layers(num_layers)} is less than the number of stages, pp*num_chunks = "
+            f"{num_stages}: a stage would be empty. Use {_layers(num_stages)} or more, fewer ranks "
+            f"or chunks, or {by_hand} (the first and the last may be empty)."
         )
     size, extra = divmod(num_layers, num_stages)
     return _of_sizes([size + (s < extra) for s in range(num_stages)])
@@ -76,9 +81,9 @@ def balanced(num_layers: int, rank_of: Sequence[int], *, embed: float, head: flo
     num_stages, least = len(rank_of), least_layers(len(rank_of))
     if num_layers < sum(least):
         raise ConfigError(
-            f"model.num_layers={num_layers} is less than the number of stages between the first "
-            f"and the last, pp*num_chunks-2 = {sum(least)}: stage {num_layers + 1} would be empty. "
-            f"Use model.num_layers={sum(least)} or more, fewer ranks or fewer chunks."
+            f"{_layers(num_layers)} is less than the number of stages between the first and the "
+            f"last, pp*num_chunks-2 = {sum(least)}: stage {num_layers + 1} would be empty. Use "
+            f"{_layers(sum(least))} or more, fewer ranks or fewer chunks."
         )
     # 1. the most layers of each stage, then of each rank, under the least largest cost
     ends = stage_costs((range(0),) * num_stages, embed=embed, head=head)
@@ -141,13 +146,15 @@ def explicit(num_layers: int, num_stages: int, layers: Sequence[int] | str) -> P
     [3, 2, 2, 2, 2, 2, 2, 1]
     """
     # 1. the stages' texts or numbers
-    shown = f"partition.layers={layers if isinstance(layers, str) else list(layers)}"
+    given = layers if isinstance(layers, str) else list(layers)
+    shown = setting("partition.layers", given, f"partition={given}")
     stages = _written_out(layers, shown).split("|") if isinstance(layers, str) else layers
     last = num_stages - 1
     if len(stages) != num_stages:
         raise ConfigError(
             f"{shown} is for {len(stages)} stages, but pp*num_chunks = {num_stages}. Give a number "
-            "(in text, a part between |) for each stage, or change mesh.pp or schedule.num_chunks."
+            f"(in text, a part between |) for each stage, or change {setting('mesh.pp')} or "
+            f"{setting('schedule.num_chunks')}."
         )
     # 2. the number of layers of each
     counts = [n if isinstance(n, int) else _count(n, s, last, shown) for s, n in enumerate(stages)]
@@ -160,8 +167,8 @@ def explicit(num_layers: int, num_stages: int, layers: Sequence[int] | str) -> P
     if sum(counts) != num_layers:
         spelled = f"{'+'.join(map(str, counts))} = {sum(counts)} layers"
         raise ConfigError(
-            f"{shown} ends with stage {last} at {spelled}, but model.num_layers={num_layers}. "
-            f"Use model.num_layers={sum(counts)}, or give the stages {num_layers}."
+            f"{shown} ends with stage {last} at {spelled}, but {_layers(num_layers)}. Use "
+            f"{_layers(sum(counts))}, or give the stages {num_layers}."
         )
     return _of_sizes(counts)
 

@@ -3,45 +3,25 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
 from jax.sharding import Mesh
 
 from ppctl.config import Mpmd, Reference, Spmd
+from ppctl.config.field_checks import domains
 from ppctl.errors import ConfigError
 from ppctl.executors.compiler_options import Flags, flags_for
 from ppctl.executors.reference import MOST_UNROLLED
 from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.schedule.engine_traits import EngineTraits
-from ppctl.schedule.mesh_axes import AXES, STAGE_AXES
+from ppctl.schedule.mesh_axes import AXES
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.tick_lowering import Ticks
 
 T = TypeVar("T", bound=Reference)
 EXECUTORS: dict[str, type[Reference]] = {each.name: each for each in (Spmd, Mpmd, Reference)}
-ARGUMENTS = (  # settings of the command line, and arguments of `ppctl.pipeline` that replace them
-    ("executor.", ""),
-    ("model.num_layers", "num_layers"),
-    ("model.mixes_examples=true", "mixes_examples=True of the Network or Stack"),
-    ("partition.layers=", "partition="),
-    *((f"mesh.{axis}", axis) for axis in STAGE_AXES),
-    ("partition=explicit", "partition=[layers of each stage]"),
-)
-
-
-@contextmanager
-def in_arguments(*others: tuple[str, str]) -> Iterator[None]:
-    """Re-raise ConfigErrors with setting names replaced by argument names; others: come first."""
-    try:
-        yield
-    except ConfigError as error:
-        text = str(error)
-        for setting, argument in (*others, *ARGUMENTS):
-            text = text.replace(setting, argument)
-        raise ConfigError(text) from None
 
 
 @dataclass(frozen=True)
@@ -118,8 +98,7 @@ def _with_options(executor: type[T], options: Mapping[str, Any]) -> T:
             usual = f"{name}={known[name]!r}"
             raise ConfigError(f"{name}={value!r} is of another type than the default, {usual}.")
     made = executor(**options)
-    with in_arguments():
-        made.check()
+    domains("", made)
     return made
 
 

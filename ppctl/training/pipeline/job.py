@@ -22,7 +22,7 @@ from ppctl.config.code_digests import Sources, sources
 from ppctl.config.schedule_from_config import Pipeline as ScheduledPipeline
 from ppctl.config.schedule_from_config import pipeline_of, trained_share
 from ppctl.data import BUILDERS, BUILDERS_BY_SIZE, DataSet
-from ppctl.errors import DataError
+from ppctl.errors import DataError, as_setting, written_as
 from ppctl.executors.described_devices import check_gpu_shape, check_size, described_mesh
 from ppctl.executors.device_mesh import check_hosts, make_mesh, repeated_mesh
 from ppctl.executors.model_shapes import Model, tree_bytes
@@ -172,6 +172,7 @@ def _check_hosts(config: Config) -> None:
         check_hosts(mesh.sizes, mesh.order, number, of_host)
 
 
+@written_as(as_setting)
 def assemble(
     config: Config,
     *,

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, setting
 from ppctl.executors.compiler_options import cpu_options
 from ppctl.executors.reference import reference
 from ppctl.model.stack import Stack, init, num_examples
@@ -44,13 +44,14 @@ def refuse_mixing(
         return f"{name} was not tried for mixing examples: the loss of a few is {whole:g}."
     if abs(whole - halved) <= TOLERANCE[str(dtype)] * max(abs(whole), abs(halved)):
         return None
-    number = num_examples(batch["inputs"])
+    number, meant = num_examples(batch["inputs"]), "mixes_examples=True of the Network or Stack"
+    meant = setting("model.mixes_examples", "true", meant)
     raise ConfigError(
         f"{name} mixes the examples of a batch: the mean loss of {number} examples is "
         f"{whole:.7g}, of the same in two microbatches and another order {halved:.7g}, so that "
         "microbatches would train another function. Let it compute each example by itself (layer "
         "norm in place of batch norm, no masks or noise by the shape of a batch) and return the "
-        "sum and the number of losses, or use model.mixes_examples=true if this is meant."
+        f"sum and the number of losses, or use {meant} if this is meant."
     )
 
 

@@ -38,7 +38,7 @@ from ppctl.training.pipeline.call_checks import (
 from ppctl.training.pipeline.engines.engine_protocol import Engine, Footprint
 from ppctl.training.pipeline.engines.step_programs import StepPrograms
 from ppctl.training.pipeline.engines.train_states import States, shardings_of
-from ppctl.training.pipeline.execution import Execution, in_arguments
+from ppctl.training.pipeline.execution import Execution
 from ppctl.training.pipeline.layer_optimizers import ModelOptimizer
 from ppctl.training.pipeline.mixing import MOST_BYTES, few_examples, refuse_mixing
 from ppctl.training.pipeline.unpipelined.whole_model import Metric, WholeModel, of_author
@@ -259,8 +259,7 @@ class Pipeline:
     def _try_examples(self) -> None:
         if "examples" in self._done:
             return
-        with in_arguments():
-            note = self.check_examples("The model", self.examples)
+        note = self.check_examples("The model", self.examples)
         if note is not None:
             warnings.warn(note, stacklevel=3)
 

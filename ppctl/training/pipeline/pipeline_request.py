@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, setting
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.parameter_layout import (
     Shard,
@@ -39,12 +39,10 @@ from ppctl.schedule.tick_lowering import Ticks
 from ppctl.schedule.validation import validate
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
 from ppctl.training.pipeline.call_checks import arrays_of, check_values, named, whole_number
-from ppctl.training.pipeline.execution import Execution, in_arguments
+from ppctl.training.pipeline.execution import Execution
 
 Tree = Any
 AnySchedule = str | FamilyWithKnobs | Schedule | Ticks
-CUT = (("model.layers=auto", "layers=NUMBER"), ("model.layers=marks", "layers=None"))
-CUT += (("model.num_layers", "layers"),)  # settings of a cut as arguments
 XLA_AXES = axes_dividing("weights")  # over which XLA can divide a model by its sharding
 
 
@@ -143,8 +141,7 @@ def layered_stack(
     inputs = jax.tree.map(two, shapes["inputs"])
     wide = jnp.promote_types(dtype, jnp.float32)  # of parameters
     how = {"inputs": inputs, "dtype": wide, "compute": dtype}
-    with in_arguments((" (model.layers=auto)", ""), *CUT):
-        return stack_of(TracedNetwork(model, layers, auto=layers is not None, **how))
+    return stack_of(TracedNetwork(model, layers, auto=layers is not None, **how))
 
 
 def divided_vocabulary(
@@ -173,13 +170,12 @@ def divided(
 ) -> tuple[Stack, dict[tuple[str, ...], Shard], tuple[str, ...]]:
     """Return the model as one device computes it, and the results of `shards_in_stages`."""
     part = stack
-    with in_arguments():
-        if execution.engine.is_pipelined:
-            part = divided_stack(stack, execution.axes, shapes)
-            part = part if part is stack else replace(part, updates=stack.updates)
-        shards, auto = shards_in_stages(stack, part, execution.axes)
-        if auto:
-            check_division_by_xla(execution, mesh)
+    if execution.engine.is_pipelined:
+        part = divided_stack(stack, execution.axes, shapes)
+        part = part if part is stack else replace(part, updates=stack.updates)
+    shards, auto = shards_in_stages(stack, part, execution.axes)
+    if auto:
+        check_division_by_xla(execution, mesh)
     return part, shards, auto
 
 
@@ -194,32 +190,35 @@ def divided_stack(
     if not is_needed or (stack.divided is None and not axes.need_a_model):
         return stack
     # 1. over ranks, by the vocabulary
+    parallel, whole = (setting("schedule.vocab", each) for each in ("parallel", "whole"))
     if axes.vocab_parts and not stack.has_vocabulary:
         raise ConfigError(
-            f"schedule.vocab=parallel divides embedding and head over {axes.vocab_parts} ranks "
-            "by their vocabulary, as model=transformer has one; this model states none "
-            "(Stack.has_vocabulary). Use schedule.vocab=whole."
+            f"{parallel} divides embedding and head over {axes.vocab_parts} ranks by their "
+            "vocabulary, as a transformer has one; this model states none (Stack.has_vocabulary). "
+            f"Use {whole}."
         )
     if axes.vocab_parts and (stack.divided is None or _divided(stack, axes).parts is None):
         raise ConfigError(
-            f"schedule.vocab=parallel divides embedding and head over {axes.vocab_parts} ranks, "
-            "but Stack.divided(axes) of this model returns a stack without parts. Give it parts "
-            "(ppctl.VocabularyParts), or use schedule.vocab=whole."
+            f"{parallel} divides embedding and head over {axes.vocab_parts} ranks, but "
+            "Stack.divided(axes) of this model returns a stack without parts. Give it parts "
+            f"(ppctl.VocabularyParts), or use {whole}."
         )
     # 2. over the axes inside a stage
-    ones = " ".join(f"mesh.{name}=1" for name in axes.divided)
+    ones = " ".join(setting(f"mesh.{name}", 1) for name in axes.divided)
+    pp, fsdp = setting("mesh.pp"), setting("mesh.fsdp")
     if stack.divided is None and stack.sharding is None:
         raise ConfigError(
             f"{axes.text}: this divides the stages of models that say how (Stack.divided, or "
-            "sharding for tp), as model=transformer does; this one does not. Use "
-            f"{ones}, and more of mesh.pp or mesh.fsdp."
+            "sharding for tp), as a transformer does; this one does not. Use "
+            f"{ones}, and more of {pp} or {fsdp}."
         )
     if stack.divided is None:
         for name in axes.divided.keys() - set(XLA_AXES):
             raise ConfigError(
-                f"mesh.{name}={axes.divided[name]} divides the stages of models that say how "
-                f"(Stack.divided); this one gives PartitionSpecs over {XLA_AXES[0]} alone "
-                f"(sharding). Use mesh.{name}=1, and more of mesh.tp, mesh.pp or mesh.fsdp."
+                f"{setting(f'mesh.{name}', axes.divided[name])} divides the stages of models that "
+                f"say how (Stack.divided); this one gives PartitionSpecs over {XLA_AXES[0]} only "
+                f"(sharding). Use {setting(f'mesh.{name}', 1)}, and more of {setting('mesh.tp')}, "
+                f"{pp} or {fsdp}."
             )
         return stack
     sequences = (a.shape for a in jax.tree.leaves(shapes["inputs"]) if len(a.shape) > 1)
@@ -232,7 +231,7 @@ def check_division_by_xla(execution: Execution, mesh: Mesh) -> None:
     """Raise ConfigError where XLA cannot divide a model over tp: in spmd, and with gather=layer."""
     if execution.engine.in_ticks:
         raise ConfigError(
-            f"mesh.tp={mesh.shape['tp']} divides a model by its PartitionSpecs (sharding) with "
+            f"{setting('mesh.tp', mesh.shape['tp'])} divides a model by its PartitionSpecs with "
             "executor=mpmd only: in the one program of executor=spmd XLA's collectives would "
             "stand in branches that other ranks skip. Use executor=mpmd, or divide the model by "
             "hand (Stack.divided with ppctl.parallel)."
@@ -285,8 +284,8 @@ def _checked_specs(params: Tree, sharding: Tree, axes: StageAxes, *, is_padded: 
         if axes.parts(("pp", axis)) > 1 and not is_named:
             raise ConfigError(
                 f"sharding divides no parameter over {axis}: all devices of "
-                f"mesh.{axis}={axes.parts([axis])} would do the same. Give weights a PartitionSpec "
-                f'with "{axis}", or use mesh.{axis}=1.'
+                f"{setting(f'mesh.{axis}', axes.parts([axis]))} would do the same. Give weights a "
+                f'PartitionSpec with "{axis}", or use {setting(f"mesh.{axis}", 1)}.'
             )
     return jax.tree.unflatten(jax.tree.structure(params), specs)
 
@@ -298,7 +297,7 @@ def _check_size(name: str, shape: tuple[int, ...], spec: P, axes: StageAxes) -> 
     if size % number == 0:
         return
     fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 2 * number)
-    product = "*".join(f"mesh.{axis}" for axis in names)
+    product = "*".join(setting(f"mesh.{axis}") for axis in names)
     equation = f"is not a multiple of {product}={number} ({size} % {number} = {size % number})"
     raise ConfigError(
         f"sharding of {name} is {spec}, but its size there, {size} of {shape}, {equation}. "
@@ -362,12 +361,11 @@ def partition_for(
         raise ConfigError(
             f"partition={partition} is not one of uniform, balanced, or the layers of each stage."
         )
-    with in_arguments():
-        if partition == "uniform":
-            return uniform(num_layers, schedule.num_stages)
-        if partition == "balanced":
-            return costs().balanced(schedule.rank_of)
-        return explicit(num_layers, schedule.num_stages, partition)
+    if partition == "uniform":
+        return uniform(num_layers, schedule.num_stages)
+    if partition == "balanced":
+        return costs().balanced(schedule.rank_of)
+    return explicit(num_layers, schedule.num_stages, partition)
 
 
 def check_split(
