@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 # Kinds of what ends a command and is no error of these classes, as `--json` names them.
@@ -36,7 +35,7 @@ def setting(name: str, value: object = None, argument: str | None = None) -> str
     ...     setting("mesh.tp", 2)
     'mesh.tp=2'
     """
-    return _WRITER.get()(name, value, argument)
+    return _writers[-1](name, value, argument)
 
 
 def as_argument(name: str, value: object, argument: str | None) -> str:
@@ -55,17 +54,17 @@ def as_option(name: str, value: object, argument: str | None) -> str:
     return option if value is None else f"{option} {value}"
 
 
-_WRITER: ContextVar[Writer] = ContextVar("writer", default=as_argument)
+_writers: list[Writer] = [as_argument]  # of all threads: files are read in several
 
 
 @contextmanager
 def written_as(writer: Writer) -> Iterator[None]:
     """Let `setting` write names by `writer` in the body, or in a decorated function."""
-    token = _WRITER.set(writer)
+    _writers.append(writer)
     try:
         yield
     finally:
-        _WRITER.reset(token)
+        _writers.pop()
 
 
 # --- errors --------------------------------------------------------------------------------------
