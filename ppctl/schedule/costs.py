@@ -58,9 +58,7 @@ class Costs:
     def seconds(self, kind: str, stage: int, num_chunks: int) -> float:
         """Return the seconds of a task: F, B, I, W of a stage; E, S, T, G of a vocabulary part."""
         if kind == "B":
-            if isinstance(self.input_grad_s, tuple) or isinstance(self.weight_grad_s, tuple):
-                return self.seconds("I", stage, num_chunks) + self.seconds("W", stage, num_chunks)
-            return self.backward_s / num_chunks
+            return self.seconds("I", stage, num_chunks) + self.seconds("W", stage, num_chunks)
         if kind in OF_PARTS:
             return _of_stage(getattr(self, OF_PARTS[kind]), stage, 1)
         return _of_stage(getattr(self, OF_STAGES[kind]), stage, num_chunks)
@@ -71,19 +69,18 @@ class Costs:
 
     def check(self, num_stages: int, vocab_parts: int = 0) -> None:
         """Raise ConfigError for a tuple without one entry a stage, or a part of the vocabulary."""
+        stages = num_stages, "stages", "each stage, or a number for 1/p of the model"
+        parts = (
+            vocab_parts,
+            "ranks, each with a part of the vocabulary",
+            "each, or a number for all",
+        )
         settings: dict[str, OfStages] = vars(self)
         for name, value in settings.items():
-            if not isinstance(value, tuple):
-                continue
-            is_of_part = name in OF_PARTS.values()
-            if is_of_part and vocab_parts and len(value) != vocab_parts:
-                raise ConfigError(
-                    f"{name} has {len(value)} entries for {vocab_parts} ranks, each with a part of "
-                    "the vocabulary. Give one for each, or a number for all."
-                )
-            if not is_of_part and len(value) != num_stages:
-                use = "Give one for each stage, or a number for 1/p of the model."
-                raise ConfigError(f"{name} has {len(value)} entries for {num_stages} stages. {use}")
+            number, places, use = parts if name in OF_PARTS.values() else stages
+            if isinstance(value, tuple) and number and len(value) != number:
+                what = f"{name} has {len(value)} entries for {number} {places}"
+                raise ConfigError(f"{what}. Give one for {use}.")
 
 
 def _of_stage(cost: OfStages, stage: int, num_chunks: int) -> float:

@@ -6,18 +6,15 @@ and kind; the walk then runs on integers. A schedule of 131,072 tasks takes a fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from itertools import product
 
-from ppctl.schedule.ir import ALL_KINDS, PART_VALUES, STAGE_VALUES, Kind, Schedule, Task, writes
+from ppctl.schedule.ir import WRITES, Kind, Schedule, Task, writes
 from ppctl.schedule.schedule_faults import fault, order_that_blocks
 
 # by kind and stage the values that a task reads: (base, seconds after it was written)
 Arrivals = dict[Kind, list[tuple[tuple[int, float], ...]]]
 NEVER = float("inf")
-Wake = tuple[float, int]  # when, and which rank
 
 
 @dataclass(frozen=True)
@@ -35,10 +32,8 @@ class Rule:
 
     @staticmethod
     def of(schedule: Schedule) -> Rule:
-        names: list[tuple[str, int]] = [
-            *product(STAGE_VALUES, range(schedule.num_stages)),
-            *product(PART_VALUES, range(schedule.vocab_parts)),
-        ]
+        values = dict.fromkeys(name for names in WRITES.values() for name in names)
+        names = [(name, at) for name in values for at in range(len(schedule.ranks_of(name)))]
         base = {place: i * schedule.num_microbatches for i, place in enumerate(names)}
 
         def read_by(task: Task) -> tuple[tuple[int, bool], ...]:
@@ -49,7 +44,7 @@ class Rule:
             return tuple(base[value[:2]] for value in writes(task))
 
         tasks: dict[Kind, list[Task]] = {
-            k: [Task(place, k, 0) for place in schedule.places(k)] for k in ALL_KINDS
+            k: [Task(place, k, 0) for place in range(len(schedule.ranks_of(k)))] for k in WRITES
         }
         return Rule(
             len(names) * schedule.num_microbatches,
@@ -80,8 +75,8 @@ def timed_walk(
 
     seconds(kind, stage) is how long a task takes; a value that crosses ranks arrives `hop_s` after
     it was written. The other walks are special for a reason: `Jobs.run` numbers tasks and gives up
-    early (thousands of runs of one search), `pack` counts ticks, `shared_cores` slows ranks down,
-    and in `run_ranks` ranks choose their tasks.
+    early (thousands of runs of one search), `pack` counts ticks, `free_running` slows ranks down,
+    and in `ChoosingRanks` ranks choose their tasks.
     """
     rule = Rule.of(schedule)
     arrivals = rule.arrivals(hop_s)
@@ -134,19 +129,3 @@ def _check_done(schedule: Schedule, rule: Rule, at: list[int], written: list[flo
             what = f"{task} waits for {missing}, which no rank can write any more. "
             what += order_that_blocks(schedule, at)
             raise fault(schedule, rank, at[rank], what.rstrip())
-
-
-def run_ranks(num_ranks: int, act: Callable[[int, float], tuple[float, Sequence[Wake]]]) -> None:
-    """Let ranks that choose their tasks act at 0, then when woken and free, by time, then rank.
-
-    act(rank, now_s) runs the rank's task and returns until when the rank is busy, and whom to wake
-    when, itself included. The loop ends when no rank is left to be woken.
-    """
-    wake = [(0.0, rank) for rank in range(num_ranks)]
-    free_s = [0.0] * num_ranks
-    while wake:
-        now_s, rank = heappop(wake)
-        if free_s[rank] <= now_s:
-            free_s[rank], wakes = act(rank, now_s)
-            for each in wakes:
-                heappush(wake, each)

@@ -23,14 +23,23 @@ from typing import ClassVar, Literal, NamedTuple
 from ppctl.errors import ScheduleError
 
 Kind = Literal["F", "B", "I", "W", "E", "S", "T", "G"]
-# of stages: forward; full backward; input-gradient backward; weight-gradient backward
-KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
-# of parts of the vocabulary: embedding; logits and sums; gradients of logits; of the embedding
-PART_KINDS: tuple[Kind, ...] = ("E", "S", "T", "G")
+# of each kind the values that exist once a task has run
+STAGE_WRITES: dict[Kind, tuple[str, ...]] = {
+    "F": ("act", "stash"),  # forward
+    "B": ("grad", "wgrad"),  # full backward
+    "I": ("grad", "pending"),  # input-gradient backward
+    "W": ("wgrad",),  # weight-gradient backward
+}
+PART_WRITES: dict[Kind, tuple[str, ...]] = {
+    "E": ("embedded",),  # embedding
+    "S": ("sums", "logits"),  # logits and their sums
+    "T": ("head_grad", "head_wgrad"),  # gradients of logits
+    "G": ("embedding_wgrad",),  # gradients of the embedding
+}
+KINDS, PART_KINDS = tuple(STAGE_WRITES), tuple(PART_WRITES)
 ALL_KINDS = KINDS + PART_KINDS
-
-STAGE_VALUES: tuple[str, ...] = ("act", "stash", "grad", "pending", "wgrad")
-PART_VALUES = ("embedded", "sums", "logits", "head_grad", "head_wgrad", "embedding_wgrad")
+WRITES = STAGE_WRITES | PART_WRITES
+PART_VALUES = tuple(name for names in PART_WRITES.values() for name in names)
 
 _CELL = re.compile(rf"([0-9]{{1,9}})([{''.join(ALL_KINDS)}])([0-9]{{1,9}})")
 
@@ -63,7 +72,7 @@ class Task(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A value that tasks read and write: one of STAGE_VALUES, or PART_VALUES of part `stage`."""
+    """A value that tasks read and write: of WRITES, those of parts for part `stage`."""
 
     name: str
     stage: int
@@ -105,25 +114,13 @@ def reads(task: Task, num_stages: int, vocab_parts: int = 0) -> tuple[Value, ...
             return (Value("grad", 0, m),)
 
 
-_WRITES: dict[Kind, tuple[str, ...]] = {
-    "F": ("act", "stash"),
-    "B": ("grad", "wgrad"),
-    "I": ("grad", "pending"),
-    "W": ("wgrad",),
-    "E": ("embedded",),
-    "S": ("sums", "logits"),
-    "T": ("head_grad", "head_wgrad"),
-    "G": ("embedding_wgrad",),
-}
-
-
 def writes(task: Task) -> tuple[Value, ...]:
     """Return the values that exist once `task` has run.
 
     Unless the vocabulary is divided, the last stage's act is the loss, and stage 0's grad is
     dropped.
     """
-    return tuple(Value(name, task.stage, task.microbatch) for name in _WRITES[task.kind])
+    return tuple(Value(name, task.stage, task.microbatch) for name in WRITES[task.kind])
 
 
 @dataclass(frozen=True)
@@ -134,7 +131,7 @@ class Schedule:
     ranks: tuple[tuple[Task, ...], ...]
     rank_of: tuple[int, ...]
     num_microbatches: int
-    vocab_parts: int = 0  # of embedding and head, part r on rank r; 0: they are whole
+    part_ranks: tuple[int, ...] = ()  # the rank of each part of the vocabulary; (): it is whole
     html: ClassVar[Callable[[Schedule], str] | None] = None  # for notebooks; ppctl/__init__.py
 
     def _repr_html_(self) -> str | None:
@@ -149,14 +146,19 @@ class Schedule:
     def num_stages(self) -> int:
         return len(self.rank_of)
 
-    def places(self, kind: Kind) -> range:
-        """Return the stages, or parts of the vocabulary, that have tasks of a kind."""
-        return range(self.vocab_parts if kind in PART_KINDS else self.num_stages)
+    @property
+    def vocab_parts(self) -> int:
+        """Return the number of parts of the vocabulary; 0: embedding and head are whole."""
+        return len(self.part_ranks)
+
+    def ranks_of(self, name: str) -> tuple[int, ...]:
+        """Return the rank of each stage, or part, that has tasks of a kind, or values of a name."""
+        return self.part_ranks if name in PART_KINDS or name in PART_VALUES else self.rank_of
 
     def rank_at(self, task: Task | Value) -> int:
         """Return the rank of a task, or the rank that writes a value."""
-        is_of_part = task[1] in PART_KINDS or task[0] in PART_VALUES
-        return task.stage if is_of_part else self.rank_of[task.stage]
+        name = task.kind if isinstance(task, Task) else task.name
+        return self.ranks_of(name)[task.stage]
 
     def reads(self, task: Task) -> tuple[Value, ...]:
         """Return the values that must exist before `task` runs."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.execution_order import Rule, check_order
-from ppctl.schedule.ir import PART_KINDS, Kind, Schedule, Task
+from ppctl.schedule.ir import KINDS, PART_KINDS, Schedule, Task
 
 TickShape = Literal["op", "fb"]  # one task a tick | an F, then a backward
 
@@ -36,22 +38,19 @@ class Passes(NamedTuple):
     embedding_grad: int | None
 
 
-class Divided(NamedTuple):
-    """How ticks have the parts of a vocabulary that is divided.
-
-    between: the head's come between the forwards and backwards of a tick, not after all tasks.
-    """
-
-    num_stages: int
-    between: bool
-    kinds: frozenset[str]  # of the schedule's tasks: forwards only have no gradients
-
-
 IDLE = TickCell(None, None)
 Part = tuple[int, str]  # (stage, kind) of a task
-PhaseParts = tuple[tuple[Part, ...], ...]  # of each rank
+Phase = tuple[tuple[Task, ...], ...]  # the tasks of each rank until ranks meet
+PhaseParts = tuple[tuple[Part, ...], ...]
 Counted = tuple[tuple[PhaseParts, int], ...]  # phases; how often
 Rows = list[tuple[list[float], int]]  # the seconds of each rank; how often
+
+
+def runs_in_fb_ticks(schedule: Schedule) -> bool:
+    """Return whether placement is looped and backwards whole: a tick may run an F, then a B."""
+    hops = pairwise(schedule.rank_of)
+    is_loop = all(there == (here + 1) % schedule.num_ranks for here, there in hops)
+    return is_loop and schedule.kinds.isdisjoint("IW")
 
 
 def passes_of(row: tuple[TickCell, ...], num_stages: int) -> Passes:
@@ -61,39 +60,40 @@ def passes_of(row: tuple[TickCell, ...], num_stages: int) -> Passes:
     return Passes(of_task.get((0, "F")), of_task.get((last, "F")), first)
 
 
-def counted(cells: Cells, divided: Divided | None = None) -> Counted:
-    """Return the phases of `cells` without microbatches, and how often each occurs."""
+def tick_phases(schedule: Schedule, cells: Cells) -> Iterator[list[Phase]]:
+    """Yield the phases of each tick, with the tasks of vocabulary parts, whatever their order.
+
+    Ranks meet before the parts of the last stage's head: such a tick has two phases. In a program
+    of forward-backward ticks the head comes between forwards and backwards, else after all tasks.
+    """
+    between, parts = runs_in_fb_ticks(schedule), schedule.kinds.intersection(PART_KINDS)
+    for row in cells:
+        embedded, head, embedding_grad = passes_of(row, schedule.num_stages)
+        microbatches = dict(zip(PART_KINDS, (embedded, head, head, embedding_grad), strict=True))
+        ran = {kind: m for kind, m in microbatches.items() if kind in parts and m is not None}
+        if not ran:
+            yield [tuple(tuple(task for task in cell if task is not None) for cell in row)]
+            continue
+        before, after = list[tuple[Task, ...]](), list[tuple[Task, ...]]()
+        for rank, (forward, backward) in enumerate(row):
+            e, s, t, g = ((Task(rank, k, ran[k]),) if k in ran else () for k in PART_KINDS)
+            f, b = (() if task is None else (task,) for task in (forward, backward))
+            before.append((*e, *f) if between else (*e, *f, *b))
+            after.append((*s, *t, *b, *g) if between else (*s, *t, *g))
+        if "S" in ran:
+            yield [tuple(before), tuple(after)]
+        else:
+            yield [tuple((*one, *other) for one, other in zip(before, after, strict=True))]
+
+
+def counted(schedule: Schedule, cells: Cells) -> Counted:
+    """Return the phases of ticks without microbatches, and how often each occurs."""
     rows = Counter[PhaseParts](
         tuple(tuple(task[:2] for task in tasks) for tasks in phase)
-        for row in cells
-        for phase in phases(row, divided)
+        for phases in tick_phases(schedule, cells)
+        for phase in phases
     )
     return tuple(rows.items())
-
-
-def phases(row: tuple[TickCell, ...], divided: Divided | None) -> list[list[list[Task]]]:
-    """Return the tasks of each rank, vocabulary parts included, in each phase of a tick.
-
-    Ranks meet before the parts of the last stage's head: such a tick has two phases.
-    """
-    if divided is None:
-        return [[[task for task in cell if task is not None] for cell in row]]
-    passes = passes_of(row, divided.num_stages)
-
-    def parts(kinds: str, m: int | None, rank: int) -> list[Task]:
-        known: list[Kind] = [kind for kind in PART_KINDS if kind in kinds and kind in divided.kinds]
-        return [] if m is None else [Task(rank, kind, m) for kind in known]
-
-    before, after = list[list[Task]](), list[list[Task]]()
-    for rank, (f, b) in enumerate(row):
-        forward, backward = [f] if f else [], [b] if b else []
-        first = parts("E", passes.embedded, rank) + forward
-        head, last = parts("ST", passes.head, rank), parts("G", passes.embedding_grad, rank)
-        before.append(first if divided.between else first + backward)
-        after.append([*head, *backward, *last] if divided.between else head + last)
-    if passes.head is None:
-        return [[[*one, *other] for one, other in zip(before, after, strict=True)]]
-    return [before, after]
 
 
 def counted_s(rows: Counted, costs: Costs, num_chunks: int) -> float:
@@ -117,6 +117,9 @@ def pack(schedule: Schedule, shape: TickShape) -> Cells:
 
     ScheduleError when the ranks wait for each other.
     """
+    if schedule.part_ranks:  # parts have the ticks of the stages' tasks that they belong to
+        of_stages = (filter(lambda task: task.kind in KINDS, tasks) for tasks in schedule.ranks)
+        schedule = replace(schedule, ranks=tuple(map(tuple, of_stages)), part_ranks=())
     runs = _tick_runs(schedule)
     at, rows = [0] * schedule.num_ranks, list[tuple[TickCell, ...]]()
     left = sum(map(len, schedule.ranks))

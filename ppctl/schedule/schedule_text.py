@@ -8,9 +8,16 @@ from ppctl.errors import ScheduleError
 from ppctl.schedule.ir import PART_KINDS, Kind, Schedule, Task
 from ppctl.schedule.validation import validate
 
-_STAGE_WORDS: dict[Kind, str] = {"F": "fwd", "B": "bwd", "I": "bwd_i", "W": "bwd_w"}
-_PART_WORDS: dict[Kind, str] = {"E": "embed", "S": "logits", "T": "logits_bwd", "G": "embed_bwd"}
-WORDS = _STAGE_WORDS | _PART_WORDS
+WORDS: dict[Kind, str] = {
+    "F": "fwd",
+    "B": "bwd",
+    "I": "bwd_i",
+    "W": "bwd_w",
+    "E": "embed",
+    "S": "logits",
+    "T": "logits_bwd",
+    "G": "embed_bwd",
+}
 MOST_MISSING = 100_000  # pairs (stage, microbatch) searched for the first missing task
 
 
@@ -71,5 +78,5 @@ def from_csv(text: str, name: str) -> Schedule:
         )
     placed = tuple(rank_of[stage] for stage in range(len(rank_of)))
     is_divided = any(task.kind in PART_KINDS for tasks in ranks for task in tasks)
-    vocab_parts = len(ranks) if is_divided else 0
-    return validate(Schedule(name, tuple(ranks), placed, num_microbatches, vocab_parts))
+    part_ranks = tuple(range(len(ranks))) if is_divided else ()
+    return validate(Schedule(name, tuple(ranks), placed, num_microbatches, part_ranks))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import NamedTuple
 
 from ppctl.errors import ScheduleError
@@ -19,14 +18,14 @@ from ppctl.schedule.ir import PART_KINDS, Schedule, Task
 from ppctl.schedule.lockstep_ticks import (
     Cells,
     Counted,
-    Divided,
     Passes,
     TickShape,
     counted,
     counted_s,
     pack,
     passes_of,
-    phases,
+    runs_in_fb_ticks,
+    tick_phases,
 )
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.tick_table import (
@@ -38,7 +37,6 @@ from ppctl.schedule.tick_table import (
     assign_slots,
     why_not,
 )
-from ppctl.schedule.vocabulary_parallel import without_vocabulary
 
 # of a divided vocabulary: 1 + the microbatch of each of `Passes`, the same on all ranks; 0: none
 PASS_COLUMNS = Passes._fields
@@ -115,13 +113,6 @@ def runs_on_ring(schedule: Schedule) -> bool:
     return why_not(schedule) is None
 
 
-def runs_in_fb_ticks(schedule: Schedule) -> bool:
-    """Return whether placement is looped and backwards whole: a tick may run an F, then a B."""
-    hops = pairwise(schedule.rank_of)
-    is_loop = all(there == (here + 1) % schedule.num_ranks for here, there in hops)
-    return is_loop and schedule.kinds.isdisjoint("IW")
-
-
 def ticks(schedule: Schedule, costs: Costs, remat: Remat | str = Remat.FULL) -> Ticks:
     """Return `schedule` in the tick shape that is faster for `costs`, with slots for every value.
 
@@ -147,18 +138,10 @@ def packings(schedule: Schedule) -> dict[TickShape, TickPacking]:
     if reason is not None:
         raise ScheduleError(reason)
     shapes: tuple[TickShape, ...] = ("fb", "op") if runs_in_fb_ticks(schedule) else ("op",)
-    stages, divided = without_vocabulary(schedule), how_divided(schedule)
-    cells: dict[TickShape, Cells] = {shape: pack(stages, shape) for shape in shapes}
+    cells: dict[TickShape, Cells] = {shape: pack(schedule, shape) for shape in shapes}
     return {
-        shape: TickPacking(shape, each, counted(each, divided)) for shape, each in cells.items()
+        shape: TickPacking(shape, each, counted(schedule, each)) for shape, each in cells.items()
     }
-
-
-def how_divided(schedule: Schedule) -> Divided | None:
-    """Return how ticks have the parts of a schedule's vocabulary; None where it is whole."""
-    if not schedule.vocab_parts:
-        return None
-    return Divided(schedule.num_stages, runs_in_fb_ticks(schedule), schedule.kinds)
 
 
 def fastest(rows: Mapping[TickShape, Counted], costs: Costs, num_chunks: int) -> TickShape:
@@ -236,12 +219,10 @@ def tick_text(ticks: Ticks) -> str:
     tasks = tick_tasks(ticks)
     cells = [[" ".join(one.text(r) for one in cell) for r, cell in enumerate(row)] for row in tasks]
     header = ["tick", *(f"rank {r}" for r in range(ticks.schedule.num_ranks))]
-    divided = how_divided(ticks.schedule)
-    if divided is not None:
+    if ticks.schedule.part_ranks:
         header.append("each rank's part of the vocabulary")
-        for row, of_ranks in zip(cells, ticks.cells, strict=True):
-            first = (task for phase in phases(of_ranks, divided) for task in phase[0])
-            parts = (task for task in first if task.kind in PART_KINDS)
+        for row, phases in zip(cells, tick_phases(ticks.schedule, ticks.cells), strict=True):
+            parts = (task for phase in phases for task in phase[0] if task.kind in PART_KINDS)
             row.append(" ".join(f"{task.kind}{task.microbatch}" for task in parts))
     lines = [header, *([str(t), *row] for t, row in enumerate(cells))]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

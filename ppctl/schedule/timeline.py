@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from math import inf
 
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.execution_order import Rule, check_order
 from ppctl.schedule.ir import Schedule, Task
-from ppctl.schedule.lockstep_ticks import phases
+from ppctl.schedule.lockstep_ticks import tick_phases
 from ppctl.schedule.simulator import Timeline, simulate
-from ppctl.schedule.tick_lowering import Ticks, how_divided
+from ppctl.schedule.tick_lowering import Ticks
 
 ROUNDING = 1e-12  # relative
 
@@ -100,8 +100,8 @@ def _lockstep(ticks: Ticks, costs: Costs, capacity: float) -> Timeline:
     done w seconds of work, every other has too, or has ended.
     """
     start_s, end_s = dict[Task, float](), dict[Task, float]()
-    now, chunks, divided = 0.0, ticks.schedule.num_chunks, how_divided(ticks.schedule)
-    for phase in (phase for row in ticks.cells for phase in phases(row, divided)):
+    now, chunks = 0.0, ticks.schedule.num_chunks
+    for phase in chain.from_iterable(tick_phases(ticks.schedule, ticks.cells)):
         of_ranks = [[costs.seconds(t.kind, t.stage, chunks) for t in tasks] for tasks in phase]
         works_s = [sum(seconds) + costs.transfer_s for seconds in of_ranks]
 

@@ -8,8 +8,14 @@ from __future__ import annotations
 
 from ppctl.errors import ScheduleError
 from ppctl.schedule.execution_order import Rule, check_order
-from ppctl.schedule.ir import ALL_KINDS, PART_KINDS, Kind, Schedule, Task, Value, writes
+from ppctl.schedule.ir import PART_KINDS, WRITES, Kind, Schedule, Task, Value, writes
 from ppctl.schedule.schedule_faults import fault
+
+# values that each stage, and each part of the vocabulary, must have, and the tasks that write them
+NEEDED: tuple[dict[str, Kind], ...] = (
+    {"act": "F", "wgrad": "B"},
+    {"embedded": "E", "sums": "S", "head_grad": "T", "embedding_wgrad": "G"},
+)
 
 
 def validate(schedule: Schedule) -> Schedule:
@@ -26,17 +32,15 @@ def validate(schedule: Schedule) -> Schedule:
 
 def _check_tasks(schedule: Schedule, rule: Rule) -> bytearray:
     """Return which values are written, by number. ScheduleError for a misplaced or doubled task."""
-    places = {kind: schedule.places(kind) for kind in ALL_KINDS}
+    holders = {kind: schedule.ranks_of(kind) for kind in WRITES}
     num_microbatches, written = schedule.num_microbatches, bytearray(rule.num_values)
     for rank, tasks in enumerate(schedule.ranks):
         for step, task in enumerate(tasks):
             stage, kind, m = task
-            if not (kind in places and stage in places[kind] and 0 <= m < num_microbatches):
-                raise fault(schedule, rank, step, _outside(schedule, task))
-            holder = schedule.rank_at(task)
-            if holder != rank:
-                held = f"{'part' if kind in PART_KINDS else 'stage'} {stage} is on rank {holder}"
-                raise fault(schedule, rank, step, f"{task} is on rank {rank}, but {held}.")
+            held = holders.get(kind, ())
+            is_placed = 0 <= stage < len(held) and held[stage] == rank
+            if not (is_placed and 0 <= m < num_microbatches):
+                raise fault(schedule, rank, step, _misplaced(schedule, task, rank))
             for base in rule.writes[kind][stage]:
                 if written[base + m]:
                     raise _written_twice(schedule, rank, step)
@@ -44,12 +48,14 @@ def _check_tasks(schedule: Schedule, rule: Rule) -> bytearray:
     return written
 
 
-def _outside(schedule: Schedule, task: Task) -> str:
-    """Return the message on a task of no stage, part or microbatch."""
-    last = f"microbatches 0..{schedule.num_microbatches - 1}."
-    if task.kind in PART_KINDS:
-        return f"{task} is outside parts 0..{schedule.vocab_parts - 1} of the vocabulary x {last}"
-    return f"{task} is outside stages 0..{schedule.num_stages - 1} x {last}"
+def _misplaced(schedule: Schedule, task: Task, rank: int) -> str:
+    """Return the message on a task of no stage, part or microbatch, or of another rank's."""
+    (stage, kind, m), held = task, schedule.ranks_of(task.kind)
+    place, whole = ("part", " of the vocabulary") if kind in PART_KINDS else ("stage", "")
+    if kind in WRITES and 0 <= stage < len(held) and 0 <= m < schedule.num_microbatches:
+        return f"{task} is on rank {rank}, but {place} {stage} is on rank {held[stage]}."
+    last = schedule.num_microbatches - 1
+    return f"{task} is outside {place}s 0..{len(held) - 1}{whole} x microbatches 0..{last}."
 
 
 def _written_twice(schedule: Schedule, rank: int, step: int) -> ScheduleError:
@@ -65,26 +71,21 @@ def _written_twice(schedule: Schedule, rank: int, step: int) -> ScheduleError:
 
 
 def _check_complete(schedule: Schedule, rule: Rule, written: bytearray) -> None:
-    """Raise ScheduleError for the first forward or weight gradient that no task computes."""
-    for stage, rank in enumerate(schedule.rank_of):
-        act, pending, wgrad = (rule.base[name, stage] for name in ("act", "pending", "wgrad"))
-        for m in range(schedule.num_microbatches):
-            if written[act + m] and written[wgrad + m]:
+    """Raise ScheduleError for the first needed value that no task computes."""
+    for needed in NEEDED:
+        for place, rank in enumerate(schedule.ranks_of(next(iter(needed)))):
+            bases = {name: rule.base[name, place] for name in needed}
+            gaps = {
+                name: written.find(0, base, base + schedule.num_microbatches) - base
+                for name, base in bases.items()
+            }
+            missing = {name: m for name, m in gaps.items() if m >= 0}
+            if not missing:
                 continue
-            backward: Kind = "W" if written[pending + m] else "B"
-            name, kind = ("wgrad", backward) if written[act + m] else ("act", "F")
-            raise _missing(schedule, rank, Task(stage, kind, m), Value(name, stage, m))
-    for part in range(schedule.vocab_parts):
-        for kind in PART_KINDS:
-            task = Task(part, kind, 0)
-            for base, value in zip(rule.writes[kind][part], writes(task), strict=True):
-                for m in range(schedule.num_microbatches):
-                    if not written[base + m]:
-                        task, value = task._replace(microbatch=m), value._replace(microbatch=m)
-                        raise _missing(schedule, part, task, value)
-
-
-def _missing(schedule: Schedule, rank: int, task: Task, value: Value) -> ScheduleError:
-    """Return the error for a program without `task`, which writes `value`."""
-    what = f"the program ends without {task}, which writes {value}."
-    return fault(schedule, rank, len(schedule.ranks[rank]), what)
+            name = min(missing, key=missing.__getitem__)
+            kind, m = needed[name], missing[name]
+            if kind == "B" and written[rule.base["pending", place] + m]:
+                kind = "W"
+            lacks = f"{Task(place, kind, m)}, which writes {Value(name, place, m)}"
+            what = f"the program ends without {lacks}."
+            raise fault(schedule, rank, len(schedule.ranks[rank]), what)

@@ -10,20 +10,17 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
-from itertools import product
 from math import inf
 
 from ppctl.errors import ScheduleError, setting
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.execution_order import Wake, run_ranks
-from ppctl.schedule.ir import ALL_KINDS, KINDS, PART_KINDS, Kind, Schedule, Task, Value, writes
+from ppctl.schedule.ir import Kind, Schedule, Task
+from ppctl.schedule.search.numbered_orders import ChoosingRanks, Jobs
 from ppctl.schedule.validation import validate
 
 DELAYS = (0, 1, 2)  # one hides the way to the sums, one that to the last output's gradient
 AHEAD = 2  # microbatches by which embeddings are looked up before the first stage needs them
-OF_ALL = ("embedded", "sums", "head_grad")  # values that readers need from all parts
-Written = tuple[str, int, int]  # a `Value` without the class: thousands a second are made
-_PRIORITY: tuple[Kind, ...] = ("T", "S", "E", "G")  # which of its part's ready tasks a rank runs
+PRIORITY = "TSEG"  # which of its part's ready tasks a rank runs
 
 
 def with_vocabulary(
@@ -56,33 +53,58 @@ def with_vocabulary(
 
 
 def _delayed(schedule: Schedule, delay: int, costs: Costs) -> tuple[float, Schedule]:
-    """Return (makespan, schedule): infinity and a part of it if ranks wait for each other."""
+    """Return (makespan, schedule): infinity and an order that blocks if ranks get stuck."""
+    # 1. the tasks, and what an embedding waits for: to be AHEAD of the first stage at most
     programs = zip(schedule.ranks, schedule.stages_of, strict=True)
     ahead = tuple(_ahead(tasks, delay * len(stages)) for tasks, stages in programs)
-    insertion = _Insertion(replace(schedule, ranks=ahead, vocab_parts=schedule.num_ranks), costs)
-    divided = insertion.run()
-    tasks = sum(map(len, ahead)) + schedule.num_ranks * len(PART_KINDS) * schedule.num_microbatches
-    is_whole = sum(map(len, divided.ranks)) == tasks
-    return round(max(insertion.free_s), 9) if is_whole else inf, divided
+    jobs = Jobs(with_parts(replace(schedule, ranks=ahead)), costs)
+    number = {task: n for n, task in enumerate(jobs.tasks)}
+    embedded = [task.microbatch for task in jobs.schedule.ranks[0] if task.kind == "E"]
+    for earlier, m in zip(embedded, embedded[AHEAD:], strict=False):
+        (act, _stash) = jobs.makes[number[Task(0, "F", earlier)]]
+        for r in range(schedule.num_ranks):
+            jobs.needs[number[Task(r, "E", m)]].append((act, 0.0))
+    # 2. the run of ranks: each goes on with the task that is ready first
+    ranks = ChoosingRanks(jobs)
+    queues = [_queues(jobs, order) for order in jobs.first]
+
+    def choose(rank: int, now_s: float) -> tuple[int | None, float]:
+        heads = [(max(now_s, ranks.ready_s(q[0])), i) for i, q in enumerate(queues[rank]) if q]
+        start_s, i = min(heads, default=(inf, 0))
+        return (None, start_s) if start_s > now_s else (queues[rank][i].popleft(), now_s)
+
+    orders = ranks.run(choose)
+    if orders is None:
+        return inf, jobs.schedule
+    ends_s = (written_s for written_s in ranks.written_s if written_s < inf)
+    return round(max(ends_s), 9), jobs.as_schedule(orders, schedule.name)
+
+
+def _queues(jobs: Jobs, order: list[int]) -> list[deque[int]]:
+    """Return the tasks of a rank in the queues from which it takes the first: its stages' last."""
+    kinds = [*PRIORITY, "FBIW"]
+    return [deque(task for task in order if jobs.tasks[task].kind in kind) for kind in kinds]
 
 
 def with_parts(schedule: Schedule) -> Schedule:
     """Return `schedule` with the tasks of all parts at the end.
 
-    For uses that ignore their order: counts of tasks, and ticks, in which ranks meet anyway.
+    For uses that ignore their order: counts of tasks, and ticks, in which ranks meet anyway. Those
+    of a kind have the order of the stage's tasks that they belong to.
     """
-    cells = list(product(PART_KINDS, range(schedule.num_microbatches)))
-    parts = ([Task(r, kind, m) for kind, m in cells] for r in range(schedule.num_ranks))
-    ranks = tuple((*tasks, *more) for tasks, more in zip(schedule.ranks, parts, strict=True))
-    return replace(schedule, ranks=ranks, vocab_parts=schedule.num_ranks)
 
+    def order(stage: int, kinds: str) -> list[int]:
+        tasks = schedule.ranks[schedule.rank_of[stage]]
+        return [task.microbatch for task in tasks if task.stage == stage and task.kind in kinds]
 
-def without_vocabulary(schedule: Schedule) -> Schedule:
-    """Return `schedule` without the tasks of parts of the vocabulary."""
-    if not schedule.vocab_parts:
-        return schedule
-    of_stages = ((task for task in tasks if task.kind in KINDS) for tasks in schedule.ranks)
-    return replace(schedule, ranks=tuple(map(tuple, of_stages)), vocab_parts=0)
+    last = order(schedule.num_stages - 1, "F")
+    more: dict[Kind, list[int]]
+    more = {"T": last, "S": last, "E": order(0, "F"), "G": order(0, "BI")}
+    ranks = tuple(
+        (*tasks, *(Task(r, kind, m) for kind in more for m in more[kind]))
+        for r, tasks in enumerate(schedule.ranks)
+    )
+    return replace(schedule, ranks=ranks, part_ranks=tuple(range(schedule.num_ranks)))
 
 
 def _ahead(tasks: tuple[Task, ...], number: int) -> tuple[Task, ...]:
@@ -104,105 +126,3 @@ def _ahead(tasks: tuple[Task, ...], number: int) -> tuple[Task, ...]:
             done += 1
         moved.append(task)
     return (*moved, *forwards)
-
-
-class _Insertion:
-    """Free-running ranks with programs of stages' tasks, which run parts' tasks when they can.
-
-    A value that all parts write is one value, of part 0, written when the last part has written it.
-    """
-
-    def __init__(self, schedule: Schedule, costs: Costs):
-        self.schedule, self.hop_s = schedule, costs.transfer_s
-        places: list[tuple[Kind, int]] = [
-            (kind, place) for kind in ALL_KINDS for place in schedule.places(kind)
-        ]
-        self.seconds = {each: costs.seconds(*each, schedule.num_chunks) for each in places}
-        self.reads = {(kind, place): self._reads(Task(place, kind, 0)) for kind, place in places}
-        self.writes = {(kind, place): writes(Task(place, kind, 0)) for kind, place in places}
-        # microbatches left by rank and kind, in the order of the stage that the kind belongs to
-        self.left: list[dict[Kind, deque[int]]]
-        self.left = [{kind: deque(self._order(kind)) for kind in _PRIORITY} for _ in schedule.ranks]
-        forwards = self._order("E")
-        # the first stage's microbatch that must be done before one is embedded
-        self.released_by = dict(zip(forwards[AHEAD:], forwards, strict=False))
-        self.at, self.free_s = [0] * schedule.num_ranks, [0.0] * schedule.num_ranks
-        self.done: list[list[Task]] = [[] for _ in schedule.ranks]
-        self.written_s: dict[Written, float] = {}
-        self.parts_left: dict[Written, int] = {}  # of values that all parts write
-        self.waiting: dict[Written, set[int]] = {}  # ranks that may go on once a value is there
-
-    def run(self) -> Schedule:
-        """Return the schedule with all tasks; `validate` refuses that of a rank that got stuck."""
-        run_ranks(self.schedule.num_ranks, self._act)
-        return replace(self.schedule, ranks=tuple(map(tuple, self.done)))
-
-    def _act(self, rank: int, now_s: float) -> tuple[float, list[Wake]]:
-        """Run the next task of a rank, or wait for it. Readers of its values are woken."""
-        start_s, task = self._next(rank)
-        if task is None or start_s > now_s:
-            return now_s, [] if task is None else [(start_s, rank)]
-        self.free_s[rank] = end_s = start_s + self.seconds[task.kind, task.stage]
-        self.done[rank].append(task)
-        if task.kind in PART_KINDS:
-            self.left[rank][task.kind].popleft()
-        else:
-            self.at[rank] += 1
-        written = self.writes[task.kind, task.stage]
-        woken = {rank}.union(*(self._write(value, task.microbatch, end_s) for value in written))
-        return end_s, [(max(end_s, self.free_s[each]), each) for each in woken]
-
-    def _write(self, value: Value, microbatch: int, end_s: float) -> set[int]:
-        """Write a value of a microbatch, and return the ranks that waited for it."""
-        name, place, _ = value
-        key = name, 0 if name in OF_ALL else place, microbatch
-        if name in OF_ALL:
-            left = self.parts_left.get(key, self.schedule.vocab_parts) - 1
-            self.parts_left[key] = left
-            if left:
-                return set()
-        self.written_s[key] = end_s
-        return self.waiting.pop(key, set())
-
-    def _reads(self, task: Task) -> tuple[tuple[Value, float], ...]:
-        """Return the values that a task of microbatch 0 reads, with their seconds of transfer."""
-        found: dict[Value, float] = {}
-        rank_at = self.schedule.rank_at
-        for value in self.schedule.reads(task):
-            is_of_all = value.name in OF_ALL
-            crosses = is_of_all or rank_at(value) != rank_at(task)
-            found[value._replace(stage=0) if is_of_all else value] = self.hop_s if crosses else 0.0
-        return tuple(found.items())
-
-    def _order(self, kind: Kind) -> list[int]:
-        """Return the microbatches in the order of the stage that a kind of parts belongs to."""
-        stage = 0 if kind in "EG" else self.schedule.num_stages - 1
-        kinds = "BI" if kind == "G" else "F"
-        tasks = self.schedule.ranks[self.schedule.rank_of[stage]]
-        return [task.microbatch for task in tasks if task.stage == stage and task.kind in kinds]
-
-    def _next(self, rank: int) -> tuple[float, Task | None]:
-        """Return (start, task) of the task that a rank runs next; (inf, None) if unknown yet."""
-        tasks = [Task(rank, k, left[0]) for k, left in self.left[rank].items() if left]
-        tasks += self.schedule.ranks[rank][self.at[rank] : self.at[rank] + 1]
-        start_s, task = min(
-            ((self._ready_s(rank, task), task) for task in tasks),
-            key=lambda each: each[0],
-            default=(inf, None),
-        )
-        return start_s, None if start_s == inf else task
-
-    def _ready_s(self, rank: int, task: Task) -> float:
-        """Return when a rank can run a task; infinity, and a wake later, if that is not known."""
-        stage, kind, m = task
-        needs = [((name, at, m), after_s) for (name, at, _), after_s in self.reads[kind, stage]]
-        if kind == "E" and m in self.released_by:
-            needs.append((("act", 0, self.released_by[m]), 0.0))
-        ready_s = self.free_s[rank]
-        for value, after_s in needs:
-            written_s = self.written_s.get(value)
-            if written_s is None:
-                self.waiting.setdefault(value, set()).add(rank)
-                return inf
-            ready_s = max(ready_s, written_s + after_s)
-        return ready_s

@@ -21,6 +21,7 @@ from ppctl.schedule.search.building_blocks import (
     repeated,
     squeeze,
     steady_excess,
+    v_jobs,
 )
 from ppctl.schedule.search.greedy_order import fill
 from ppctl.schedule.search.hill_climbing import Trials, _moves, climb
@@ -173,7 +174,9 @@ def test_a_squeezed_block_is_a_valid_schedule_within_the_cap(costs):
         for cap in (4, 6, 8):
             if steady_peak(block) > cap / 2:
                 continue
-            schedule = validate(squeeze("block", repeated(block, 8), 8, cap, costs, 0.5))
+            jobs = v_jobs(4, 8, costs)
+            orders = squeeze(jobs, repeated(block, 8), cap, 0.5)
+            schedule = validate(jobs.as_schedule(orders, "block"))
             assert max(peak_activations(schedule)) <= cap / 2
 
 

@@ -66,7 +66,7 @@ def test_the_cheaper_shape_is_taken(sizes):
     for size in sizes:
         schedule = make(*size)
         for costs in (COSTS, FORWARD_BACKWARD, Costs(1, 1, 1, 5)):
-            rows = [counted(pack(schedule, shape)) for shape in ("op", "fb")]
+            rows = [counted(schedule, pack(schedule, shape)) for shape in ("op", "fb")]
             cheapest = min(counted_s(each, costs, schedule.num_chunks) for each in rows)
             lowered = ticks(schedule, costs)
             assert lowered.makespan_s(costs) == pytest.approx(

@@ -200,7 +200,7 @@ class Simulated:
             like = self.ran_as[part]
             return self.ran[like].task_s.get((like, kind), 0.0) + self._sent.seconds(kind, part, 1)
 
-        return tuple(map(seconds, self.job.pipe.schedule.places(kind)))
+        return tuple(map(seconds, range(len(self.job.pipe.schedule.ranks_of(kind)))))
 
     def _with_gathers(self, layers: int, f: float, i: float, w: float) -> tuple[float, float]:
         """Return the seconds of F and of I (B without W) with executor.gather=layer's gathers."""

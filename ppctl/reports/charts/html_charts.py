@@ -78,7 +78,10 @@ def chart_data(drawing: Drawing) -> dict[str, Any]:
         ],
         "ink": INK,
         "seconds": [
-            [timeline.costs.seconds(kind, place, num_chunks) for place in schedule.places(kind)]
+            [
+                timeline.costs.seconds(kind, s, num_chunks)
+                for s in range(len(schedule.ranks_of(kind)))
+            ]
             for kind in ALL_KINDS
         ],
         # 3. tasks and memory

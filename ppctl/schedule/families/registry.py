@@ -24,7 +24,7 @@ from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.family import Family
 from ppctl.schedule.families.formulas import require_at_least
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.tick_lowering import runs_in_fb_ticks
+from ppctl.schedule.lockstep_ticks import runs_in_fb_ticks
 from ppctl.schedule.validation import validate
 
 

@@ -5,7 +5,7 @@ from ppctl.schedule.families.family import Family, where_slower
 from ppctl.schedule.families.formulas import only_if
 from ppctl.schedule.families.one_f_one_b import one_f_one_b
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.search.building_blocks import repeated, squeeze
+from ppctl.schedule.search.building_blocks import repeated, squeezed
 
 
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -19,9 +19,8 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     wait = 3 if p % 2 == 0 else 0  # keeps the four lines of a rank on different ticks of the period
     turn, end = 3 * p - 1 + wait, 6 * p - 2 + wait
     starts = [[2 * r, 3 * p - 2 - r, turn + 2 * r, end - r] for r in range(p)]
-    return squeeze(
-        "v_half", repeated(starts, num_microbatches), num_microbatches, 2 * ((p + 2) // 2)
-    )
+    priority, cap = repeated(starts, num_microbatches), 2 * ((p + 2) // 2)
+    return squeezed("v_half", priority, num_microbatches, cap)
 
 
 def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -35,9 +34,8 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     p = num_ranks
     wait = 2 if p % 3 == 0 else 0  # keeps the four lines of a rank on different ticks of the period
     starts = [[r, 2 * p - 1 - r, 2 * p + wait + r, 4 * p - 1 + wait - r] for r in range(p)]
-    return squeeze(
-        "v_min", repeated(starts, num_microbatches), num_microbatches, 2 * ((p + 4) // 3)
-    )
+    priority, cap = repeated(starts, num_microbatches), 2 * ((p + 4) // 3)
+    return squeezed("v_min", priority, num_microbatches, cap)
 
 
 def needs_split_backward(schedule: Schedule, costs: Costs) -> str | None:

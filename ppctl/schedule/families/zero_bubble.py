@@ -12,7 +12,7 @@ from ppctl.schedule.families.formulas import (
 from ppctl.schedule.families.interleaved import task_order
 from ppctl.schedule.families.stage_placement import RankProgram, loop, v_shape
 from ppctl.schedule.ir import Kind, Schedule, Task
-from ppctl.schedule.search.building_blocks import squeeze
+from ppctl.schedule.search.building_blocks import squeezed
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -84,7 +84,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     if full == num_microbatches:
         return Schedule("zb_v", ranks, v_shape(num_ranks), num_microbatches)
     priority, cap = _priority(ranks, num_microbatches), 2 * num_ranks
-    return squeeze("zb_v", priority, num_microbatches, cap, reorder=False)
+    return squeezed("zb_v", priority, num_microbatches, cap, reorder=False)
 
 
 def _zb_v_steps(r: int, num_ranks: int, num_microbatches: int) -> tuple[Task, ...]:
@@ -107,7 +107,7 @@ def _zb_v_steps(r: int, num_ranks: int, num_microbatches: int) -> tuple[Task, ..
 
 
 def _priority(ranks: tuple[tuple[Task, ...], ...], num_microbatches: int) -> list[list[list[int]]]:
-    """Return the step of each F and I, by rank, line of `squeeze` and microbatch."""
+    """Return the step of each F and I, by rank, line of `squeezed` and microbatch."""
     found: list[list[list[int]]] = []
     for r, tasks in enumerate(ranks):
         step = {task: t for t, task in enumerate(tasks)}

@@ -23,7 +23,14 @@ from ppctl.schedule.families.stage_placement import v_shape
 from ppctl.schedule.ir import Schedule, split_backward
 from ppctl.schedule.lower_bounds import bound_under_cap_s
 from ppctl.schedule.search.auto_choice import GIB, NO_GAP, Choice, FoundSchedule
-from ppctl.schedule.search.building_blocks import Block, blocks, repeated, squeeze, steady_excess
+from ppctl.schedule.search.building_blocks import (
+    Block,
+    blocks,
+    repeated,
+    squeeze,
+    steady_excess,
+    v_jobs,
+)
 from ppctl.schedule.search.greedy_order import fill
 from ppctl.schedule.search.hill_climbing import climb
 from ppctl.schedule.search.numbered_orders import Jobs, Orders
@@ -212,27 +219,29 @@ class _Search:
         # 1. the blocks that are above the cap by at most a microbatch
         empty = Schedule("block", ((),) * num_ranks, v_shape(num_ranks), num_microbatches)
         ledger = self.ledger(placed, empty)
-        limit = 2 * self.cap if self.cap is not None else self.limit(empty)
+        limit = self.limit(empty)
         more = max(map(add, ledger.stash, reversed(ledger.stash)))
         excess = {block: steady_excess(block, ledger, limit) for block in blocks(num_ranks)}
         within = [block for block, above in excess.items() if above <= more]
         within.sort(key=lambda block: (abs(excess[block]), block))
         # 2. the best of them with few microbatches
         few = min(num_microbatches, 2 * num_ranks)
+        jobs = {m: v_jobs(num_ranks, m, placed.costs, ledger) for m in (few, num_microbatches)}
         within, num_all = within[: PROBED_TASKS // (6 * num_ranks * few)], len(within)
         self.num_blocks = (len(within), num_all)
         expected: list[tuple[float, int, Block]] = []
         for number, block in enumerate(within):
-            jobs = self._squeezed(block, few, 0.5, placed)
-            if jobs is not None:
-                expected.append((_expected_s(jobs, num_microbatches), number, block))
+            orders = squeeze(jobs[few], repeated(block, few), limit, 0.5)
+            if orders is not None:
+                expected.append((_expected_s(jobs[few], orders, num_microbatches), number, block))
         # 3. these in full
         most = min(NUM_SQUEEZED, self._affordable(SQUEEZED_TASKS, len(SQUEEZE_PATIENCE)))
         for _, number, block in sorted(expected)[:most]:
             for patience in SQUEEZE_PATIENCE:
-                jobs = self._squeezed(block, num_microbatches, patience, placed)
-                if jobs is not None:
-                    self._add(f"V block {number}", jobs, jobs.first)
+                priority = repeated(block, num_microbatches)
+                orders = squeeze(jobs[num_microbatches], priority, limit, patience)
+                if orders is not None:
+                    self._add(f"V block {number}", jobs[num_microbatches], orders)
 
     def improve(self) -> None:
         """Add greedy runs of the best so far, then climbs the best of all."""
@@ -310,17 +319,6 @@ class _Search:
         num_tasks = statistics.median(len(jobs.tasks) for _, jobs in self.priorities)
         return max(2, int(budget / (runs_each * num_tasks)))
 
-    def _squeezed(
-        self, block: Block, num_microbatches: int, patience: float, placed: Placed
-    ) -> Jobs | None:
-        empty = Schedule("block", ((),) * len(block), v_shape(len(block)), num_microbatches)
-        ledger, costs = self.ledger(placed, empty), placed.costs
-        how = num_microbatches, self.limit(empty), costs, patience, ledger
-        try:
-            return Jobs(squeeze("block", repeated(block, num_microbatches), *how), costs, ledger)
-        except ScheduleError:  # the block cannot run under the cap
-            return None
-
     def _add(
         self, label: str, jobs: Jobs, orders: Orders, published: Schedule | None = None
     ) -> None:
@@ -336,9 +334,9 @@ class _Search:
         self.found.append(_Start(found_s, len(self.found), label, jobs, orders, published))
 
 
-def _expected_s(jobs: Jobs, num_microbatches: int) -> float:
+def _expected_s(jobs: Jobs, orders: Orders, num_microbatches: int) -> float:
     """Return the makespan with more microbatches, extrapolated from the middle ones of these."""
-    run = jobs.run(jobs.first)
+    run = jobs.run(orders)
     assert run is not None, "a squeezed block runs"
     few = jobs.schedule.num_microbatches
     if few == num_microbatches:

@@ -10,19 +10,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate, permutations
 
-from ppctl.errors import ScheduleError
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.execution_order import NEVER, Arrivals, Rule, Wake, run_ranks
+from ppctl.schedule.execution_order import NEVER
 from ppctl.schedule.families.stage_placement import v_shape
 from ppctl.schedule.ir import Kind, Schedule, Task
+from ppctl.schedule.search.numbered_orders import ChoosingRanks, Jobs, Orders
 from ppctl.schedule.search.placement_costs import Ledger
 
-UNIT = Costs()
 PERIOD = 6  # ticks of a microbatch on every rank: F, I and W of two chunks
 F_DOWN, F_UP, I_UP, I_DOWN = range(4)  # a rank's lines of the pattern, in a microbatch's order
+# the tasks of each line, then the weight gradients
+LINES: tuple[tuple[Kind, str], ...] = (
+    *(("F", "down"), ("F", "up"), ("I", "up"), ("I", "down")),
+    *(("W", "up"), ("W", "down")),
+)
+WEIGHT_GRADS = {I_UP: 4, I_DOWN: 5}  # their lines
 Block = tuple[tuple[int, int, int, int], ...]  # by rank the ticks of F down, F up, I up, I down
 STEPS = range(1, PERIOD)  # ticks from a rank to the next on the way down; one tick on the way up
 
@@ -108,102 +112,96 @@ def repeated(starts: Sequence[Sequence[int]], num_microbatches: int) -> list[lis
     return [[[start + tick for tick in ticks] for start in row] for row in starts]
 
 
+def v_jobs(
+    num_ranks: int, num_microbatches: int, costs: Costs, ledger: Ledger | None = None
+) -> Jobs:
+    """Return the tasks of a V: of each rank those of its lines, then the weight gradients."""
+    ranks: list[tuple[Task, ...]] = []
+    for r in range(num_ranks):
+        stages = {"down": r, "up": 2 * num_ranks - 1 - r}
+        lines: list[tuple[int, Kind]] = [(stages[way], kind) for kind, way in LINES]
+        ranks.append(tuple(Task(s, k, m) for s, k in lines for m in range(num_microbatches)))
+    return Jobs(
+        Schedule("block", tuple(ranks), v_shape(num_ranks), num_microbatches), costs, ledger
+    )
+
+
 def squeeze(
+    jobs: Jobs,
+    priority: Sequence[Sequence[Sequence[int]]],
+    cap: int,
+    patience: float = 0.0,
+    *,
+    reorder: bool = True,
+) -> Orders | None:
+    """Return the orders of ranks that run F and I by `priority[rank][line][microbatch]`.
+
+    The lowest priority runs first. None where the pattern cannot run under the cap.
+    jobs: `v_jobs`, with the costs of the run. cap: the most that a rank holds, in the units of the
+    ledger of jobs. patience: a rank waits for a task that comes within this share of a weight
+    gradient's time, instead of running that.
+    reorder: before rank 0's first backward and after a rank's last entry (F down), a rank whose
+    next task is not ready takes another that is, as the paper's reordering does.
+    """
+    ranks = ChoosingRanks(jobs)
+    patterns = [_Pattern(jobs, ranks, r, of_rank, cap) for r, of_rank in enumerate(priority)]
+    first_backward_s = NEVER  # of rank 0
+
+    def choose(r: int, now_s: float) -> tuple[int | None, float]:
+        nonlocal first_backward_s
+        warm = reorder and now_s <= first_backward_s
+        task, later_s = patterns[r].choose(now_s, warm=warm, cool=reorder, patience=patience)
+        if r == 0 and task is not None and jobs.tasks[task].kind == "I":
+            first_backward_s = min(first_backward_s, now_s)
+        return task, later_s
+
+    return ranks.run(choose)
+
+
+def squeezed(
     name: str,
     priority: Sequence[Sequence[Sequence[int]]],
     num_microbatches: int,
     cap: int,
-    costs: Costs = UNIT,
-    patience: float = 0.0,
-    ledger: Ledger | None = None,
     *,
     reorder: bool = True,
 ) -> Schedule:
-    """Return the schedule of ranks that run F and I by `priority[rank][line][microbatch]`.
+    """Return the schedule of a pattern that runs under a cap on activations, in chunks.
 
-    The lowest priority runs first.
-    cap: the most that a rank holds, in the units of `ledger` (None: activations, in chunks). costs:
-    of the run that makes the order. patience: a rank waits for a task that comes within this share
-    of a weight gradient's time, instead of running that.
-    reorder: before rank 0's first backward and after a rank's last entry (F down), a rank whose
-    next task is not ready takes another that is, as the paper's reordering does.
-    ScheduleError where the pattern cannot run under the cap.
+    Its order is that of ranks at the costs of the papers.
     """
-    # 1. the ranks with their patterns
-    num_ranks = len(priority)
-    empty = Schedule(name, ((),) * num_ranks, v_shape(num_ranks), num_microbatches)
-    rule = Rule.of(empty)
-    arrivals = rule.arrivals(costs.transfer_s)
-    written_s = [NEVER] * rule.num_values
-    ledger = Ledger.counted(empty) if ledger is None else ledger
-    shared = empty, arrivals, written_s, cap, costs, ledger
-    ranks = [_Rank(r, lines, *shared) for r, lines in enumerate(priority)]
-    first_backward_s = NEVER  # of rank 0
-
-    def act(r: int, now_s: float) -> tuple[float, list[Wake]]:
-        """Run a task of rank r, or wait for one. The reader of its value is woken."""
-        nonlocal first_backward_s
-        warm = reorder and now_s <= first_backward_s
-        task, later_s = ranks[r].next_task(now_s, warm=warm, cool=reorder, patience=patience)
-        if task is None:
-            return now_s, [(later_s, r)] if later_s < NEVER else []
-        stage, kind, m = task
-        if r == 0 and kind == "I":
-            first_backward_s = min(first_backward_s, now_s)
-        end_s = now_s + ranks[r].seconds[kind, stage]
-        for base in rule.writes[kind][stage]:
-            written_s[base + m] = end_s
-        reads_it = stage + 1 if kind == "F" else stage - 1
-        wakes = [(end_s, r)]
-        if kind != "W" and 0 <= reads_it < 2 * num_ranks and empty.rank_of[reads_it] != r:
-            wakes.append((end_s + costs.transfer_s, empty.rank_of[reads_it]))
-        return end_s, wakes
-
-    # 2. the run, and the tasks that it left
-    run_ranks(num_ranks, act)
-    left = 6 * num_ranks * num_microbatches - sum(len(rank.done) for rank in ranks)
-    if left:
-        raise ScheduleError(f"{name}: {left} tasks cannot run under a cap of {cap}.")
-    return replace(empty, ranks=tuple(tuple(rank.done) for rank in ranks))
+    jobs = v_jobs(len(priority), num_microbatches, Costs())
+    orders = squeeze(jobs, priority, cap, reorder=reorder)
+    assert orders is not None, f"{name}: tasks cannot run under a cap of {cap}"
+    return jobs.as_schedule(orders, name)
 
 
-class _Rank:
+class _Pattern:
     """One rank on its way through its four lines."""
 
     def __init__(
         self,
+        jobs: Jobs,
+        ranks: ChoosingRanks,
         r: int,
         priority: Sequence[Sequence[int]],
-        schedule: Schedule,
-        arrivals: Arrivals,
-        written_s: list[float],
         cap: int,
-        costs: Costs,
-        ledger: Ledger,
     ):
-        down, up = r, schedule.num_stages - 1 - r
-        # 1. of each line of the pattern its stage, kind, reads and seconds
-        self.cells: tuple[tuple[int, Kind], ...] = ((down, "F"), (up, "F"), (up, "I"), (down, "I"))
-        self.needs = [arrivals[kind][stage] for stage, kind in self.cells]
-        places = [(kind, stage) for kind in "FIW" for stage in (down, up)]
-        self.seconds = {(kind, stage): costs.seconds(kind, stage, 2) for kind, stage in places}
-        self.written_s, self.priority, self.cap = written_s, priority, cap
-        self.num_microbatches = schedule.num_microbatches
-        # 2. progress and memory
+        self.jobs, self.ranks, self.priority, self.cap = jobs, ranks, priority, cap
+        self.num_microbatches = number = jobs.schedule.num_microbatches
+        self.lines = [jobs.first[r][i * number : (i + 1) * number] for i in range(len(LINES))]
         self.at = [0, 0, 0, 0]  # microbatches done, by line
         self.heads = [(of_line[0], line) for line, of_line in enumerate(priority)]  # to come
-        self.live = ledger.held[r]
-        rise = [ledger.rise(stage, kind) for stage, kind in self.cells]
-        reserves = (ledger.reserve, ledger.reserve, 0, 0)
-        self.takes = [n + more for n, more in zip(rise, reserves, strict=True)]  # by line
-        self.change = {(kind, stage): ledger.change(stage, kind) for kind, stage in places}
-        self.pending: deque[Task] = deque()  # weight gradients to come
-        self.done: list[Task] = []
+        self.live = jobs.held[r]
+        rise = [jobs.rise[line[0]] for line in self.lines]
+        reserves = (jobs.reserve, jobs.reserve, 0, 0)
+        self.takes = [n + more for n, more in zip(rise, reserves, strict=False)]  # by line
+        self.pending: deque[int] = deque()  # weight gradients to come
 
-    def next_task(
+    def choose(
         self, now_s: float, *, warm: bool, cool: bool, patience: float
-    ) -> tuple[Task | None, float]:
-        """Return the task to run now, marked as done; else None and when to try again, if known."""
+    ) -> tuple[int | None, float]:
+        """Return the task to run now; else None and when to ask again, if known."""
         # 1. the first line whose task is ready and fits; others than the first if warm or cool
         cool = cool and self.at[F_DOWN] == self.num_microbatches
         todo = sorted(self.heads) if cool or warm else [min(self.heads)] if self.heads else []
@@ -214,10 +212,7 @@ class _Rank:
                 continue
             if self.live + self.takes[line] > self.cap:
                 continue
-            m = self.at[line]
-            arrives_s = 0.0
-            for base, hop_s in self.needs[line]:
-                arrives_s = max(arrives_s, self.written_s[base + m] + hop_s)
+            arrives_s = self.ranks.ready_s(self.lines[line][self.at[line]])
             if arrives_s <= now_s:
                 return self._run(line), now_s
             later_s = min(later_s, arrives_s)
@@ -226,27 +221,25 @@ class _Rank:
         # 2. a weight gradient, unless such a task comes soon
         if self.pending:
             weight_grad = self.pending[0]
-            if later_s >= now_s + patience * self.seconds["W", weight_grad.stage]:
-                self.live += self.change["W", weight_grad.stage]
-                self.done.append(self.pending.popleft())
-                return weight_grad, now_s
+            if later_s >= now_s + patience * self.jobs.seconds[weight_grad]:
+                self.live += self.jobs.change[weight_grad]
+                return self.pending.popleft(), now_s
         return None, later_s
 
-    def _run(self, line: int) -> Task:
-        stage, kind = self.cells[line]
-        task = Task(stage, kind, self.at[line])
-        self.heads.remove((self.priority[line][task.microbatch], line))
+    def _run(self, line: int) -> int:
+        m = self.at[line]
+        self.heads.remove((self.priority[line][m], line))
         self.at[line] += 1
         if self.at[line] < self.num_microbatches:
             self.heads.append((self.priority[line][self.at[line]], line))
-        self.live += self.change[kind, stage]
-        if kind == "I":
-            self.pending.append(Task(stage, "W", task.microbatch))
-        self.done.append(task)
+        task = self.lines[line][m]
+        self.live += self.jobs.change[task]
+        if line in WEIGHT_GRADS:
+            self.pending.append(self.lines[WEIGHT_GRADS[line]][m])
         return task
 
     def _has_room(self) -> bool:
         """Return whether a microbatch may enter early, with room for all to come back up."""
         coming_back = self.at[F_DOWN] - self.at[F_UP]
-        up = self.change["F", self.cells[F_UP][0]]
+        up = self.jobs.change[self.lines[F_UP][0]]
         return self.live + coming_back * up + self.takes[F_DOWN] + up <= self.cap

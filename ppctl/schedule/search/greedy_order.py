@@ -5,8 +5,8 @@ A rank that would wait runs a later task of its order that is ready, if memory a
 
 from __future__ import annotations
 
-from ppctl.schedule.execution_order import NEVER, Wake, run_ranks
-from ppctl.schedule.search.numbered_orders import Jobs, Orders
+from ppctl.schedule.execution_order import NEVER
+from ppctl.schedule.search.numbered_orders import ChoosingRanks, Jobs, Orders
 
 WINDOW = 48  # how far along its order a rank looks for a task that is ready
 
@@ -20,56 +20,38 @@ def fill(
     never does. patience: a task may make the one it overtakes late by this share of its time.
     weight_grads_last: any other ready task overtakes a weight gradient.
     """
-    ranks = _Ranks(jobs, orders, cap, patience, weight_grads_last)
-    run_ranks(jobs.num_ranks, ranks.act)
-    return None if any(ranks.rest) else ranks.done
+    greedy = _Greedy(jobs, orders, cap, patience, weight_grads_last)
+    return greedy.ranks.run(greedy.choose)
 
 
-class _Ranks:
-    """The state of a greedy run: the tasks that each rank has done and has left, and its memory."""
+class _Greedy:
+    """The state of a greedy run: the tasks that each rank has left, and its memory."""
 
     def __init__(
         self, jobs: Jobs, orders: Orders, cap: int, patience: float, weight_grads_last: bool
     ):
-        self.jobs, self.cap = jobs, cap
+        self.jobs, self.ranks, self.cap = jobs, ChoosingRanks(jobs), cap
         self.patience, self.weight_grads_last = patience, weight_grads_last
         self.fits = [jobs.fits(order, cap) for order in orders]
         self.rest = [list(order) for order in orders]
-        self.done: Orders = [[] for _ in orders]
-        self.written_s: list[float] = [NEVER] * jobs.num_values
         self.live = list(jobs.held)
-        self.readers: dict[int, int] = {}
-        for task, reads in enumerate(jobs.needs):
-            for value, hop_s in reads:
-                if hop_s or value not in self.readers:
-                    self.readers[value] = jobs.rank[task]
 
-    def act(self, rank: int, now_s: float) -> tuple[float, list[Wake]]:
-        """Run a task of the rank, or wait for one. Readers of its values are woken."""
-        jobs = self.jobs
-        if not self.rest[rank]:
-            return now_s, []
-        place, later_s = self._choose(rank, now_s)
+    def choose(self, rank: int, now_s: float) -> tuple[int | None, float]:
+        """Return the task that a rank runs now; None and when one can run."""
+        place, later_s = self._place(rank, now_s) if self.rest[rank] else (None, NEVER)
         if place is None:
-            return now_s, [(later_s, rank)] if later_s < NEVER else []
+            return None, later_s
         task = self.rest[rank].pop(place)
-        self.done[rank].append(task)
-        self.live[rank] += jobs.change[task]
-        end_s = now_s + jobs.seconds[task]
-        wakes = [(end_s, rank)]
-        for value in jobs.makes[task]:
-            self.written_s[value] = end_s
-            reader = self.readers.get(value, rank)
-            if reader != rank:
-                wakes.append((end_s + jobs.hop_s, reader))
-        return end_s, wakes
+        self.live[rank] += self.jobs.change[task]
+        return task, now_s
 
-    def _choose(self, rank: int, now_s: float) -> tuple[int | None, float]:
+    def _place(self, rank: int, now_s: float) -> tuple[int | None, float]:
         """Return the place in rest[rank] of the task to run; None and when one can run."""
         jobs, order, rise = self.jobs, self.rest[rank], self.jobs.rise
+        ready_s = self.ranks.ready_s
         # 1. the first task, unless it has to wait
         head = order[0]
-        head_s = self._ready_s(head)
+        head_s = ready_s(head)
         blocked = not self._has_room(rank, head)
         may_start = head_s <= now_s and not blocked
         if may_start and not (self.weight_grads_last and jobs.tasks[head].kind == "W"):
@@ -79,21 +61,13 @@ class _Ranks:
         for place, task in enumerate(order[:WINDOW]):
             overtakes = place > 0 and not (may_start and jobs.tasks[task].kind == "W")
             fits = overtakes and (not rise[task] or self._has_room(rank, task, most))
-            if fits and self._ready_s(task) <= now_s:
+            if fits and ready_s(task) <= now_s:
                 late_s, seconds = now_s + jobs.seconds[task] - head_s, jobs.seconds[task]
                 if may_start or blocked or late_s <= self.patience * seconds:
                     return place, now_s
             most = max(most, ahead + rise[task])
             ahead += jobs.change[task]
         return (0, now_s) if may_start else (None, NEVER if blocked else head_s)
-
-    def _ready_s(self, task: int) -> float:
-        latest_s = 0.0
-        for value, hop_s in self.jobs.needs[task]:
-            arrives_s = self.written_s[value] + hop_s
-            if arrives_s > latest_s:
-                latest_s = arrives_s
-        return latest_s
 
     def _has_room(self, rank: int, task: int, most: int = 0) -> bool:
         """Return whether a task may run before others that hold `most` more at their peak.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from heapq import heappop, heappush
 
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.execution_order import Rule
-from ppctl.schedule.ir import KINDS, Schedule
+from ppctl.schedule.execution_order import NEVER, Rule
+from ppctl.schedule.ir import Schedule
 from ppctl.schedule.search.placement_costs import Ledger
 
 Orders = list[list[int]]  # for each rank the numbers of its tasks, in program order
@@ -50,7 +51,7 @@ class Jobs:
         self.seconds = [costs.seconds(kind, stage, chunks) for stage, kind, _ in self.tasks]
         ledger = Ledger.counted(schedule) if ledger is None else ledger
         self.held, self.reserve = ledger.held, ledger.reserve
-        places = list(product(range(schedule.num_stages), KINDS))
+        places = {task[:2] for task in self.tasks}
         rise = {place: ledger.rise(*place) for place in places}
         change = {place: ledger.change(*place) for place in places}
         self.rise = [rise[task[:2]] for task in self.tasks]
@@ -119,3 +120,55 @@ class Jobs:
         """Return the schedule of these orders."""
         ranks = tuple(tuple(self.tasks[task] for task in order) for order in orders)
         return replace(self.schedule, name=name, ranks=ranks)
+
+
+class ChoosingRanks:
+    """Free ranks that choose their next tasks, such as the first of a list that is ready."""
+
+    def __init__(self, jobs: Jobs):
+        self.jobs = jobs
+        self.written_s = [NEVER] * jobs.num_values
+        # ranks to ask again once a value is written, and seconds until it is there
+        self.waiting = defaultdict[int, dict[int, float]](dict)
+
+    def ready_s(self, task: int) -> float:
+        """Return when all values that a task reads are there; NEVER where one is not written."""
+        latest_s = 0.0
+        for value, hop_s in self.jobs.needs[task]:
+            arrives_s = self.written_s[value] + hop_s
+            if arrives_s == NEVER:
+                self.waiting[value][self.jobs.rank[task]] = hop_s
+                return NEVER
+            if arrives_s > latest_s:
+                latest_s = arrives_s
+        return latest_s
+
+    def run(self, choose: Callable[[int, float], tuple[int | None, float]]) -> Orders | None:
+        """Return the orders in which the ranks ran all tasks; None if they got stuck.
+
+        choose(rank, now_s) returns the task that a free rank runs now, or None and when to ask
+        again. A rank is asked, by time, then rank, when it is free, and when it received a value
+        for which a task was not ready.
+        """
+        jobs, left = self.jobs, len(self.jobs.tasks)
+        done: Orders = [[] for _ in range(jobs.num_ranks)]
+        free_s = [0.0] * jobs.num_ranks
+        wake = [(0.0, rank) for rank in range(jobs.num_ranks)]
+        while wake:
+            now_s, rank = heappop(wake)
+            if free_s[rank] > now_s:
+                continue
+            task, later_s = choose(rank, now_s)
+            if task is None:
+                if later_s < NEVER:
+                    heappush(wake, (later_s, rank))
+                continue
+            free_s[rank] = end_s = now_s + jobs.seconds[task]
+            heappush(wake, (end_s, rank))
+            for value in jobs.makes[task]:
+                self.written_s[value] = end_s
+                for reader, hop_s in self.waiting.pop(value, {}).items():
+                    heappush(wake, (end_s + hop_s, reader))
+            done[rank].append(task)
+            left -= 1
+        return None if left else done
