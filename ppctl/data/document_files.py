@@ -33,8 +33,7 @@ CHUNK_BYTES = 1 << 20
 ROWS_AT_ONCE = 256
 PROGRESS_S = 15.0  # between two lines
 
-DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)  # errors of damaged compressed files
-ZSTD_CHUNK_BYTES = 1 << 13  # compressed, decoded at once: they may become 32,768 times as many
+DAMAGED = (EOFError, zlib.error)  # errors of compressed files
 
 Content = str | Sequence[Any]  # a text, or the messages of a chat
 
@@ -288,53 +287,19 @@ def _opened(file: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     The body raises one of DAMAGED where the compressed content is damaged or cut short.
     """
     with file.open("rb") as raw:
+        source: Any = raw
         if file.suffix == ".gz":
-            with gzip.open(raw) as source:
-                yield cast("IO[bytes]", source), raw
+            source = gzip.open(raw)
         elif file.suffix == ".zst":
-            source = io.BufferedReader(cast("Any", ZstdReader(_frames(file, raw))), CHUNK_BYTES)
-            yield cast("IO[bytes]", source), raw
-        else:
-            yield raw, raw
-
-
-def _frames(file: Path, raw: IO[bytes]) -> Iterator[bytes]:
-    """Yield the content of Zstandard frames. EOFError where the last one is damaged or cut short.
-
-    The library's own reader takes the end of a file for the end of a frame.
-    """
-    try:
-        import zstandard
-    except ImportError as error:
-        raise missing_package(f"{file}: .zst", "zstandard", "text") from error
-    frame = None
-    try:
-        while data := raw.read(ZSTD_CHUNK_BYTES):
-            while data:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                yield frame.decompress(data)
-                data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-    except zstandard.ZstdError as error:
-        raise EOFError(str(error)) from error
-    if frame is not None:
-        raise EOFError("the file ends within a Zstandard frame")
-
-
-class ZstdReader(io.RawIOBase):
-    """Pieces of bytes as a file."""
-
-    def __init__(self, pieces: Iterator[bytes]):
-        self._pieces, self._rest = pieces, memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._rest:
-            piece = next(self._pieces, None)
-            if piece is None:
-                return 0
-            self._rest = memoryview(piece)
-        length = min(len(buffer), len(self._rest))
-        buffer[:length], self._rest = self._rest[:length], self._rest[length:]
-        return length
+            try:
+                from pyarrow import CompressedInputStream, PythonFile
+            except ImportError as error:
+                raise missing_package(f"{file}: .zst", "pyarrow", "parquet") from error
+            stream: Any = CompressedInputStream(PythonFile(raw, "r"), "zstd")
+            source = io.BufferedReader(stream, CHUNK_BYTES)
+        try:
+            yield source, raw
+        except OSError as error:
+            if error.errno is None:  # of gzip and pyarrow
+                raise EOFError(str(error)) from error
+            raise

@@ -1,8 +1,8 @@
 """Documents as token ids, memory-mapped, written once and kept.
 
-A directory holds ids.npy (the ids of all documents, each followed by the tokenizer's end), ends.npy
-(the end of each document), is_learned.npy (unless all ids are learned) and record.json (their
-digests). It is made under another name and renamed: a reader meets all of it or nothing. One
+A directory holds ids.bin (the ids of all documents, each followed by the tokenizer's end), ends.bin
+(the end of each document), is_learned.bin (unless all ids are learned) and record.json (their types
+and digests). It is made under another name and renamed: a reader meets all of it or nothing. One
 process writes, the others wait for it, and one of them begins anew if it is killed.
 """
 
@@ -13,22 +13,22 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ppctl.data.document_files import Broken, Source, unreadable
 from ppctl.data.token_encoding import encoded
-from ppctl.data.token_file import UNREADABLE, open_npy
+from ppctl.data.token_file import open_bin
 from ppctl.data.token_windows import digest
 from ppctl.data.tokenizer import Tokenizer
 from ppctl.errors import DataError
 
-VERSION = 2  # of the files; part of the directory's name
+VERSION = 3  # of the files; part of the directory's name
 RECORD = "record.json"
 
 
@@ -86,16 +86,17 @@ def _read(path: Path) -> Tokens | None:
     """Return the tokens in a directory; None where it does not exist or is damaged."""
     try:
         record = json.loads((path / RECORD).read_text())
-        arrays = {name: open_npy(path / f"{name}.npy") for name in record["digests"]}
+        dtypes, digests = record["dtypes"], record["digests"]
+        arrays = {name: open_bin(path / f"{name}.bin", dtypes[name]) for name in dtypes}
     except FileNotFoundError:
         return None
     except OSError as error:
         raise _unusable(path, "read", error) from error
-    except UNREADABLE:
+    except ValueError:
         return None
-    if any(digest(array) != record["digests"][name] for name, array in arrays.items()):
+    if any(digest(array) != digests[name] for name, array in arrays.items()):
         return None
-    content, learned = " ".join(record["digests"].values()), arrays.get("is_learned")
+    content, learned = " ".join(digests.values()), arrays.get("is_learned")
     skipped = record["skipped"], record["first"]
     return Tokens(arrays["ids"], arrays["ends"], learned, content, *skipped)
 
@@ -113,80 +114,52 @@ def _unusable(path: Path, done: str, error: OSError) -> DataError:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold the lock of a directory, and leave no unfinished files. OSErrors become a DataError."""
-    lock = path.with_suffix(".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            with lock.open("ab") as file:
-                with suppress(OSError):  # no locks in this file system: each process writes
-                    fcntl.flock(file, fcntl.LOCK_EX)
-                if not _is_still(file.fileno(), lock):
-                    continue  # removed by its last owner
-                try:
-                    yield
-                finally:
-                    _remove(path.with_suffix(".tmp"))
-                    lock.unlink(missing_ok=True)
-                return
+        with path.with_suffix(".lock").open("ab") as lock:
+            with suppress(OSError):  # no locks in this file system: each process writes
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                shutil.rmtree(path.with_suffix(".tmp"), ignore_errors=True)
     except OSError as error:
         raise _unusable(path, "written", error) from error
-
-
-def _is_still(opened: int, path: Path) -> bool:
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(opened), path.stat())
-    return False
-
-
-def _remove(*directories: Path) -> None:
-    for directory in directories:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _write(path: Path, source: Source, tokenizer: Tokenizer) -> None:
     """Write the documents of files under another name, then rename the directory."""
     made = path.with_suffix(".tmp")
-    _remove(made, path)
+    for directory in (made, path):
+        shutil.rmtree(directory, ignore_errors=True)
     made.mkdir()
     skipped: list[str] = []
-    dtypes = {"ids": tokenizer.dtype, "ends": np.dtype(np.int64), "is_learned": np.dtype(bool)}
+    dtypes = {"ids": tokenizer.dtype.str, "ends": "<i8", "is_learned": "|b1"}
+    places = {name: made / f"{name}.bin" for name in dtypes}
     with ExitStack() as stack:
-        files = {name: stack.enter_context((made / f"{name}.npy").open("wb")) for name in dtypes}
-        counts = dict.fromkeys(files, 0)
+        files = {name: stack.enter_context(place.open("wb")) for name, place in places.items()}
 
         def append(name: str, values: Any) -> None:
-            array = np.asarray(values, dtypes[name])
-            files[name].write(array.tobytes())
-            counts[name] += len(array)
+            files[name].write(np.asarray(values, dtypes[name]).tobytes())
 
-        # 1. arrays, behind headers that leave room for the final shape
-        _write_headers(files, dtypes, counts)
-        has_prompts = False
+        # 1. arrays
+        num_ids, has_prompts = 0, False
         for piece in encoded(source, tokenizer):
             if isinstance(piece, Broken):
                 skipped.append(f"{piece.place} {piece.reason}")
                 continue
-            is_learned = piece.is_learned
+            is_learned, number = piece.is_learned, len(piece.ids)
+            num_ids += number
             append("ids", piece.ids)
-            append("is_learned", np.ones(len(piece.ids)) if is_learned is None else is_learned)
-            append("ends", [counts["ids"]] if piece.is_end else [])
+            append("is_learned", np.ones(number) if is_learned is None else is_learned)
+            append("ends", [num_ids] if piece.is_end else [])
             has_prompts = has_prompts or is_learned is not None
-        _write_headers(files, dtypes, counts)
     # 2. record
     if not has_prompts:
-        (made / "is_learned.npy").unlink()
-    present = [name for name in dtypes if (made / f"{name}.npy").exists()]
-    digests = {name: digest(open_npy(made / f"{name}.npy")) for name in present}
-    record = {"digests": digests, "skipped": len(skipped), "first": skipped[0] if skipped else ""}
+        places["is_learned"].unlink()
+        del dtypes["is_learned"]
+    digests = {name: digest(open_bin(places[name], dtype)) for name, dtype in dtypes.items()}
+    record = {"dtypes": dtypes, "digests": digests}
+    record |= {"skipped": len(skipped), "first": skipped[0] if skipped else ""}
     (made / RECORD).write_text(json.dumps(record))
     made.replace(path)
-
-
-def _write_headers(
-    files: Mapping[str, IO[bytes]], dtypes: Mapping[str, np.dtype], counts: Mapping[str, int]
-) -> None:
-    """Write the .npy headers of flat arrays; numpy pads them to the same size for any length."""
-    for name, file in files.items():
-        file.seek(0)
-        header = {"descr": dtypes[name].str, "fortran_order": False, "shape": (counts[name],)}
-        np.lib.format.write_array_header_1_0(file, header)

@@ -64,7 +64,7 @@ def open_tokens(path: Path, dtype: str, source: str) -> np.ndarray:
     if not path.is_file():
         raise DataError(f"{source}: no such file. Use the path of a .npy or .bin of token ids.")
     try:
-        ids = open_npy(path) if path.suffix == ".npy" else _open_bin(path, dtype, source)
+        ids = open_npy(path) if path.suffix == ".npy" else _checked_bin(path, dtype, source)
     except UNREADABLE as error:
         reason = textwrap.shorten(str(error) or type(error).__name__, 150)
         remedy = "Write the ids again with numpy.save."
@@ -89,14 +89,19 @@ def open_npy(path: Path) -> np.ndarray:
     return np.asarray(np.lib.format.open_memmap(path, mode="r"))
 
 
-def _open_bin(path: Path, dtype: str, source: str) -> np.ndarray:
+def _checked_bin(path: Path, dtype: str, source: str) -> np.ndarray:
     num_bytes, item = path.stat().st_size, np.dtype(dtype).itemsize
     if num_bytes % item:
         raise DataError(
             f"{source}: {num_bytes} bytes are not a multiple of the {item} bytes of "
             f"data.dtype={dtype}. Use the type that the file was written with."
         )
-    return np.asarray(np.memmap(path, dtype, "r")) if num_bytes else np.empty(0, dtype)
+    return open_bin(path, dtype)
+
+
+def open_bin(path: Path, dtype: str) -> np.ndarray:
+    """Return the numbers in a raw file, memory-mapped. ValueError where a part of one is there."""
+    return np.asarray(np.memmap(path, dtype, "r")) if path.stat().st_size else np.empty(0, dtype)
 
 
 def extremes(ids: np.ndarray) -> tuple[int, int]:
