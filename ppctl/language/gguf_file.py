@@ -15,21 +15,8 @@ import numpy as np
 
 from ppctl.errors import ConfigError
 from ppctl.language.model_files import Tensors
+from ppctl.language.tensor_names import EMBED_HEAD, LAYER
 
-EMBED_HEAD = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER = {  # after blk.L. and model.layers.L.
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 SIZES = {  # key of config.json: key of the file, after its architecture
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
@@ -104,10 +91,25 @@ def open_gguf(path: Path) -> tuple[dict[str, Any], Tensors, dict[str, str], tupl
 
 
 def _tensors(path: Path, reader: Any, model_config: Mapping[str, Any]) -> Tensors:
+    from gguf import MODEL_ARCH, get_tensor_name_map
     from gguf.quants import dequantize
 
-    by_name = {_name(path, tensor.name): tensor for tensor in reader.tensors}
+    # 1. the tensors by the names of transformers
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    stated = model_config.get("num_hidden_layers")
+    num_layers = min(stated, len(tensors)) if isinstance(stated, int) else 0
+    arch = MODEL_ARCH[model_config["model_type"].upper()]
+    to_gguf, by_name = get_tensor_name_map(arch, num_layers), dict[str, Any]()
+    layers = (f"model.layers.{l}.{name}" for l in range(num_layers) for name in LAYER.values())
+    for name in (*EMBED_HEAD.values(), *layers):
+        if (tensor := tensors.pop(to_gguf.get_name(name, (".weight", ".bias")), None)) is not None:
+            by_name[name] = tensor
+    if tensors:
+        raise ConfigError(
+            f"{next(iter(tensors))} in {path} is no tensor of a model that ppctl has."
+        )
 
+    # 2. their numbers
     def read(name: str) -> np.ndarray:
         tensor = by_name[name]
         try:
@@ -135,17 +137,6 @@ def halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
     array([0, 2, 4, 1, 3, 5])
     """
     return rows.reshape(num_heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def _name(path: Path, name: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    if stem in EMBED_HEAD:
-        return f"{EMBED_HEAD[stem]}.{kind}"
-    first, _, rest = stem.partition(".")
-    number, _, part = rest.partition(".")
-    if first != "blk" or part not in LAYER:
-        raise ConfigError(f"{name} in {path} is no tensor of a model that ppctl has.")
-    return f"model.layers.{number}.{LAYER[part]}.{kind}"
 
 
 def _tokenizer(

@@ -22,7 +22,6 @@ from ppctl.config import Transformer
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.executors.reference import outputs_of
 from ppctl.language.export_model import _write_tensors, export_model
-from ppctl.language.gguf_file import EMBED_HEAD, LAYER
 from ppctl.language.import_model import import_model
 from ppctl.language.tensor_names import named_parameters
 from ppctl.language.transformers_config import model_config, model_settings
@@ -343,7 +342,7 @@ def test_a_scalar_of_scores_that_transformers_refuses_is_refused():
 def test_a_gguf_file_is_the_model_that_was_written(copy, tmp_path):
     gguf = pytest.importorskip("gguf")
     directory, config, tensors, _ = copy
-    parts = {model: part for part, model in (EMBED_HEAD | LAYER).items()}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_embedding_length(config["hidden_size"])
@@ -355,18 +354,10 @@ def test_a_gguf_file_is_the_model_that_was_written(copy, tmp_path):
     writer.add_eos_token_id(2)
     writer.add_eot_token_id(5)
     for name, tensor in tensors.items():
-        stem, number = name.removesuffix(".weight"), ""
-        if stem.startswith("model.layers."):
-            number, stem = stem.removeprefix("model.layers.").split(".", 1)
         values = tensor.astype(np.float32)
-        if stem in (
-            "self_attn.q_proj",
-            "self_attn.k_proj",
-        ):  # as llama.cpp writes them: pairs are neighbours
+        if "q_proj" in name or "k_proj" in name:  # as llama.cpp writes them: pairs are neighbours
             values = values.reshape(4, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-        writer.add_tensor(
-            f"blk.{number}.{parts[stem]}.weight" if number else f"{parts[stem]}.weight", values
-        )
+        writer.add_tensor(names.get_name(name, (".weight",)), values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
