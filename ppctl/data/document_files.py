@@ -289,7 +289,7 @@ def _opened(file: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     with file.open("rb") as raw:
         source: Any = raw
         if file.suffix == ".gz":
-            source = gzip.open(raw)
+            source = gzip.GzipFile(fileobj=raw)
         elif file.suffix == ".zst":
             try:
                 from pyarrow import CompressedInputStream, PythonFile

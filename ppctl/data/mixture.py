@@ -8,16 +8,12 @@ from typing import Any
 import numpy as np
 
 from ppctl.data.dataset import Batch, DataSet, fingerprint, held_out_of
-from ppctl.data.document_files import Fields
-from ppctl.data.text_dataset import of_files
-from ppctl.data.tokenizer import load_tokenizer
+from ppctl.data.text_dataset import text
 
 
 def mixture(
     *,
     parts: Sequence[Mapping[str, Any]],
-    tokenizer: str,
-    end_token: str | None,
     batch_size: int,
     seed: int,
     eval_fraction: float,
@@ -29,13 +25,11 @@ def mixture(
     round more often. Each holds out its own eval_fraction. how: as of `text`. Raises DataError for
     a part with too few examples to train on or to hold out.
     """
-    by = load_tokenizer(tokenizer, end_token)
     how |= {"batch_size": 1, "seed": seed, "eval_fraction": eval_fraction}
     sets: list[DataSet] = []
     for number, part in enumerate(parts):
-        fields = Fields(part["field"], part["prompt_field"], part["document"])
-        source = f"data.parts[{number}].path={part['path']}"
-        sets.append(of_files(part["path"], by, fields, source=source, **how))
+        of_part = {key: value for key, value in part.items() if key != "weight"}
+        sets.append(text(source=f"data.parts[{number}].path={part['path']}", **of_part, **how))
     weights = [float(part["weight"]) for part in parts]
     return _mixed(sets, weights, batch_size=batch_size, seed=seed, is_evaluated=eval_fraction > 0)
 

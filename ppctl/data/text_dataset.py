@@ -52,30 +52,20 @@ def text(
     field: str,
     prompt_field: str | None,
     document: str,
+    on_error: str,
+    cache_dir: str,
+    source: str | None = None,
     **how: Any,
 ) -> DataSet:
     """Return the data set of a file, of files that match a pattern, or of all below a directory.
 
     Files are in the order of their paths. Below a directory hidden files and directories, symbolic
-    links to directories, files without text and `cache_dir` are passed over. how: on_error,
-    cache_dir, and as of `stdlib`. Raises DataError for a path without files, an unreadable file, a
+    links to directories, files without text and `cache_dir` are passed over. source: opens
+    messages; how: as of `stdlib`. Raises DataError for a path without files, an unreadable file, a
     broken document unless on_error=skip, and too little for a batch.
     """
+    source = source or f"data=text data.path={path}"
     by, fields = load_tokenizer(tokenizer, end_token), Fields(field, prompt_field, document)
-    return of_files(path, by, fields, source=f"data=text data.path={path}", **how)
-
-
-def of_files(
-    path: str,
-    by: Tokenizer,
-    fields: Fields,
-    *,
-    source: str,
-    on_error: str,
-    cache_dir: str,
-    **how: Any,
-) -> DataSet:
-    """Return the data set of files as `text` does. source: opens messages."""
     files = Source(*files_of(path, source, cache_dir), fields, on_error == "skip")
     tokens = cached_tokens("text", files, by, "", cache_dir)
     if not len(tokens.ids):
@@ -110,7 +100,7 @@ def files_of(
     root = Path(path).expanduser()
     if root.is_dir():
         cache = None if cache_dir is None else Path(cache_dir).expanduser().resolve()
-        visible = map(Path.resolve, files_below(root, _is_visible))
+        visible = map(Path.resolve, files_below(root, lambda file: not file.name.startswith(".")))
         files = [file for file in visible if cache not in file.parents]
         return files, frozenset(file for file in files if kind_of(file) == "text")
     is_pattern = bool(GLOB & {*path}) and not root.is_file()
@@ -139,10 +129,6 @@ def files_below(root: Path, keep: Callable[[Path], bool]) -> list[Path]:
         paths = (here / name for name in names)
         files += [path for path in paths if keep(path) and path.is_file()]
     return sorted(files, key=lambda file: file.relative_to(root).as_posix())
-
-
-def _is_visible(path: Path) -> bool:
-    return not path.name.startswith(".")
 
 
 def _is_library(path: Path) -> bool:

@@ -307,4 +307,4 @@ print(json.dumps([jax.device_count(), dataset.fingerprint]))
     answers = [json.loads(process.communicate(timeout=100)[0]) for process in both]
     assert answers[0] == answers[1]
     assert answers[0][0] == 3
-    assert [path.suffix for path in tmp_path.iterdir()] == [".tokens"]
+    assert {path.suffix for path in tmp_path.iterdir()} == {".lock", ".tokens"}
