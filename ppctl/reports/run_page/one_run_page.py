@@ -15,7 +15,7 @@ from ppctl.reports.charts.palette import PARTS
 from ppctl.reports.run_files import RUNNING, setting_changes, tracker_commands
 from ppctl.reports.run_page.read_run import SLOW, RecordedRun, versions_of
 from ppctl.reports.run_page.run_figures import figures_of_run
-from ppctl.reports.run_page.step_gantt import picture
+from ppctl.reports.run_page.step_gantt import step_html
 from ppctl.reports.run_status import FAILED, FINISHED
 from ppctl.reports.terminal_output import size_text
 from ppctl.schedule.mesh_axes import axes_text
@@ -33,7 +33,7 @@ def run_page(run: RecordedRun, file: Path) -> str:
         _headline(run),
         kit.section("To know", kit.bullets(warnings_of(run))),
         _figures(run),
-        kit.section("The step, rank by rank", picture(run.summary.path, run.pipeline).html),
+        kit.section("The step, rank by rank", step_html(run.summary.path, run.pipeline)),
         predictions_section(run),
         memory_section(run),
         kit.section("The request", _request(run)),
