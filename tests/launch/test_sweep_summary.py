@@ -248,13 +248,13 @@ def test_the_page_has_a_line_a_schedule_its_prediction_and_every_job(directory):
         "tok/s, by microbatches",
         "bubble, by microbatches",
     ]
-    assert "gpipe 4: 400, 8: 800, 16: 1,600; " in (svgs[0].get("aria-label") or "")
+    assert "gpipe: 4: 400, 8: 800, 16: 1600; " in (svgs[0].get("aria-label") or "")
     for svg in svgs:
         lines = [group for group in svg.iter("g") if group.get("class") in ("dashed", "data")]
-        assert [group.get("class") for group in lines] == ["dashed", "data"] * 2
+        assert [group.get("class") for group in lines] == ["dashed", "data", "data"] * 2
         assert len(list(svg.iter("use"))) == 6  # marks
-        colours = [re.search(r"stroke: (#\w+)", group[0].get("style", "")) for group in lines]
-        assert [colour and colour[1] for colour in colours] == ["#0072b2"] * 2 + ["#d55e00"] * 2
+        colours = [re.search(r"stroke: (#\w+)", ET.tostring(group).decode()) for group in lines]
+        assert [colour and colour[1] for colour in colours] == ["#0072b2"] * 3 + ["#d55e00"] * 3
     assert text.count('<tr><th scope="row">') == 6
     assert "script" not in re.sub("script-src", "", text)
     assert not re.search(r'(src|href)="[^#]|url\(|@import', text)
@@ -272,7 +272,7 @@ def test_what_only_repeats_a_job_is_no_line_and_only_what_is_dashed_is_called_so
         for svg in re.findall(r'<svg class="lines".*?</svg>', text)
         if "tok/s, by microbatches" in svg
     ]
-    assert "; gpipe 4: 250, 8: 200" in speed
+    assert "; gpipe: 4: 250, 8: 200" in speed
     assert speed.count("<use ") == 2
     assert (
         "dashed: as predicted before the run; marks: means of jobs that differ only in "

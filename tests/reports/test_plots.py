@@ -17,9 +17,7 @@ from ppctl.reports.charts.page_figures import (
     HEIGHT,
     MOST_LINES,
     WIDTH,
-    Line,
     curves_svg,
-    lines_svg,
     memory_bars,
 )
 from ppctl.reports.charts.palette import PARTS
@@ -146,8 +144,7 @@ def test_odd_labels_are_text_and_the_same_run_gives_the_same_bytes():
     curves = {"$x_1$ <b>&\x1b 漢字": [(1, 1.0)], "b": [(1, 2.0)]}
     drawn = curves_svg(curves, title="<t>", x_name="$1 step$")
     assert ET.fromstring(drawn).get("aria-label") == (
-        "<t>, by $1 step$; $x_1$ <b>&? 漢字: first 1, last 1, least 1, greatest 1; "
-        "b: first 2, last 2, least 2, greatest 2"
+        "<t>, by $1 step$; $x_1$ <b>&? 漢字: 1: 1; b: 1: 2"
     )
     assert "$1 step$" in [text.text for text in ET.fromstring(drawn).iter("text")]
     assert drawn == curves_svg(curves, title="<t>", x_name="$1 step$")
@@ -162,27 +159,27 @@ def test_odd_labels_are_text_and_the_same_run_gives_the_same_bytes():
 
 
 def test_marks_stand_to_scale_and_differ_by_colour_and_shape():
-    lines = [
-        Line(str(i), [(2, i + 1), (8, 2 * i + 2)], measured=[(4, 1)]) for i in range(MOST_LINES)
-    ]
-    drawn = lines_svg(lines, title="t", x_name="x", y_form="{x:g}")
+    curves = {str(i): [(2, i + 1), (8, 2 * i + 2)] for i in range(MOST_LINES)}
+    drawn = curves_svg(curves, title="t", x_name="x", y_form="{x:g}", over_sizes=True)
     looks = set()
     for group in groups(drawn, "data"):
-        shape, mark = next(group.iter("defs"))[0], next(group.iter("use"))
-        looks.add((shape.get("d"), mark.get("style")))
+        if next(group.iter("use"), None) is not None:
+            shape, mark = next(group.iter("defs"))[0], next(group.iter("use"))
+            looks.add((shape.get("d"), mark.get("style")))
     assert len(looks) == MOST_LINES
-    assert len(groups(drawn, "hollow")) == drawn.count("fill: var(--paper)") == MOST_LINES
-    assert "; 1 2: 2, 8: 4; 1 measured 4: 1; " in drawn
-    drawn = lines_svg(
-        [Line("a", [(2, 5), (4, 10), (8, 10)], [(2, 1), (8, 3)])],
+    drawn = curves_svg(
+        {"a": [(2, 5), (4, 10), (8, 10)]},
+        predicted={"a": [(2, 1), (8, 3)]},
         title="t",
         x_name="x",
         y_form="{x:.0f}%",
+        from_zero=True,
+        over_sizes=True,
     )
-    [data], [dashed] = groups(drawn, "data"), groups(drawn, "dashed")
-    (x0, _), (x1, _), (x2, _) = places(data)
-    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)  # doublings
-    assert heights(drawn, data) == pytest.approx([5, 10, 10], abs=0.1)
+    (line, marks), [dashed] = groups(drawn, "data"), groups(drawn, "dashed")
+    (x0, _), (x1, _), (x2, _) = places(marks)
+    assert abs(x1 - x0) == pytest.approx(abs(x2 - x1), abs=0.2)  # doublings
+    assert heights(drawn, line) == pytest.approx([5, 10, 10], abs=0.1)
     assert heights(drawn, dashed) == pytest.approx([1, 3], abs=0.1)
     assert "stroke-dasharray" in (dashed[0].get("style") or "")
 

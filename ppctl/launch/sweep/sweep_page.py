@@ -22,7 +22,7 @@ from ppctl.launch.sweep.sweep_records import (
 )
 from ppctl.reports import bubble_names as bubbles
 from ppctl.reports import page_kit as kit
-from ppctl.reports.charts.page_figures import MOST_LINES, Line, curves_svg, lines_svg
+from ppctl.reports.charts.page_figures import MOST_LINES, curves_svg
 from ppctl.reports.run_page.write_report import FILE as REPORT
 
 MICROBATCHES, RATE, SEED = "schedule.num_microbatches", "optim.lr", "run.seed"
@@ -49,7 +49,6 @@ class Number(NamedTuple):
     title: str
     form: str  # of the values on the axis, as in {x:.0%}
     predicted: str | None = None  # dashed
-    measured: str | None = None  # hollow marks
 
 
 def sweep_page(sweep: Sweep, outcomes: Sequence[Outcome], records: Records) -> str:
@@ -67,14 +66,13 @@ def sweep_page(sweep: Sweep, outcomes: Sequence[Outcome], records: Records) -> s
     speeds = [
         Number(name, unit, "{x:,.0f}", f"predicted_{name}") for name, unit in kit.SPEEDS.items()
     ]
-    speeds.append(Number(*bubble, measured="measured_bubble_fraction"))
+    speeds.append(Number(*bubble))
     timed = [(job, _with_predicted_speeds(record)) for job, record in done]
-    how = {"from_zero": False, "is_log": True}
     return kit.page(
         f"Sweep: {sweep.directory}",
         kit.verdict(look, f"{counts} {note}." if note else counts),
         _best(sweep, records),
-        _figures_over("Over the learning rate", RATE, (SEED,), done, losses, **how),
+        _figures_over("Over the learning rate", RATE, (SEED,), done, losses),
         _figures_over("Over the number of microbatches", MICROBATCHES, REPEATS, timed, speeds),
         "" if sweep.study is None else _history(sweep.study.search, records),
         kit.section("Jobs", _jobs(sweep, outcomes, records)),
@@ -106,7 +104,6 @@ def _figures_over(
     repeats: tuple[str, ...],
     done: Sequence[Recorded],
     numbers: Sequence[Number],
-    **how: bool,
 ) -> str:
     """Return a section with a figure of each number over a swept setting, "" for one value of it.
 
@@ -126,17 +123,23 @@ def _figures_over(
     means = ["marks: means of jobs that differ only in seed or optimizer"]
     figures = []
     for number in numbers:
-        names = number.name, number.predicted, number.measured
-        lines = [
-            Line(line, *(_means(each, name) for name in names)) for line, each in drawn.items()
-        ]
-        if not any(line.points for line in lines):
+        curves, predicted = (
+            {line: _means(each, name) for line, each in drawn.items()}
+            for name in (number.name, number.predicted)
+        )
+        if not any(curves.values()):
             continue
-        about = ["dashed: as predicted before the run"] * any(line.predicted for line in lines)
-        about += ["hollow: measured"] * any(line.measured for line in lines)
+        about = ["dashed: as predicted before the run"] * any(predicted.values())
         about += means * (len({*places}) < len(places))
-        x_name = key.removeprefix("schedule.num_")
-        svg = lines_svg(lines, title=number.title, x_name=x_name, y_form=number.form, **how)
+        svg = curves_svg(
+            curves,
+            title=number.title,
+            x_name=key.removeprefix("schedule.num_"),
+            y_form=number.form,
+            from_zero=key != RATE,
+            over_sizes=True,
+            predicted=predicted,
+        )
         figures.append(kit.figure(number.title, svg, "; ".join(about)))
     # 3. the section
     left_out = len(by_line) - len(drawn)

@@ -1,4 +1,4 @@
-"""Static figures of html pages by matplotlib (curves, lines), and bars of html.
+"""Static figures of html pages: curves by matplotlib, and bars of html.
 
 An svg takes its letters and colours from the page (THEME, `.lines` in page.css), so that it is read
 on light and on dark paper. Matplotlib is imported when a figure is drawn.
@@ -11,15 +11,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 from ppctl.reports.charts.palette import LINES, PARTS, line_style
 from ppctl.reports.page_kit import text
 from ppctl.reports.terminal_output import size_text
 
 WIDTH, HEIGHT = 460, 300  # units of an svg, each about a pixel
-SOFT, GRID, PAPER = "#010101", "#020202", "#030303"  # replaced by the page's
-THEME = {SOFT: "var(--soft)", GRID: "var(--line)", PAPER: "var(--paper)"}
+SOFT, GRID = "#010101", "#020202"  # replaced by the page's
+THEME = {SOFT: "var(--soft)", GRID: "var(--line)"}
 LOOK: dict[Any, Any] = {
     "font.size": 13,
     "svg.fonttype": "none",  # letters are the page's
@@ -37,20 +37,12 @@ LOOK: dict[Any, Any] = {
 }
 MOST_LINES = len(LINES) ** 2  # a colour and a mark tell them apart
 TREND = 80  # medians of a curve of many points
+FEW = 16  # points that are told one by one
 NUM_MARKS = 5  # on each of several curves, about
 LOG_FROM = 100.0  # greatest over least value from which on an axis of values is logarithmic
 LEAST = 1e-100  # on a logarithmic axis
 
 Points = Sequence[tuple[float, float | None]]  # ascending by x; None: not finite
-
-
-class Line(NamedTuple):
-    """One line of a figure over a few sizes; points ascend by x."""
-
-    label: str
-    points: Sequence[tuple[float, float]]
-    predicted: Sequence[tuple[float, float]] = ()  # drawn dashed, without marks
-    measured: Sequence[tuple[float, float]] = ()  # hollow marks
 
 
 def curves_svg(
@@ -59,77 +51,58 @@ def curves_svg(
     title: str,
     x_name: str,
     from_zero: bool = False,
+    over_sizes: bool = False,
+    predicted: Mapping[str, Points] | None = None,
+    y_form: str | None = None,
 ) -> str:
     """Return the svg of at most MOST_LINES curves by label, one with a value.
 
     Values that are not finite are gaps with crosses at the upper edge. Of many points a pale curve
     has the least and the greatest in every pixel column, a strong one the medians.
+
+    Args:
+        from_zero: y from 0 up, else from the least to the greatest.
+        over_sizes: x, positive, are sizes or rates: each has a mark, and the axis is logarithmic
+            unless whole numbers span less than a factor of four.
+        predicted: curves drawn dashed, without marks, by labels of `curves`.
+        y_form: of a y, as in {x:.0%}.
     """
     import numpy as np
 
     assert 0 < len(curves) <= MOST_LINES, "a colour and a mark each"
+    dashed = predicted or {}
     with _axes() as axes:
         # 1. curves
-        for number, points in enumerate(curves.values()):
-            _draw_curve(axes, number, np.array(points, float).reshape(-1, 2), len(curves) > 1)
-        # 2. axes
-        every = [point for points in curves.values() for point in points]
+        has_marks = over_sizes or len(curves) > 1
+        for number, (label, points) in enumerate(curves.items()):
+            colour = line_style(number)[0]
+            columns = np.array(dashed.get(label, ()), float).reshape(-1, 2).T
+            axes.plot(*columns, "--", linewidth=1.5, gid="dashed", color=colour)
+            _draw_curve(axes, number, np.array(points, float).reshape(-1, 2), has_marks)
+        # 2. the axis of x
+        every = [point for points in (*curves.values(), *dashed.values()) for point in points]
         first, last = (end(x for x, _ in every) for end in (min, max))
-        low, high = (end(y for _, y in every if y is not None) for end in (min, max))
-        axes.set_xlim(first - (first == last), last + (first == last))
-        axes.locator_params(axis="x", integer=True, nbins=5)
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.set_xlabel(x_name)
-        _set_values(axes, low, high, from_zero=from_zero)
-        abouts = (f"{label}: {_summary(points)}" for label, points in curves.items())
-        return _svg_of(axes, "; ".join([f"{title}, by {x_name}", *abouts]))
-
-
-def lines_svg(
-    lines: Sequence[Line],
-    *,
-    title: str,
-    x_name: str,
-    y_form: str,
-    from_zero: bool = True,
-    is_log: bool = False,
-) -> str:
-    """Return the svg of at most MOST_LINES lines; y_form: of a y, as in {x:.0%}.
-
-    from_zero: y from 0 up, else from the least to the greatest. x is logarithmic with `is_log`, and
-    where it spans a factor of four, so that doublings stand equally far apart.
-    """
-    assert 0 < len(lines) <= MOST_LINES, "a colour and a mark each"
-    every = [point for line in lines for points in line[1:] for point in points]
-    low, high = (end(x for x, _ in every) for end in (min, max))
-    with _axes() as axes:
-        # 1. lines and marks
-        abouts = [f"{title}, by {x_name}"]
-        for number, (label, points, predicted, measured) in enumerate(lines):
-            colour, marker = line_style(number)
-            look = {"color": colour, "markersize": 9, "markeredgewidth": 2}
-            axes.plot(*_columns(predicted), "--", linewidth=1.5, gid="dashed", **look)
-            axes.plot(*_columns(points), marker=marker, linewidth=2.5, gid="data", **look)
-            hollow = {"marker": marker, "markerfacecolor": PAPER, "linestyle": "none"}
-            axes.plot(*_columns(measured), gid="hollow", **hollow, **look)
-            for kind, each in (("", points), (" measured", measured)):
-                values = ", ".join(f"{x:g}: {y_form.format(x=y)}" for x, y in each)
-                abouts += [f"{label}{kind} {values}"] * bool(each)
-        # 2. axes
-        if low > 0 and (is_log or high >= 4 * low):
-            base, subs = (10, (1, 2, 5)) if is_log else (2, (1,))
+        are_whole = all(float(x).is_integer() for x, _ in every)
+        if over_sizes and (last >= 4 * first or not are_whole):
+            base, subs = (2, (1,)) if are_whole else (10, (1, 2, 5))
             axes.set_xscale("log", base=base)
             axes.xaxis.get_major_locator().set_params(subs=subs)
             axes.xaxis.set_major_formatter("{x:g}")
         else:
+            axes.set_xlim(first - (first == last), last + (first == last))
             axes.locator_params(axis="x", integer=True, nbins=5)
+            axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set_xlabel(x_name)
-        _set_values(axes, *(end(y for _, y in every) for end in (min, max)), from_zero=from_zero)
-        axes.yaxis.set_major_formatter(y_form)
-        return _svg_of(axes, "; ".join(abouts))
+        # 3. the axis of values
+        low, high = (end(y for _, y in every if y is not None) for end in (min, max))
+        _set_values(axes, low, high, from_zero=from_zero)
+        if y_form is not None:
+            axes.yaxis.set_major_formatter(y_form)
+        abouts = (f"{label}: {_summary(points)}" for label, points in curves.items())
+        return _svg_of(axes, "; ".join([f"{title}, by {x_name}", *abouts]))
 
 
-def _draw_curve(axes: Any, number: int, points_N2: Any, is_one_of_several: bool) -> None:
+def _draw_curve(axes: Any, number: int, points_N2: Any, has_marks: bool) -> None:
     """Draw a curve, its medians and marks, and crosses where it is not finite."""
     import numpy as np
 
@@ -150,7 +123,7 @@ def _draw_curve(axes: Any, number: int, points_N2: Any, is_one_of_several: bool)
     if is_many:
         known = np.array([np.median(block, axis=0) for block in np.array_split(known, TREND)])
         axes.plot(*known.T, linewidth=2.5, gid="trend", **look)
-    if is_one_of_several and len(known):
+    if has_marks and len(known):
         every = known[:: -max(1, len(known) // NUM_MARKS)]
         axes.plot(*every.T, marker, markersize=8, gid="data", **look)
     # 3. crosses, one for each pixel
@@ -174,11 +147,9 @@ def _set_values(axes: Any, low: float, high: float, *, from_zero: bool) -> None:
     axes.minorticks_off()
 
 
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
-
-
 def _summary(points: Points) -> str:
+    if len(points) <= FEW:
+        return ", ".join(f"{x:g}: {'not finite' if y is None else f'{y:.4g}'}" for x, y in points)
     values = [y for _, y in points if y is not None]
     if not values:
         return "no finite value"
