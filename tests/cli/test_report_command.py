@@ -68,7 +68,7 @@ def test_the_page_of_a_run_says_how_it_stands_and_predicted_vs_measured(capsys):
         "Eval loss 1.5000 the newest",
         "Step time 0.5 s median, predicted 0.4 s",
         "Speed 10,000 tok/s median",
-        "Bubble 20.0% predicted; ideal: 12.5% ; measured in one step: 25.0%",
+        "Bubble 25.0% 12.5% ideal, 20.0% predicted, 25.0% measured",
         "step time 0.4 s 0.5 s 1.25",
         "bubble 20.0% 25.0% 1.25",
         "8 simulated devices share 2 cores: ranks also wait for a core",
@@ -78,7 +78,7 @@ def test_the_page_of_a_run_says_how_it_stands_and_predicted_vs_measured(capsys):
         "checkpoints steps 4, 8",
         "tensorboard --logdir runs/a/tensorboard",
         "jax 0.99.1",
-        "started from host on 2027-01-15 08:00 UTC step 0 node7",
+        "2027-01-15T08:00:00Z step 0 node7",
     ):
         assert expected in seen, expected
     assert '<a href="timeline/timeline.html">' in text

@@ -11,9 +11,10 @@ from ppctl.reports import page_kit as kit
 from ppctl.reports.charts.page_figures import MOST_LINES
 from ppctl.reports.foreign_files import printable
 from ppctl.reports.recorded_settings import differing_settings
-from ppctl.reports.run_page.one_run_page import MARK, loss_text, steps_text, warnings_of
+from ppctl.reports.run_page.one_run_page import MARK, loss_text, warnings_of
 from ppctl.reports.run_page.read_run import RecordedRun
 from ppctl.reports.run_page.run_figures import figures_of_runs
+from ppctl.reports.runs_columns import steps_text
 
 NONE = "&ndash;"
 KEY = re.compile(r"(?<![^,/])[A-Za-z_][\w.]*=")  # in the name of a sweep's job
@@ -59,7 +60,7 @@ def _table(runs: Sequence[RecordedRun], file: Path) -> str:
         report, directory = run.summary.path / "report.html", run.summary.path
         place = report if report.exists() else directory
         name = f"{sample}{index + 1} {kit.link(place, file, _brief(run.summary.name))}"
-        state = run.summary.status, steps_text(run), loss_text(run)
+        state = run.summary.status, steps_text(run.summary), loss_text(run)
         rows.append([name, *settings, *state, *numbers])
     heads = "status", "step", "loss", *(kit.NUMBERS[name][0] for name in columns)
     names = ["", *map(kit.breakable, differ), *heads]

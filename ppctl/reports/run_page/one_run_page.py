@@ -2,104 +2,87 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ppctl.reports import bubble_names as bubbles
 from ppctl.reports import page_kit as kit
-from ppctl.reports.charts.page_figures import TREND, memory_bars
+from ppctl.reports.charts.page_figures import memory_bars
 from ppctl.reports.charts.palette import PARTS
-from ppctl.reports.run_files import RUNNING, setting_changes, tracker_commands
+from ppctl.reports.recorded_settings import setting_text
+from ppctl.reports.run_files import RUNNING, record_number, setting_changes, tracker_commands
 from ppctl.reports.run_page.read_run import SLOW, RecordedRun, versions_of
 from ppctl.reports.run_page.run_figures import figures_of_run
 from ppctl.reports.run_page.step_gantt import step_html
 from ppctl.reports.run_status import FAILED, FINISHED
-from ppctl.reports.terminal_output import size_text
-from ppctl.schedule.mesh_axes import axes_text
+from ppctl.reports.runs_columns import steps_text
+from ppctl.reports.terminal_output import iso_text, size_text
 
 MARK = '<main data-by="ppctl report">'  # tells a page of ours from other files
 MOST_SLOW = 5  # steps that are named
-IDEAL = "ideal_bubble_fraction"
+MOST_BARS = 16  # of ranks whose memory is drawn
+LOOKS = {FINISHED: kit.YES, FAILED: kit.NO, RUNNING: kit.GOES_ON}
+RAN_WITH = ("mesh", "hardware", "executor", "schedule")  # choices that are listed
+CURVES = "Of many steps the pale curve has the least and the greatest, the strong one the medians."
+PREDICTIONS = (
+    f"Step time: of the median step. {bubbles.ABOUT} Memory: of the fullest device, as compiled."
+)
 
 
 def run_page(run: RecordedRun, file: Path) -> str:
     """Return the text of the page; `file`: its future place, for links to files of the run."""
+    summary = run.summary
+    reason = f": {summary.reason}" if summary.reason else ""
+    status = f"{summary.status} at step {steps_text(summary)}{reason}"
+    drawn = kit.figures(figures_of_run(run))
     return kit.page(
-        f"Run: {run.summary.name}",
-        verdict_line(run),
-        _headline(run),
+        f"Run: {summary.name}",
+        kit.verdict(LOOKS.get(summary.status, kit.UNKNOWN), status),
+        kit.cards(_cards(run)),
         kit.section("To know", kit.bullets(warnings_of(run))),
-        _figures(run),
-        kit.section("The step, rank by rank", step_html(run.summary.path, run.pipeline)),
-        predictions_section(run),
-        memory_section(run),
+        kit.section("Over the steps", drawn, kit.soft(CURVES if drawn else "")),
+        kit.section("The step, rank by rank", step_html(summary.path, run.pipeline)),
+        _predictions(run),
+        _memory(run),
         kit.section("The request", _request(run)),
         kit.section("Files", _files(run, file)),
-        kit.section("Where it ran", environment_html(run)),
+        kit.section("Where it ran", _environment(run)),
         main=MARK,
     )
 
 
-def steps_text(run: RecordedRun) -> str:
-    """Return steps as in `3 of 10`."""
-    step, number = run.summary.step, run.summary.num_steps
-    return f"{step:,} of {'?' if number is None else f'{number:,}'}"
-
-
 def loss_text(run: RecordedRun) -> str:
     """Return the newest loss, exactly in a title."""
-    loss = run.summary.loss
-    if not run.summary.is_finite:
-        return "not finite"
-    return "none" if loss is None else kit.exact(loss, f"{loss:.4f}")
+    missing = "none" if run.summary.is_finite else "not finite"
+    return kit.number("loss", run.summary.loss, missing)
 
 
-def verdict_line(run: RecordedRun) -> str:
-    """Return the status of the run, a line with a mark and a colour."""
-    summary = run.summary
-    looks = {FINISHED: kit.YES, FAILED: kit.NO, RUNNING: kit.GOES_ON}
-    look = looks.get(summary.status, kit.UNKNOWN)
-    reason = f": {summary.reason}" if summary.reason else ""
-    return kit.verdict(look, f"{summary.status} at step {steps_text(run)}{reason}")
-
-
-def _headline(run: RecordedRun) -> str:
-    """Return the cards of the most important numbers."""
-    step = ("Step", steps_text(run), f"recorded {utc_text(run.summary.recorded_s)}")
-    loss = ("Loss", loss_text(run), "of the newest step")
-    return kit.cards([step, loss, *_speed_cards(run), *_device_cards(run)])
-
-
-def _speed_cards(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, value, note) of the recorded evaluation, step time, speed and MFU."""
-    if (loss := run.summary.eval_loss) is not None:
-        yield "Eval loss", kit.number("eval_loss", loss), "the newest"
-    if (step_s := run.median("step_time_s")) is not None:
-        predicted_s = run.newest.get("predicted_step_time_s")
-        note = "median" if predicted_s is None else f"median, predicted {predicted_s:.4g} s"
-        yield "Step time", kit.exact(step_s, f"{step_s:.4g} s"), note
-    if run.speed is not None and (value := run.median(run.speed)) is not None:
-        yield "Speed", kit.exact(value, f"{value:,.0f} {kit.SPEEDS[run.speed]}"), "median"
-    if (mfu := run.median("mfu_fraction")) is not None:
-        yield "MFU", kit.number("mfu_fraction", mfu), "median, of the peak of all devices"
-
-
-def _device_cards(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, value, note) of the recorded bubble, memory and compile time."""
-    newest = run.newest.get
-    kinds = {"predicted": newest("predicted_bubble_fraction"), "ideal": newest(IDEAL)}
-    kinds["measured in one step"] = run.measured_bubble
-    known = [(k, kit.exact(v, f"{v:.1%}")) for k, v in kinds.items() if v is not None]
-    if known:
-        (first, value), *others = known
-        yield "Bubble", value, "; ".join([first, *(f"{kind}: {text}" for kind, text in others)])
+def _cards(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, value, note) of the most important numbers that were recorded."""
+    newest, summary = run.newest.get, run.summary
+    # 1. progress
+    recorded = iso_text(summary.recorded_s) or "at an unknown time"
+    yield "Step", steps_text(summary), f"recorded {recorded}"
+    yield "Loss", loss_text(run), "of the newest step"
+    # 2. numbers
+    predicted_s, speed = newest("predicted_step_time_s"), run.speed or ""
+    timed = "median" if predicted_s is None else f"median, predicted {predicted_s:.4g} s"
+    shares = newest("ideal_bubble_fraction"), newest("predicted_bubble_fraction")
+    shares = (*shares, run.measured_bubble)
+    bubble = next((share for share in reversed(shares) if share is not None), None)
+    for name, value, form, note in (
+        ("Eval loss", summary.eval_loss, "{:.4f}", "the newest"),
+        ("Step time", run.median("step_time_s"), "{:.4g} s", timed),
+        ("Speed", run.median(speed), f"{{:,.0f}} {kit.SPEEDS.get(speed)}", "median"),
+        ("MFU", run.median("mfu_fraction"), "{:.1%}", "median, of the peak of all devices"),
+        ("Bubble", bubble, "{:.1%}", bubbles.bubble_text(*shares)),
+        ("Compiling", newest("compile_time_s"), "{:.1f} s", "of the newest start"),
+    ):
+        if value is not None:
+            yield name, kit.exact(value, form.format(value)), note
     if (size := newest("memory_bytes")) is not None:
         yield "Memory", kit.number("memory_bytes", size), "of the fullest device, as compiled"
-    if (seconds := newest("compile_time_s")) is not None:
-        yield "Compiling", kit.exact(seconds, f"{seconds:.1f} s"), "of the newest start"
 
 
 def warnings_of(run: RecordedRun) -> list[str]:
@@ -108,13 +91,11 @@ def warnings_of(run: RecordedRun) -> list[str]:
     if not run.curves:
         warnings.append("no step is recorded")
     # 1. numbers that are not finite
-    for name, of in (("loss", "the loss"), ("grad_norm", "the gradient norm")):
-        if lost := run.non_finite(name):
+    curves = {**run.curves, "eval_loss": run.evaluations}
+    for name, of in (("loss", "loss"), ("grad_norm", "gradient norm"), ("eval_loss", "eval loss")):
+        if lost := [step for step, value in curves.get(name, ()) if value is None]:
             many = f"{len(lost):,} steps, first at " if len(lost) > 1 else ""
-            warnings.append(f"{of} is not finite at {many}step {lost[0]:,}")
-    if lost := [step for step, loss in run.evaluations if loss is None]:
-        steps = f"step{'s' * (len(lost) > 1)} {', '.join(map(str, lost[:MOST_SLOW]))}"
-        warnings.append(f"the eval loss is not finite after {steps}")
+            warnings.append(f"the {of} is not finite at {many}step {lost[0]:,}")
     # 2. slow steps
     if slow := run.slow_steps():
         named = ", ".join(f"step {step:,} {seconds:.3g} s" for step, seconds in slow[:MOST_SLOW])
@@ -124,16 +105,6 @@ def warnings_of(run: RecordedRun) -> list[str]:
             f"{run.median('step_time_s'):.3g} s; the slowest: {named}"
         )
     return warnings
-
-
-def _figures(run: RecordedRun) -> str:
-    drawn = figures_of_run(run)
-    if not drawn:
-        return ""
-    num_steps = max(len(points) for points in run.curves.values())
-    many = "Pale: the least and the greatest of the steps that share a pixel; strong: medians."
-    about = kit.soft(many if num_steps > 4 * TREND else "")
-    return kit.section("Over the steps", kit.figures(drawn), about)
 
 
 def _request(run: RecordedRun) -> str:
@@ -156,39 +127,30 @@ def _files(run: RecordedRun, file: Path) -> str:
     return kit.table("files of the run", [], rows, "stages")
 
 
-# --- predictions, memory and environment ---------------------------------------------------------
-
-MOST_BARS = 16  # of ranks whose memory is drawn
-MOST_STARTS = 10  # that are listed
-MOST_CHANGES = 30  # of settings
-ABOUT = (
-    f"Step time: of the median step. {bubbles.ABOUT} Memory: of the fullest device, as compiled."
-)
-
-
-def predictions_section(run: RecordedRun) -> str:
+def _predictions(run: RecordedRun) -> str:
     """Return the planner's predictions compared with measurements, "" without either."""
-    newest, seconds, share = run.newest.get, "{:.4g} s".format, "{:.1%}".format
-    sizes = newest("predicted_memory_bytes"), newest("memory_bytes")
-    step_s = newest("predicted_step_time_s"), run.median("step_time_s")
-    rows = []
+    newest, rows = run.newest.get, []
     for name, predicted, measured, form in (
-        ("step time", *step_s, seconds),
-        ("bubble", newest("predicted_bubble_fraction"), run.measured_bubble, share),
-        ("ideal bubble", newest("ideal_bubble_fraction"), None, share),
-        ("memory of a device", *sizes, lambda size: size_text(int(size))),
+        ("step time", "predicted_step_time_s", run.median("step_time_s"), "{:.4g} s".format),
+        ("bubble", "predicted_bubble_fraction", run.measured_bubble, "{:.1%}".format),
+        ("ideal bubble", "ideal_bubble_fraction", None, "{:.1%}".format),
+        ("memory of a device", "predicted_memory_bytes", newest("memory_bytes"), _whole_size),
     ):
-        values = predicted, measured
+        values = newest(predicted), measured
         if values == (None, None):
             continue
-        ratio = f"{measured / predicted:.3g}" if predicted and measured is not None else ""
+        ratio = f"{values[1] / values[0]:.3g}" if values[0] and values[1] is not None else ""
         cells = ["" if value is None else kit.exact(value, form(value)) for value in values]
         rows.append([name, *cells, ratio])
     if not rows:
         return ""
     columns = ["", "predicted", "measured", "measured / predicted"]
     listed = kit.table("predicted and measured", columns, rows)
-    return kit.section("Predicted and measured", listed, kit.soft(ABOUT + _shared_text(run)))
+    return kit.section("Predicted and measured", listed, kit.soft(PREDICTIONS + _shared_text(run)))
+
+
+def _whole_size(num_bytes: float) -> str:
+    return size_text(int(num_bytes))
 
 
 def _shared_text(run: RecordedRun) -> str:
@@ -202,67 +164,44 @@ def _shared_text(run: RecordedRun) -> str:
     return "" if text is None else f" {text}."
 
 
-def memory_section(run: RecordedRun) -> str:
+def _memory(run: RecordedRun) -> str:
     """Return bars of the ranks by part; one bar if all are alike, else the fullest."""
-    known = [(rank, sizes) for rank, sizes in enumerate(run.memory) if any(sizes.values())]
+    known = {f"rank {rank}": sizes for rank, sizes in enumerate(run.memory) if any(sizes.values())}
     if not known:
         return ""
-    are_alike = len(known) > 1 and all(sizes == known[0][1] for _, sizes in known)
-    known = known[:1] if are_alike else known
-    present = dict.fromkeys(part for _, sizes in known for part, size in sizes.items() if size)
-    parts = [*present][: len(PARTS)]
-    fullest = sorted(known, key=lambda each: -sum(each[1].values()))[:MOST_BARS]
-    shown = sorted(fullest, key=lambda each: each[0])
-    named = [("every rank" if are_alike else f"rank {rank}", sizes) for rank, sizes in shown]
+    first, *others = known.values()
+    if others and all(sizes == first for sizes in others):
+        known = {"every rank": first}
+    parts = dict.fromkeys(part for each in known.values() for part, size in each.items() if size)
+    fullest = sorted(known, key=lambda name: -sum(known[name].values()))[:MOST_BARS]
+    named = [(name, sizes) for name, sizes in known.items() if name in fullest]
     few = f" The fullest {MOST_BARS} of {len(known)}." if len(known) > MOST_BARS else ""
     about = kit.soft(f"Of one device of each rank, as compiled at the newest start.{few}")
-    return kit.section("Memory of each rank", memory_bars(named, parts), about)
+    bars = memory_bars(named, [*parts][: len(PARTS)])
+    return kit.section("Memory of each rank", bars, about)
 
 
-def environment_html(run: RecordedRun) -> str:
-    """Return versions, settings and starts of the run."""
-    rows = [[kit.text(name), kit.text(version)] for name, version in run.versions.items()]
-    for part in ("mesh", "hardware", "executor"):
-        values = run.config.get(part)
-        if isinstance(values, dict):
-            text = axes_text(values) if part == "mesh" else str(values.get("name", ""))
-            rows.append([part, kit.text(text)])
-    if not rows and not run.starts:
-        return "<p>Not recorded.</p>"
-    listed = kit.table("versions and settings", [], rows, "stages") if rows else ""
-    return listed + _starts(run)
-
-
-def _starts(run: RecordedRun) -> str:
-    """Return each start of the run: time, step, devices and changed versions."""
-    if not run.starts:
-        return ""
+def _environment(run: RecordedRun) -> str:
+    """Return the layout, each start with its devices and changed versions, changed settings."""
+    # 1. the layout
+    texts = [(name, setting_text(run.config, name)) for name in RAN_WITH]
+    rows = [[name, kit.text(text)] for name, text in texts if text is not None]
+    content = kit.table("choices", [], rows, "stages") if rows else ""
+    # 2. the starts
     rows, before = [], {}
     for start in run.starts:
         versions = versions_of(start)
-        changed = set(versions.items()) - set(before.items()) if before else ()
-        texts = [" ".join(version) for version in versions.items() if version in changed]
+        changed = [f"{name} {v}" for name, v in versions.items() if before.get(name) != v]
         before = versions or before
-        facts = utc_text(start.get("at")), f"step {start.get('step', '?')}", start.get("host", "")
-        rows.append([kit.text(str(cell)) for cell in (*facts, _devices(start), ", ".join(texts))])
-    shown = rows[-MOST_STARTS:]
-    columns = ["started", "from", "host", "on", "versions that changed"]
-    if not any(row[-1] for row in shown):
-        columns, shown = columns[:-1], [row[:-1] for row in shown]
-    few = f"{len(rows) - len(shown)} earlier starts are left out."
-    earlier = kit.soft(few if len(rows) > len(shown) else "")
-    return kit.table("starts of the run", columns, shown, "starts") + earlier + _changes(run)
-
-
-def _changes(run: RecordedRun) -> str:
-    """Return the settings that starts have changed."""
+        at, step = iso_text(record_number(start, "at")) or "?", f"step {start.get('step', '?')}"
+        facts = at, step, start.get("host", ""), _devices(start), ", ".join(changed)
+        rows.append([kit.text(str(fact)) for fact in facts])
+    columns = ["started", "from", "host", "on", "versions, and which changed"]
+    content += kit.table("starts of the run", columns, rows, "starts") if rows else ""
+    # 3. settings
     changes = [f"since step {step}: {change}" for step, change in setting_changes(run.starts)]
-    if not changes:
-        return ""
-    num_earlier = len(changes) - MOST_CHANGES
-    earlier = [f"{num_earlier} earlier ones are left out"] if num_earlier > 0 else []
-    listed = kit.bullets([*earlier, *changes[-MOST_CHANGES:]])
-    return f"<p>Settings that changed:</p>{listed}"
+    content += f"<p>Settings that changed:</p>{kit.bullets(changes)}" if changes else ""
+    return content or "<p>Not recorded.</p>"
 
 
 def _devices(start: Mapping[str, Any]) -> str:
@@ -274,11 +213,3 @@ def _devices(start: Mapping[str, Any]) -> str:
     of_several = f", {processes} processes" if processes != 1 else ""
     system = f", {start['system']}" if "system" in start else ""
     return f"{number} x {name}{of_several}{system}"
-
-
-def utc_text(seconds: object) -> str:
-    """Return seconds since 1970 as a date and a time."""
-    with suppress(OverflowError, ValueError, OSError):
-        if isinstance(seconds, float):
-            return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
-    return "at an unknown time"

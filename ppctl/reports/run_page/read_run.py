@@ -69,10 +69,6 @@ class RecordedRun:
         values = self.values(name)
         return statistics.median(values) if values else None
 
-    def non_finite(self, name: str) -> list[float]:
-        """Return the steps at which a curve is not finite."""
-        return [step for step, value in self.curves.get(name, ()) if value is None]
-
     @property
     def warm_up_steps(self) -> set[float]:
         """Return the first WARM_UP_STEPS steps of each start, and of the records."""
