@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 
 from ppctl.errors import ConfigError
@@ -50,11 +49,11 @@ def list_runs(
         return 0
     console = OutputConsole()
     heads = [column.name.replace("eval_loss", "eval loss") for column in columns]
-    rows = [[escape(_printable(column.text(run, now_s))) for column in columns] for run in runs]
+    rows = [[escape(printable(column.text(run, now_s))) for column in columns] for run in runs]
     show_table(console, title, heads, rows)
     for run in runs:
         for line in (*([run.reason] if run.reason else []), *run.problems):
-            _say(console, f"{run.name}: {line}")
+            show_lines(console, printable(f"{run.name}: {line}"))
     return 0
 
 
@@ -108,7 +107,7 @@ def show_run(run: RecordedRun, *, as_json: bool) -> int:
     # 1. the facts
     summary, now_s = run.summary, time.time()
     name, path, changed = summary.name, summary.path, setting_changes(run.starts)
-    losses, eval_losses = extremes(run.curves.get("loss", ())), extremes(run.evaluations)
+    losses, eval_losses = (extremes(run.curves.get(name, ())) for name in ("loss", "eval_loss"))
     folders = [path / name for name in ("tensorboard", "profile", "timeline")]
     places = {folder.name: str(folder) for folder in folders if folder.is_dir()}
     size = disk_bytes(path)
@@ -151,7 +150,7 @@ def show_run(run: RecordedRun, *, as_json: bool) -> int:
     console = OutputConsole()
     for label, text in lines:
         if text:
-            _say(console, f"{label:9} {text}")
+            show_lines(console, printable(f"{label:9} {text}"))
     return 0
 
 
@@ -162,15 +161,6 @@ def _hint(run: RunSummary) -> str:
     if run.status == FINISHED:
         return "finished: it goes on with a larger run.num_steps"
     return "" if run.checkpoints else "no checkpoint: it starts anew"
-
-
-def _say(console: Console, text: str) -> None:
-    show_lines(console, _printable(text))
-
-
-def _printable(text: str) -> str:
-    """Return a text without what no terminal can print: file names may hold any bytes."""
-    return printable(text.encode(errors="replace").decode())
 
 
 def _document(run: RunSummary, now_s: float) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def test_names_of_any_bytes_are_listed(capsys):
     run_dir = Path("runs", os.fsdecode(b"a\xff"))
     run_dir.mkdir(parents=True)
     (run_dir / "metrics.jsonl").touch()
-    assert re.search(r"^ *a\? +not started", ask(capsys), re.MULTILINE)
+    assert re.search(r"^ *a\\udcff +not started", ask(capsys), re.MULTILINE)
     assert ask_json(capsys)["runs"][0]["name"] == os.fsdecode(b"a\xff")
     assert "run       a?: runs/a?\n" in ask(capsys, "show", "a")
 

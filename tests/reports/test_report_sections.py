@@ -54,7 +54,9 @@ def test_each_start_says_what_it_ran_on_and_which_versions_changed(run_dir, caps
     assert said["versions"] == {"python": "3.12", "jax": "1.1"}
     assert [each["step"] for each in said["starts"]] == [0, 0, 5]
     seen = re.sub(r"\s+", " ", report(capsys)[1])
-    assert "08:00:00Z step 0 n1 8 x H100 (gpu), 2 processes, Linux python 3.12, jax 1.0 2027" in seen
+    assert (
+        "08:00:00Z step 0 n1 8 x H100 (gpu), 2 processes, Linux python 3.12, jax 1.0 2027" in seen
+    )
     assert "step 5 n2 8 x H100 (gpu), Linux jax 1.1" in seen
     assert "step 0 n0" in seen
 

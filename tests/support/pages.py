@@ -166,7 +166,6 @@ def recorded(
     return read_run(
         f"a_long_name/{run_dir.name}",
         run_dir,
-        {},
         ["x" * 90],
         "ppctl train " + "y" * 300,
         [],
@@ -190,8 +189,9 @@ def run(run_dir: Path) -> str:
         "ideal_bubble_fraction": 0.25,
     }
     newest = {**one.newest, **predicted_s}
+    curves = {**one.curves, "eval_loss": evaluations}
     return run_page(
-        replace(one, memory=held, evaluations=evaluations, newest=newest), run_dir / "report.html"
+        replace(one, memory=held, curves=curves, newest=newest), run_dir / "report.html"
     )
 
 
@@ -200,7 +200,7 @@ def runs(directory: Path) -> str:
     each = [
         recorded(directory / f"{'r' * 40}{number}", 50 * number, spike=3) for number in range(1, 9)
     ]
-    return compare_page(each, directory / "report.html")
+    return compare_page(each, {}, directory / "report.html")
 
 
 def sweep() -> str:

@@ -77,7 +77,7 @@ def _read(name: str, path: Path, *, is_alone: bool) -> RecordedRun:
     pipeline = "Not drawn of several runs."
     if is_alone:
         pipeline = _pipeline(path, old.config)
-    return read_run(name, path, old.config, old.words, old.command, old.notes, pipeline)
+    return read_run(name, path, old.words, old.command, old.notes, pipeline)
 
 
 def _pipeline(run_dir: Path, recorded: Mapping[str, Any]) -> Pipeline | str:

@@ -104,7 +104,7 @@ def _show(words: list[str], options: argparse.Namespace) -> int:
         return show_sweep(sweep, as_json=options.json)
     name, path = runs_table.find_run(words[0], _tops(words[1:]))
     found = resumption(path)
-    run = read_run(name, path, found.config, found.words, found.command, found.notes, pipeline="")
+    run = read_run(name, path, found.words, found.command, found.notes, pipeline="")
     return runs_table.show_run(run, as_json=options.json)
 
 

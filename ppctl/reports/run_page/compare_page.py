@@ -3,59 +3,62 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ppctl.reports import page_kit as kit
 from ppctl.reports.charts.page_figures import MOST_LINES
 from ppctl.reports.foreign_files import printable
-from ppctl.reports.recorded_settings import differing_settings
 from ppctl.reports.run_page.one_run_page import MARK, loss_text, warnings_of
-from ppctl.reports.run_page.read_run import RecordedRun
+from ppctl.reports.run_page.read_run import NEWEST, RecordedRun
 from ppctl.reports.run_page.run_figures import figures_of_runs
 from ppctl.reports.runs_columns import steps_text
 
 NONE = "&ndash;"
 KEY = re.compile(r"(?<![^,/])[A-Za-z_][\w.]*=")  # in the name of a sweep's job
-OPTIONAL = ("eval_loss", "mfu_fraction")  # columns of numbers that not every kind of run has
+COLUMNS = (  # numbers, shown where a run has them
+    *("eval_loss", "step_time_s", *kit.SPEEDS, "mfu_fraction", "memory_bytes"),
+    *("ideal_bubble_fraction", "predicted_bubble_fraction", "measured_bubble_fraction"),
+)
 ABOUT = (
     "Seconds of a step and speed are medians. Memory: of the fullest device, as compiled. "
     "Bubble: predicted; measured: of a timeline (run.timeline=true)."
 )
-Value = Callable[[RecordedRun], float | None]
+Differ = Mapping[str, Sequence[str | None]]  # by setting: its value in each run
 
 
-def compare_page(runs: Sequence[RecordedRun], file: Path) -> str:
+def compare_page(runs: Sequence[RecordedRun], differ: Differ, file: Path) -> str:
     """Return the text of the page; `file`: where it will stand."""
+    # 1. curves of the first runs
     names = [Path(_brief(run.summary.name)).name for run in runs]
     labels = [printable(f"{number} {name}") for number, name in enumerate(names, 1)]
+    figures = kit.figures(figures_of_runs(runs[:MOST_LINES], labels[:MOST_LINES]))
+    few = f"The first {MOST_LINES} runs. Name others to see theirs: ppctl report RUN RUN ..."
+    about = kit.soft(few) if figures and len(runs) > MOST_LINES else ""
+    # 2. warnings, equal ones of several runs as one
+    whose: dict[str, list[str]] = {}
+    for run in runs:
+        for each in warnings_of(run):
+            whose.setdefault(each, []).append(run.summary.name)
+    lines = [f"{', '.join(names)}: {each}" for each, names in whose.items()]
+    # 3. the page
     return kit.page(
         f"{len(runs)} runs",
-        kit.section("Runs", _table(runs, file)),
-        _figures(runs, labels),
-        _warnings(runs),
+        kit.section("Runs", _table(runs, differ, file)),
+        kit.section("Over the steps", about, figures),
+        kit.section("To know", kit.bullets(lines)),
         main=MARK,
     )
 
 
-def _figures(runs: Sequence[RecordedRun], labels: Sequence[str]) -> str:
-    """Return the curves of the first MOST_LINES runs."""
-    figures = kit.figures(figures_of_runs(runs[:MOST_LINES], labels[:MOST_LINES]))
-    few = f"The first {MOST_LINES} runs. Name others to see theirs: ppctl report RUN RUN ..."
-    about = kit.soft(few) if figures and len(runs) > MOST_LINES else ""
-    return kit.section("Over the steps", about, figures)
-
-
-def _table(runs: Sequence[RecordedRun], file: Path) -> str:
+def _table(runs: Sequence[RecordedRun], differ: Differ, file: Path) -> str:
     """Return a row for each run: its name, which leads to its page or directory, and numbers."""
-    differ = differing_settings([run.config for run in runs], [run.words for run in runs])
-    columns = _columns(runs)
+    columns = [name for name in COLUMNS if any(_number(run, name) is not None for run in runs)]
     rows = []
     for index, run in enumerate(runs):
         texts = [values[index] for values in differ.values()]
         settings = [NONE if each is None else kit.text(each) for each in texts]
-        numbers = [kit.number(name, value(run), NONE) for name, value in columns.items()]
+        numbers = [kit.number(name, _number(run, name), NONE) for name in columns]
         sample = kit.line_sample(index) if index < MOST_LINES else ""
         report, directory = run.summary.path / "report.html", run.summary.path
         place = report if report.exists() else directory
@@ -68,6 +71,15 @@ def _table(runs: Sequence[RecordedRun], file: Path) -> str:
     return kit.table("the runs", names, rows, "jobs runs") + kit.soft(ABOUT + same)
 
 
+def _number(run: RecordedRun, name: str) -> float | None:
+    """Return one of COLUMNS of a run."""
+    if name == "eval_loss":
+        return run.summary.eval_loss
+    if name == "measured_bubble_fraction":
+        return run.measured_bubble
+    return run.newest.get(name) if name in NEWEST else run.median(name)
+
+
 def _brief(name: str) -> str:
     """Return the name of a run without names of settings: values tell jobs of a sweep apart.
 
@@ -75,28 +87,3 @@ def _brief(name: str) -> str:
     ('sweep/1f1b,1e-3', 'tiny')
     """
     return KEY.sub("", name)
-
-
-def _columns(runs: Sequence[RecordedRun]) -> dict[str, Value]:
-    """Return the value of a run for each column, by its name among kit.NUMBERS."""
-    speeds = [speed for speed in kit.SPEEDS if any(run.speed == speed for run in runs)]
-    medians = ("step_time_s", *speeds, "mfu_fraction")
-    newest = ("memory_bytes", "ideal_bubble_fraction", "predicted_bubble_fraction")
-    columns: dict[str, Value] = {"eval_loss": lambda run: run.summary.eval_loss}
-    columns |= {name: partial(RecordedRun.median, name=name) for name in medians}
-    columns |= {name: lambda run, name=name: run.newest.get(name) for name in newest}
-    columns["measured_bubble_fraction"] = lambda run: run.measured_bubble
-    for name in OPTIONAL:
-        if all(columns[name](run) is None for run in runs):
-            del columns[name]
-    return columns
-
-
-def _warnings(runs: Sequence[RecordedRun]) -> str:
-    """Return the warnings of all runs, equal ones of several runs as one."""
-    whose: dict[str, list[str]] = {}
-    for run in runs:
-        for each in warnings_of(run):
-            whose.setdefault(each, []).append(run.summary.name)
-    lines = [f"{', '.join(names)}: {each}" for each, names in whose.items()]
-    return kit.section("To know", kit.bullets(lines))

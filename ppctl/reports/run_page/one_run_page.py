@@ -91,9 +91,8 @@ def warnings_of(run: RecordedRun) -> list[str]:
     if not run.curves:
         warnings.append("no step is recorded")
     # 1. numbers that are not finite
-    curves = {**run.curves, "eval_loss": run.evaluations}
     for name, of in (("loss", "loss"), ("grad_norm", "gradient norm"), ("eval_loss", "eval loss")):
-        if lost := [step for step, value in curves.get(name, ()) if value is None]:
+        if lost := [step for step, value in run.curves.get(name, ()) if value is None]:
             many = f"{len(lost):,} steps, first at " if len(lost) > 1 else ""
             warnings.append(f"the {of} is not finite at {many}step {lost[0]:,}")
     # 2. slow steps
@@ -109,7 +108,7 @@ def warnings_of(run: RecordedRun) -> list[str]:
 
 def _request(run: RecordedRun) -> str:
     words = " ".join(f"<code>{kit.text(word)}</code>" for word in run.words)
-    no_words = "the defaults" if run.config else "not known: its settings cannot be read"
+    no_words = "the defaults" if run.summary.config else "not known: its settings cannot be read"
     resume = f"<p>To resume it:</p>{kit.command(run.command)}" if run.command else ""
     return f'<p class="words">{words or no_words}</p>{resume}'
 
@@ -184,7 +183,7 @@ def _memory(run: RecordedRun) -> str:
 def _environment(run: RecordedRun) -> str:
     """Return the layout, each start with its devices and changed versions, changed settings."""
     # 1. the layout
-    texts = [(name, setting_text(run.config, name)) for name in RAN_WITH]
+    texts = [(name, setting_text(run.summary.config, name)) for name in RAN_WITH]
     rows = [[name, kit.text(text)] for name, text in texts if text is not None]
     content = kit.table("choices", [], rows, "stages") if rows else ""
     # 2. the starts

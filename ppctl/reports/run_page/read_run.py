@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +41,11 @@ class RecordedRun:
     """One run, from its files."""
 
     summary: RunSummary
-    config: Mapping[str, Any]  # composed; empty: unreadable
     words: Sequence[str]  # its request: settings other than the defaults
     command: str  # resumes it; "": unknown
-    curves: Mapping[str, Points]  # recorded CURVES
-    evaluations: Points
+    curves: Mapping[str, Points]  # recorded CURVES and eval_loss
     newest: Mapping[str, float]  # NEWEST, as last recorded
     measured_bubble: float | None  # 0..1, of its timeline
-    versions: Mapping[str, str]  # of its newest start; empty: not recorded
     starts: Sequence[Mapping[str, Any]]  # from status.jsonl
     problems: Sequence[str]
     pipeline: Pipeline | str  # by its settings, or the reason why it is unknown
@@ -60,13 +56,9 @@ class RecordedRun:
         """Return the one of SPEEDS that the run recorded."""
         return next((name for name in SPEEDS if self.median(name) is not None), None)
 
-    def values(self, name: str) -> list[float]:
-        """Return the finite values of a curve."""
-        return [value for _, value in self.curves.get(name, ()) if value is not None]
-
     def median(self, name: str) -> float | None:
         """Return the median of a curve, None where it has no finite value."""
-        values = self.values(name)
+        values = [value for _, value in self.curves.get(name, ()) if value is not None]
         return statistics.median(values) if values else None
 
     @property
@@ -93,7 +85,6 @@ class RecordedRun:
 def read_run(
     name: str,
     path: Path,
-    config: Mapping[str, Any],
     words: Sequence[str],
     command: str,
     notes: Sequence[str],
@@ -102,23 +93,19 @@ def read_run(
     """Return the run in a directory; what is wrong with its files is among its problems."""
     # 1. records
     summary, problems = run_summary(name, path), []
-    curves, newest = _training(path / "metrics.jsonl", problems)
-    evaluations = _ordered(_evaluations(path / "eval.jsonl", problems), "eval.jsonl", problems)
+    curves, newest = _curves(path / "metrics.jsonl", CURVES, problems)
+    evaluations, _ = _curves(path / "eval.jsonl", ("eval_loss",), problems)
     memory = _memory(path / MEMORY_FILE, problems)
     # 2. starts
     lines = read_lines(path / run_status.FILE, problems)
     starts = [line for line in lines if line.get("status") == run_status.STARTED]
-    versions = versions_of(starts[-1]) if starts else {}
     return RecordedRun(
         summary,
-        config,
         words,
         command,
-        curves,
-        evaluations,
+        curves | evaluations,
         newest,
         measured_bubble(path / "timeline" / "timeline.csv"),
-        versions,
         starts,
         list(dict.fromkeys((*summary.problems, *problems, *notes))),
         pipeline,
@@ -144,8 +131,12 @@ def _whole(size: Any) -> int:
     return size
 
 
-def _training(path: Path, problems: list[str]) -> tuple[dict[str, Points], dict[str, float]]:
-    curves: dict[str, list[tuple[float, float | None]]] = {name: [] for name in CURVES}
+def _curves(
+    path: Path, names: Sequence[str], problems: list[str]
+) -> tuple[dict[str, Points], dict[str, float]]:
+    """Return the curves of a file of records, and the NEWEST numbers in it."""
+    # 1. the records
+    curves: dict[str, list[tuple[float, float | None]]] = {name: [] for name in names}
     newest: dict[str, float] = {}
     num_stepless = 0
     for record in read_lines(path, problems):
@@ -153,33 +144,23 @@ def _training(path: Path, problems: list[str]) -> tuple[dict[str, Points], dict[
         if step is None:
             num_stepless += 1
             continue
-        for name, points in curves.items():
-            if name in record:
-                points.append((step, _finite(record, name)))
+        for name in curves.keys() & record.keys():
+            curves[name].append((step, _finite(record, name)))
         for name in NEWEST:
             if name in record and (value := _finite(record, name)) is not None:
                 newest[name] = value
     if num_stepless:
         records = f"record{'s' * (num_stepless > 1)} of {path.name}"
         problems.append(f"{num_stepless} {records} without a step, left out")
-    known = {name: points for name, points in curves.items() if points}
-    return {name: _ordered(points, path.name, problems) for name, points in known.items()}, newest
-
-
-def _evaluations(path: Path, problems: list[str]) -> list[tuple[float, float | None]]:
-    records = [record for record in read_lines(path, problems) if "eval_loss" in record]
-    points = [(_step(record), _finite(record, "eval_loss")) for record in records]
-    return [(step, loss) for step, loss in points if step is not None]
-
-
-def _ordered(points: list[tuple[float, float | None]], name: str, problems: list[str]) -> Points:
-    """Return ascending points: of a repeated step the last one, which adds to `problems`."""
-    if all(before[0] < after[0] for before, after in pairwise(points)):
-        return points
-    problem = f"steps of {name} are not in order, or there twice: of each the last line counts"
-    if problem not in problems:
-        problems.append(problem)
-    return sorted(dict(points).items())
+    # 2. ascending points, of a repeated step the last one
+    ordered: dict[str, Points] = {}
+    for name, points in curves.items():
+        if points:
+            ordered[name] = sorted(dict(points).items())
+            if ordered[name] != points:
+                problem = "are not in order, or there twice: of each the last line counts"
+                problems.append(f"steps of {path.name} {problem}")
+    return ordered, newest
 
 
 def _step(record: Mapping[str, Any]) -> int | None:

@@ -15,8 +15,8 @@ SPEED = f"Speed, {{}}, over {SPEED_STEPS} steps"
 def figures_of_run(run: RecordedRun) -> list[str]:
     """Return the figures of one run, those it has records for."""
     losses = {"train": run.curves.get("loss", ())}
-    if run.evaluations:
-        losses["eval"] = run.evaluations
+    if "eval_loss" in run.curves:
+        losses["eval"] = run.curves["eval_loss"]
     drawn = [_figure("Loss", losses)]
     for name, title in (("grad_norm", "Gradient norm"), ("lr", "Learning rate")):
         drawn.append(_figure(title, {title: run.curves.get(name, ())}, from_zero=name == "lr"))
@@ -29,7 +29,7 @@ def figures_of_run(run: RecordedRun) -> list[str]:
 def figures_of_runs(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[str]:
     """Return the figures of losses and speeds of at most MOST_LINES runs."""
     kinds = [("Loss", [run.curves.get("loss", ()) for run in runs], False)]
-    kinds.append(("Eval loss", [run.evaluations for run in runs], False))
+    kinds.append(("Eval loss", [run.curves.get("eval_loss", ()) for run in runs], False))
     for speed, unit in SPEEDS.items():
         kinds.append((SPEED.format(unit), [speeds_of(run, speed) for run in runs], True))
     drawn = (

@@ -12,7 +12,7 @@ from ppctl.reports.foreign_files import printable
 from ppctl.reports.recorded_settings import differing_settings
 from ppctl.reports.run_page.compare_page import compare_page
 from ppctl.reports.run_page.one_run_page import MARK, MOST_SLOW, run_page, warnings_of
-from ppctl.reports.run_page.read_run import CURVES, RecordedRun
+from ppctl.reports.run_page.read_run import CURVES, RecordedRun, versions_of
 from ppctl.reports.terminal_output import check_file, show_json, write_file
 
 FILE = "report.html"
@@ -36,10 +36,11 @@ def place_of(out: str | None, paths: Sequence[Path]) -> Path:
 
 def write_report(runs: Sequence[RecordedRun], file: Path, *, as_json: bool) -> int:
     """Write the report of runs to a file that `place_of` gave; return 0."""
-    page = run_page(runs[0], file) if len(runs) == 1 else compare_page(runs, file)
+    configs = [run.summary.config for run in runs]
+    differ = differing_settings(configs, [run.words for run in runs])
+    page = run_page(runs[0], file) if len(runs) == 1 else compare_page(runs, differ, file)
     write_file(str(file), file, page)
     if as_json:
-        differ = differing_settings([run.config for run in runs], [run.words for run in runs])
         documents = [report_document(run) for run in runs]
         if len(runs) > 1:
             for index, each in enumerate(documents):
@@ -60,7 +61,7 @@ def report_document(run: RecordedRun) -> dict[str, Any]:
         "measured_bubble_fraction": run.measured_bubble,
         "checkpoints": list(summary.checkpoints),
         "slow_steps": [{"step": step, "step_time_s": seconds} for step, seconds in slow],
-        "versions": dict(run.versions),
+        "versions": versions_of(run.starts[-1]) if run.starts else {},
         "starts": list(run.starts),
         "warnings": warnings_of(run),
     }
