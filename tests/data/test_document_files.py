@@ -95,7 +95,7 @@ def test_a_broken_line_is_named_and_stops_or_is_skipped(build, tmp_path, line, r
     file = tmp_path / "a.jsonl"
     good = json.dumps({"text": "x" * 9000})
     file.write_bytes(f"{good}\n{line}\n{good}\n".encode(errors="surrogateescape"))
-    with pytest.raises(DataError, match=rf"a.jsonl {reason}.* Use data.on_error=skip"):
+    with pytest.raises(DataError, match=rf"a.jsonl {reason}.* Use on_error=skip"):
         build("text", path=str(file))
     dataset = build("text", path=str(file), on_error="skip")
     assert ", 1 broken skipped (first: " in dataset.source
@@ -109,7 +109,7 @@ def test_a_broken_line_is_named_and_stops_or_is_skipped(build, tmp_path, line, r
 def test_an_empty_or_cut_file_is_named(build, tmp_path, name, reason):
     file = tmp_path / name
     file.write_bytes(gzip.compress(LINES.encode())[:-9] if name.endswith("gz") else b"")
-    with pytest.raises(DataError, match=rf"{name}.* ({reason}).* Use data.on_error=skip"):
+    with pytest.raises(DataError, match=rf"{name}.* ({reason}).* Use on_error=skip"):
         build("text", path=str(file))
 
 
