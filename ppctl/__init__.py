@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ppctl.model.lora import Lora
     from ppctl.model.network import Network, stage_boundary
     from ppctl.model.random_keys import dropout
-    from ppctl.model.stack import Stack, VocabularyParts
+    from ppctl.model.stack import DividedStack, Stack, StackOptions, VocabularyParts
     from ppctl.planner.plan_pipeline import PipelinePlan, plan
     from ppctl.planner.search.tune_pipeline import TunedLayout, tune
     from ppctl.reports.charts.draw_schedule import draw
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Costs",
+    "DividedStack",
     "Lora",
     "Network",
     "Pipeline",
@@ -49,6 +50,7 @@ __all__ = [
     "SavedRun",
     "Schedule",
     "Stack",
+    "StackOptions",
     "Task",
     "Ticks",
     "Timeline",
@@ -87,7 +89,7 @@ _HOMES = {  # public names by module
     "model.lora": "Lora",
     "model.network": "Network stage_boundary",
     "model.random_keys": "dropout",
-    "model.stack": "Stack VocabularyParts",
+    "model.stack": "DividedStack Stack StackOptions VocabularyParts",
     "planner.plan_pipeline": "PipelinePlan plan",
     "planner.search.tune_pipeline": "TunedLayout tune",
     "reports.charts.draw_schedule": "draw",

@@ -174,7 +174,7 @@ def _check_data(model: AnyModel, data: AnyData) -> None:
 
 def _check_trained(model: AnyModel, optim: Optim) -> None:
     if optim.train == "lora" and not isinstance(model, Transformer):
-        custom = " A custom model has Stack(trainable=...) or Network(trainable=...) instead."
+        custom = " A custom model has trainable=... in StackOptions or Network instead."
         raise ConfigError(
             f"optim.train=lora puts adapters into a transformer's blocks, and model={model.name} "
             f"has none.{custom if isinstance(model, CustomModel) else ''} Use optim.train=all, or "

@@ -18,7 +18,7 @@ from ppctl.executors.stage.stage import Stage
 from ppctl.model.layer_inputs import LayerInputs, without_attached
 from ppctl.model.layer_reports import cast_layers, check_reports
 from ppctl.model.parallel import WHOLE, StageAxes
-from ppctl.model.stack import Stack, num_examples
+from ppctl.model.stack import Stack, VocabularyParts, num_examples
 from ppctl.model.trainable_parameters import trained_flags, trained_part
 from ppctl.schedule.remat import Remat
 
@@ -37,7 +37,7 @@ class Model:
     whole, and also in a stage where XLA divides it.
     """
 
-    stack: Stack  # as one device computes it, where its stages are divided
+    stack: Stack  # with the functions of one device
     embed_head: Tree  # shapes of embedding and head, natural
     layer: Tree  # shapes of one layer
     microbatch: Tree  # shapes of one device's examples of a microbatch: {"inputs", "targets"}
@@ -50,6 +50,7 @@ class Model:
     layer_specs: Tree = None  # specs of a layer that tasks gather over fsdp; None: given whole
     auto_specs: Tree = None  # specs of {"embed_head", "layers"}, if XLA divides the model
     in_order: bool = False  # as in `Stage`
+    parts: VocabularyParts | None = None  # of a vocabulary divided over the ranks
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "remat", Remat.of(self.remat))  # may be given by its name
@@ -207,13 +208,13 @@ class Model:
     def check_reports(self) -> None:
         """Raise ConfigError unless layers report the counts that the stack declares."""
         layers = [*map(self.stack.layer_of, range(self.stack.num_layers))]
-        how = self.stack.updates, self.stack.trains("layers")
+        how = self.stack.options.updates, self.stack.trains("layers")
         self.traced(lambda: check_reports(layers, self.computed_layer, self.x, *how))
 
     @property
     def computed_layer(self) -> Tree:
         """Shapes of a layer as it is computed."""
-        return cast_layers(self.layer, self.dtype, self.stack.updates)
+        return cast_layers(self.layer, self.dtype, self.stack.options.updates)
 
     def computed(self, shapes: Tree) -> Tree:
         """Return shapes of parameters in the compute dtype."""

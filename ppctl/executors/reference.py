@@ -56,7 +56,7 @@ def reference(
             return jax.checkpoint(run) if setting.keeps_layer_inputs else run
 
         def loss_sum(params: Tree, microbatch: Tree) -> tuple[jax.Array, jax.Array]:
-            params = inputs.computed(params, dtype, stack.updates)
+            params = inputs.computed(params, dtype, stack.options.updates)
             params["layers"] = inputs.with_keys(params["layers"], microbatch.get(KEYS))
             x = _before_head(model, params, microbatch["inputs"], layer, unroll)
             return stack.head(params["embed_head"], x, microbatch["targets"])
@@ -105,7 +105,7 @@ def _accumulated(
         layers, attached = inputs.separate(grads["layers"])
         losses = {LOSS: loss / number}
         losses |= {name: a.sum() / number.astype(a.dtype) for name, a in attached.items()}
-        return losses, divided_by(grads | {"layers": layers}, number, stack.updates)
+        return losses, divided_by(grads | {"layers": layers}, number, stack.options.updates)
 
     return loss_and_grads
 
@@ -120,12 +120,12 @@ def _layer_inputs(stack: Stack, params: Tree, microbatch: Tree) -> LayerInputs:
 def outputs_of(
     stack: Stack, *, dtype: Any, unroll: int = MOST_UNROLLED
 ) -> Callable[[Tree, jax.Array], Tree]:
-    """Return the function (params, inputs) -> stack.outputs; arguments as in `reference`."""
-    outputs = stack.outputs
+    """Return the function (params, inputs) -> outputs; arguments as in `reference`."""
+    outputs = stack.options.outputs
     assert outputs is not None, "a stack that states no outputs"
 
     def predict(params: Tree, inputs: jax.Array) -> Tree:
-        params = LayerInputs().computed(params, dtype, stack.updates)
+        params = LayerInputs().computed(params, dtype, stack.options.updates)
         x = _before_head(stack, params, inputs, stack.layer_of, unroll)
         return outputs(params["embed_head"], x)
 
@@ -142,10 +142,10 @@ def by_example(
     """
 
     def run(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array, Tree]:
-        params = LayerInputs().computed(params, dtype, stack.updates)
+        params = LayerInputs().computed(params, dtype, stack.options.updates)
         embed_head = params["embed_head"]
         x = _before_head(stack, params, batch["inputs"], stack.layer_of, unroll)
-        outputs = None if stack.outputs is None else stack.outputs(embed_head, x)
+        outputs = None if stack.options.outputs is None else stack.options.outputs(embed_head, x)
         losses = jax.vmap(lambda x, target: stack.head(embed_head, x[None], target[None]))
         return *losses(x, batch["targets"]), outputs
 

@@ -163,6 +163,6 @@ class Decoder:
             now.append(self._attention.layer)
         if s < len(self.devices) - 1:
             return x, now
-        assert self._stack.outputs is not None, "transformers have outputs"
-        logits = self._stack.outputs(embed_head, x if wants_all else x[:, -1:])
+        assert self._stack.options.outputs is not None, "transformers have outputs"
+        logits = self._stack.options.outputs(embed_head, x if wants_all else x[:, -1:])
         return (logits if wants_all else logits[:, 0]), now

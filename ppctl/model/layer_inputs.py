@@ -148,7 +148,7 @@ class LayerInputs:
 
     losses: tuple[str, ...] = ()  # names of attached losses
     has_key: bool = False  # whether a layer names a parameter `key`
-    one_key: bool = False  # as in `Stack`
+    one_key: bool = False  # all layers get the same key of an example, as parts of one function
 
     @classmethod
     def of(cls, stack: Any, w: Tree, x: Any) -> LayerInputs:
@@ -163,7 +163,7 @@ class LayerInputs:
                 f"attach_loss({taken}): a step reports loss, grad_norm, lr, step and numbers that "
                 "begin with eval_ or end in a unit (_s, _bytes, _fraction). Use another name."
             )
-        return cls(tuple(names), stack.takes_key, stack.one_key)
+        return cls(tuple(names), stack.takes_key, stack.options.network is not None)
 
     def __bool__(self) -> bool:
         return bool(self.losses) or self.has_key
@@ -192,7 +192,7 @@ class LayerInputs:
         return layers | {KEY: layer_keys(keys, numbers)}
 
     def trainable(self, stack: Any) -> Tree:
-        """Return `Stack.trainable` of parameters whose layers are extended."""
+        """Return `StackOptions.trainable` of parameters whose layers are extended."""
         layers = self.extended(stack.trains("layers"), True, False)
         return {"embed_head": stack.trains("embed_head"), "layers": layers}
 

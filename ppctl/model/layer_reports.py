@@ -3,7 +3,7 @@
 A count has the place of a gradient: `report` is the identity on a parameter, whose "gradient" is
 the counts. So executors sum them as they sum gradients: over microbatches and devices, and once
 however often a forward is recomputed. They are not divided by the number of losses. The parameters
-are declared in `Stack.updates`: they keep their dtype, stay out of the global norm and of the
+are declared in `StackOptions.updates`: they keep their dtype, stay out of the global norm and the
 optimizer, and after a step each becomes update(parameter, counts). Source: flax's
 `_overwrite_with_gradient`.
 """
@@ -152,7 +152,7 @@ def check_reports(
         if _traced["forwards"] and not updates:
             raise ConfigError(
                 "a layer reports counts, and the stack declares no parameter for them, so that "
-                "they would be trained on as a gradient. Name it in Stack(updates={name: update})."
+                "they would be trained on as a gradient. Use StackOptions(updates={name: update})."
             )
         if _traced["backwards"] < _traced["forwards"]:
             raise ConfigError(

@@ -11,7 +11,7 @@ from flax import nnx
 
 from ppctl.model.architecture import ACTIVATIONS
 from ppctl.model.random_keys import dropout as drop
-from ppctl.model.stack import Stack, Tree
+from ppctl.model.stack import Stack, StackOptions, Tree
 
 
 def mlp(
@@ -70,4 +70,4 @@ def mlp(
         return drop(key, layer(params, x), dropout)
 
     functions = init_embed_head, init_layer, embed, with_dropout if dropout else layer, head
-    return Stack(num_layers, *functions, mixes_examples=False, outputs=outputs)
+    return Stack(num_layers, *functions, StackOptions(outputs, mixes_examples=False))

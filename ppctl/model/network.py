@@ -33,7 +33,7 @@ class Network:
     layers of a `Stack` do (the same in all its layers), and None otherwise.
     loss(outputs, targets) -> (sum of losses, number of losses): scalars, summed in at least
     float32; the training loss is sum / number over the global batch.
-    mixes_examples, trainable: as in `Stack`.
+    mixes_examples, trainable: as in `StackOptions`.
 
     Layers end at each `stage_boundary` that apply calls, or where ppctl balances their work
     (`layers=8` of `ppctl.pipeline`, model.layers=auto). Cutting is a ConfigError if two layers use

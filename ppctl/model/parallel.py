@@ -1,6 +1,6 @@
 """A model divided inside a stage: over tp its weights, over cp the tokens of a sequence.
 
-Functions of one device, for authors of a model's collectives (`Stack.divided`): `ppctl.parallel`.
+Functions of one device, for authors of a model's collectives (`DividedStack`): `ppctl.parallel`.
 With tp of 1 they communicate nothing, so one text serves a model whole and divided. All follow one
 rule, which is also JAX's for transposes: *the model's result is the sum over devices of each one's
 result*. So a loss is a device's part of it, the gradient of a parameter that all devices hold whole

@@ -20,16 +20,8 @@ from ppctl.model.parallel import StageAxes
 from ppctl.model.random_keys import names_key, without_key
 
 Tree = Any  # a pytree of arrays
+Layers = Callable[..., jax.Array] | tuple[Callable[..., jax.Array], ...]
 NO_DECAY = ("scale", "bias")  # last names of parameters that no optimizer decays: norms and biases
-
-
-@dataclass(frozen=True)
-class Contents:
-    """The contents of a layer of a network, or of its embedding or head."""
-
-    name: str  # "embedding", "0", "1", ..., "head"
-    params: Mapping[str, tuple[int, ...]]  # shapes by the author's names; shared ones repeat
-    operations: Mapping[str, int]  # number of each operation by JAX's names, without reshapes
 
 
 class VocabularyParts(NamedTuple):
@@ -51,6 +43,64 @@ class VocabularyParts(NamedTuple):
 
 
 @dataclass(frozen=True)
+class DividedStack:
+    """A `Stack` as one device of a stage that is divided over axes, such as tp and cp, computes it.
+
+    Its functions take this device's shards of parameters, communicate as `ppctl.parallel` says, and
+    return summands: a loss is the sum over devices of what each returns. x is this device's part.
+
+    embed, layer, head: as in `Stack`, with parts not called.
+    sharding: the PartitionSpec of each parameter (of one layer), like the parameters' tree: in one
+    dim tp, or other axes inside a stage; one, or None, may stand for a subtree. With parts, tp in
+    embed_head also means the ranks of the pipeline.
+    parts: the functions of a rank's part of embedding and head, where `axes.vocab_parts` is above
+    0. None: unsupported.
+    """
+
+    embed: Callable[[Tree, Tree], jax.Array]
+    layer: Layers
+    head: Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    sharding: Tree = None
+    parts: VocabularyParts | None = None
+
+
+@dataclass(frozen=True)
+class StackOptions:
+    """All that a `Stack` may have besides its functions.
+
+    outputs(embed_head, x) -> tree: the head's predictions before the loss, such as logits.
+    trainable: whether parameters are trained: booleans like the parameters' tree (of one layer);
+    one may stand for a subtree; True: all. Frozen parameters have no gradients, no optimizer state
+    and no work in W.
+    updates: functions (parameter, counts) -> next parameter, by the names of a layer's parameters,
+    joined by "/", of which layers `ppctl.report` counts: after each step, for a layer, with counts
+    summed over the global batch. No gradient, norm, decay or optimizer touches these.
+    mixes_examples: None: a run tests on a few examples whether the loss of one depends on others,
+    and refuses such a model, since microbatches change it. True: intended. False: known not to.
+    check_batch(inputs, targets): raises ConfigError for a batch whose values the model does not
+    take, such as ids out of range: NumPy arrays, or other arrays and shapes, of which it looks at
+    the dtypes only. targets: None of a prediction.
+    divided(axes) -> DividedStack: the same model as one device of a divided stage computes it.
+    ConfigError for sizes that do not fit. None: cannot be divided so.
+    sharding: without `divided`: the PartitionSpecs over tp, as in `DividedStack`, by which XLA
+    divides the functions of whole arrays.
+    on_device(device) -> Stack: the same model with the kernels of another device, attached or only
+    described, for predictions.
+    network: ppctl's own, of a cut `Network`: its cut, and the packing of its layers.
+    """
+
+    outputs: Callable[[Tree, jax.Array], Tree] | None = None
+    trainable: Tree = True
+    updates: Updates = field(default_factory=dict)
+    mixes_examples: bool | None = None  # None: unknown
+    check_batch: Callable[[Any, Any], None] | None = None
+    divided: Callable[[StageAxes], DividedStack] | None = None
+    sharding: Tree = None
+    on_device: Callable[[Any], Stack] | None = None
+    network: Any = None
+
+
+@dataclass(frozen=True)
 class Stack:
     """A model as pure functions on pytrees: an embedding, `num_layers` layers, a head.
 
@@ -68,37 +118,7 @@ class Stack:
     seed, step, layer and example, whatever the layout), and None otherwise: `ppctl.dropout`.
     head(embed_head, x, targets) -> (sum of losses, number of losses): scalars, summed in at least
     float32; the training loss is sum / number over the global batch.
-    initial(key) -> {"embed_head", "layers"}: all initial parameters at once, instead of
-    init_embed_head and init_layer.
-    export(params) -> tree: parameters in the form of the model's author.
-    outputs(embed_head, x) -> tree: the head's predictions before the loss, such as logits.
-    contents: of a network, the contents of its embedding, layers and head, in this order.
-    network: of a network, where it is cut and how layers are packed.
-    divided(axes) -> Stack: the same model as one device of a stage divided over axes, such as tp
-    and cp, computes it. Its functions take this device's shards of parameters and communicate as
-    `ppctl.parallel` says; x are its activations. ConfigError for sizes that do not fit. None:
-    cannot be divided so.
-    sharding: the PartitionSpec of each parameter (of one layer), like the parameters' tree: in one
-    dim tp, or other axes inside a stage; one, or None, may stand for a subtree. With `divided` it
-    names the shards that the functions take; without, XLA divides the functions of whole arrays
-    over tp by it.
-    has_vocabulary: whether `divided` supports `axes.vocab_parts` (`StageAxes`) and returns parts;
-    in its sharding of embed_head tp then also means the ranks of the pipeline.
-    parts: of a stack from `divided`, the functions of a rank's part of embedding and head.
-    on_device(device) -> Stack: the same model with the kernels of another device, attached or only
-    described, for predictions.
-    trainable: whether parameters are trained: booleans like the parameters' tree (of one layer);
-    one may stand for a subtree; True: all. Frozen parameters have no gradients, no optimizer state
-    and no work in W.
-    one_key: whether all layers get the same key of an example, as parts of one function.
-    updates: functions (parameter, counts) -> next parameter, by the names of a layer's parameters,
-    joined by "/", of which layers `ppctl.report` counts: after each step, for a layer, with counts
-    summed over the global batch. No gradient, norm, decay or optimizer touches these.
-    mixes_examples: None: a run tests on a few examples whether the loss of one depends on others,
-    and refuses such a model, since microbatches change it. True: intended. False: known not to.
-    check_batch(inputs, targets): raises ConfigError for a batch whose values the model does not
-    take, such as ids out of range: NumPy arrays, or other arrays and shapes, of which it looks at
-    the dtypes only. targets: None of a prediction.
+    options: everything else.
 
     A run checks the functions against each other by shapes; misfits are a ConfigError.
     """
@@ -106,28 +126,23 @@ class Stack:
     num_layers: int
     init_embed_head: Callable[[jax.Array], Tree]
     init_layer: Callable[[jax.Array, jax.Array], Tree]
-    embed: Callable[[Tree, jax.Array], jax.Array]
-    layer: Callable[..., jax.Array] | tuple[Callable[[Tree, jax.Array], jax.Array], ...]
+    embed: Callable[[Tree, Tree], jax.Array]
+    layer: Layers
     head: Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-    initial: Callable[[jax.Array], Tree] | None = None
-    export: Callable[[Tree], Tree] | None = None
-    mixes_examples: bool | None = None  # None: unknown
-    outputs: Callable[[Tree, jax.Array], Tree] | None = None
-    divided: Callable[[StageAxes], Stack] | None = None
-    sharding: Tree = field(default=None, compare=False)
-    contents: tuple[Contents, ...] = field(default=(), compare=False)
-    network: Any = field(default=None, compare=False)
-    has_vocabulary: bool = False
-    parts: VocabularyParts | None = field(default=None, compare=False)
-    trainable: Tree = field(default=True, compare=False)
-    one_key: bool = False
-    updates: Updates = field(default_factory=dict, compare=False)
-    check_batch: Callable[[Any, Any], None] | None = None
-    on_device: Callable[[Any], Stack] | None = field(default=None, compare=False)
+    options: StackOptions = field(default=StackOptions(), compare=False)
+
+    def with_options(self, **changes: Any) -> Stack:
+        """Return the same model with other `StackOptions`, by their names."""
+        return replace(self, options=replace(self.options, **changes))
+
+    def in_shards(self, divided: DividedStack) -> Stack:
+        """Return the model for programs of one device, whose functions take its shards."""
+        return replace(self, embed=divided.embed, layer=divided.layer, head=divided.head)
 
     def trains(self, part: str) -> Tree:
         """Return `trainable` of "embed_head", or of one layer ("layers")."""
-        return self.trainable[part] if isinstance(self.trainable, Mapping) else self.trainable
+        which = self.options.trainable
+        return which[part] if isinstance(which, Mapping) else which
 
     @property
     def takes_key(self) -> bool:
@@ -152,7 +167,7 @@ class Stack:
 
 
 def over_ranks(parts: VocabularyParts) -> tuple[Callable, Callable]:
-    """Return (embed, head) of a `Stack` for programs in which all ranks, axis pp, meet for them."""
+    """Return (embed, head) for programs in which all ranks, axis pp, meet for them."""
 
     def embed(embed_head: Tree, inputs: jax.Array) -> jax.Array:
         return parts.embed(embed_head, inputs, jax.lax.axis_index("pp"))
@@ -190,8 +205,8 @@ def init(stack: Stack, seed: int) -> Tree:
     Layer l's weights depend on the seed and on l only, never on the number of layers or on the
     layout.
     """
-    if stack.initial is not None:
-        return stack.initial(jax.random.key(seed))
+    if stack.options.network is not None:
+        return stack.options.network.initial(jax.random.key(seed))
     first, second = jax.random.split(jax.random.key(seed))
     layer = lambda l: stack.init_layer(jax.random.fold_in(second, l), l)  # noqa: E731
     return {

@@ -50,7 +50,7 @@ def trained_flags(tree: Tree, trainable: Tree) -> tuple[bool, ...]:
 def trained_share(layers: Tree, trainable: Tree) -> float:
     """Return the trained share, 0..1, of the weights of stacked layers: the share of W's work.
 
-    Weights are the matrices, whose gradients are products. trainable: as in `Stack`, of a layer.
+    Weights are the matrices, whose gradients are products. trainable: of one layer.
 
     >>> of = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
     >>> layers = {"w": of(2, 4, 4), "a": of(2, 4, 1)}

@@ -35,7 +35,15 @@ from ppctl.model.lora import A, B, are_adapters, with_adapters
 from ppctl.model.packed_documents import documents_of, num_rows, split_starts, with_starts
 from ppctl.model.parallel import WHOLE, StageAxes, gather, on_first, own_tokens, scatter
 from ppctl.model.random_keys import dropout, token_keys
-from ppctl.model.stack import Stack, Tree, VocabularyParts, init, over_ranks
+from ppctl.model.stack import (
+    DividedStack,
+    Layers,
+    Stack,
+    StackOptions,
+    Tree,
+    VocabularyParts,
+    init,
+)
 from ppctl.model.transformer_blocks import Block, BlockSettings, Drop, norm
 
 EMBED_STD = 0.02
@@ -60,7 +68,6 @@ def transformer(
     mix: Mix | None = None,
     rotate: Rotate | None = None,
     packed: bool = False,
-    axes: StageAxes = WHOLE,
     **sizes: Any,
 ) -> Stack:
     """Return the stack of a language model: num_layers pre-norm blocks between embedding and head.
@@ -73,66 +80,40 @@ def transformer(
     packed: inputs may hold several documents, see `ppctl.model.packed_documents`; x has rows with
     their starts. Layers are one function, or one of two if only some have the window.
     mix: attention on a stage's axes; rotate: rotary positions; None: those of the attached device.
-    axes: how a stage is divided; a divided stack has the functions of one device (`Stack.divided`).
     The loss is cross-entropy in nats, one a token, in at least float32. Sizes that do not fit fail
     in tracing, with the error of the operation; sizes that tp does not divide raise ConfigError.
     """
-    sizes_of = Architecture(**sizes)
-    mix = mix or partial(attention, "auto", None)
-    return _stack(sizes_of, dtype, mix, rotate or rotation(), packed, axes)
-
-
-def _stack(
-    sizes: Architecture, dtype: jnp.dtype, mix: Mix, rotate: Rotate, packed: bool, axes: StageAxes
-) -> Stack:
-    if packed and axes.cp > 1:
-        raise ConfigError(
-            f"{setting('mesh.cp', axes.cp)} divides a sequence over devices, but with packed "
-            "documents attention stays within each, which no kernel does across devices. Use "
-            f"{setting('mesh.cp', 1)}, or {setting('data.packing', 'false', 'packed=False')}."
-        )
-    sizes.check_divides(axes)
-    # 1. the functions of one device
-    model = _Transformer(sizes, dtype, mix, rotate, packed, axes)
-    kinds = sizes.have_windows
-    function_of = {has_window: model.layer(has_window) for has_window in sorted(set(kinds))}
-    layers = tuple(function_of[has_window] for has_window in kinds)
-    parts, embed, head = None, model.embed, model.head
-    if axes.vocab_parts:
-        parts = VocabularyParts(model.embed, model.part_sums, model.part_head)
-        embed, head = over_ranks(parts)
-    stack = Stack(
-        *(sizes.num_layers, model.init_embed_head, model.init_layer, embed),
-        *(layers[0] if len(function_of) == 1 else layers, head),
-        mixes_examples=False,
-        check_batch=model.check_batch,
-        outputs=model.outputs,
-        divided=lambda axes: _stack(sizes, dtype, mix, rotate, packed, axes),
-        has_vocabulary=True,
-        parts=parts,
-    )
-    # 2. facts about parameters: trained ones, division over tp
-    if axes.parts(("pp", "tp")) == 1 and sizes.lora is None:
-        return stack
-    params = jax.eval_shape(lambda: init(stack, 0))
-    if sizes.lora is not None:
-        trainable = {"embed_head": False, "layers": are_adapters(params["layers"])}
-        stack = replace(stack, trainable=trainable)
-    if axes.parts(("pp", "tp")) == 1:
-        return stack
-    return replace(stack, sharding=_sharding(params, axes, sizes.kv_heads))
+    sizes_of, mix = Architecture(**sizes), mix or partial(attention, "auto", None)
+    sizes_of.check_divides(WHOLE)
+    return _Transformer(sizes_of, dtype, mix, rotate or rotation(), packed).stack
 
 
 @dataclass(frozen=True, eq=False)
 class _Transformer:
-    """The functions of a `Stack`, as one device computes them."""
+    """The functions of a transformer, as one device of a divided stage computes them."""
 
     sizes: Architecture
     dtype: jnp.dtype
     mix: Mix
     rotate: Rotate
     packed: bool
-    axes: StageAxes
+    axes: StageAxes = WHOLE
+
+    @property
+    def stack(self) -> Stack:
+        parameters = self.sizes.num_layers, self.init_embed_head, self.init_layer
+        options = StackOptions(
+            outputs=self.outputs,
+            mixes_examples=False,
+            check_batch=self.check_batch,
+            divided=self.divided,
+        )
+        stack = Stack(*parameters, self.embed, self.layers(), self.head, options)
+        if self.sizes.lora is None:
+            return stack
+        params = jax.eval_shape(lambda: init(stack, 0))
+        trainable = {"embed_head": False, "layers": are_adapters(params["layers"])}
+        return stack.with_options(trainable=trainable)
 
     def _block(self, has_window: bool) -> BlockSettings:
         turn = partial(self.rotate, rope=self.sizes.rope_of(has_window), axes=self.axes)
@@ -185,7 +166,31 @@ class _Transformer:
                     f"{', where -1 is no target' if name == 'targets' else ''}."
                 )
 
+    def divided(self, axes: StageAxes) -> DividedStack:
+        """Return the functions of one device of a stage that is divided over axes."""
+        if self.packed and axes.cp > 1:
+            raise ConfigError(
+                f"{setting('mesh.cp', axes.cp)} divides a sequence over devices, but with packed "
+                "documents attention stays within each, which no kernel does across devices. Use "
+                f"{setting('mesh.cp', 1)}, or {setting('data.packing', 'false', 'packed=False')}."
+            )
+        self.sizes.check_divides(axes)
+        part, sharding, parts = replace(self, axes=axes), None, None
+        if axes.parts(("pp", "tp")) > 1:
+            params = jax.eval_shape(lambda: init(self.stack, 0))
+            sharding = _sharding(params, axes, self.sizes.kv_heads)
+        if axes.vocab_parts:
+            parts = VocabularyParts(part.embed, part.part_sums, part.part_head)
+        return DividedStack(part.embed, part.layers(), part.head, sharding, parts)
+
     # layers
+
+    def layers(self) -> Layers:
+        """Return the function of all layers, or one for each if only some have the window."""
+        kinds = self.sizes.have_windows
+        function_of = {has_window: self.layer(has_window) for has_window in sorted(set(kinds))}
+        layers = tuple(function_of[has_window] for has_window in kinds)
+        return layers[0] if len(function_of) == 1 else layers
 
     def layer(self, has_window: bool) -> Callable[[Tree, jax.Array], jax.Array]:
         """Return the function of a layer."""

@@ -158,14 +158,14 @@ def predicted(job: TrainingJob) -> Prediction:
 
 def _network_layers(pipe: Pipeline) -> tuple[LayerPart, ...]:
     """Return the contents of a network's embedding, layers and head; () of other models."""
-    contents, costs, last = pipe.stack.contents, pipe.relative_costs, len(pipe.partition) - 1
-    if not contents:
+    network, costs, last = pipe.stack.options.network, pipe.relative_costs, len(pipe.partition) - 1
+    if network is None:
         return ()
     stages = [0, *(stage for stage, layers in enumerate(pipe.partition) for _ in layers), last]
     of_all = [costs.embed, *costs.layers, costs.head]
     return tuple(
         LayerPart(held.name, stage, cost, held.params, held.operations)
-        for held, stage, cost in zip(contents, stages, of_all, strict=True)
+        for held, stage, cost in zip(network.contents, stages, of_all, strict=True)
     )
 
 

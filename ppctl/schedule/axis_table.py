@@ -18,7 +18,7 @@ class Axis:
 
     divides: what its devices have different parts of. parameters: stored in parts, whole when
     computed with. weights, experts: parts that a device computes with, as a model states
-    (`Stack.divided`, `Stack.sharding`). A device's gradient of a leaf is summed over every axis
+    (`StackOptions.divided`, `sharding`). A device's gradient of a leaf is summed over every axis
     that does not divide the leaf.
     in_stage: whether tasks of a stage communicate over it. mesh.order cannot name such an axis: it
     goes over hosts after all others.

@@ -7,7 +7,7 @@ model as it is.
 import jax
 import jax.numpy as jnp
 
-from ppctl.model.stack import Stack
+from ppctl.model.stack import Stack, StackOptions
 
 
 def residual_mlp(*, num_layers, dtype, data, width=32):
@@ -47,4 +47,5 @@ def residual_mlp(*, num_layers, dtype, data, width=32):
         errors = outputs(embed_head, x).astype(jnp.promote_types(x.dtype, jnp.float32)) - targets
         return jnp.square(errors).sum(), jnp.asarray(errors.size, errors.dtype)
 
-    return Stack(num_layers, init_embed_head, init_layer, embed, layer, head, outputs=outputs)
+    options = StackOptions(outputs=outputs)
+    return Stack(num_layers, init_embed_head, init_layer, embed, layer, head, options)

@@ -51,7 +51,8 @@ def attaching_stack(attach=ppctl.attach_loss):
         return jnp.square(errors).sum(), jnp.asarray(errors.size, errors.dtype)
 
     embed = lambda embed_head, inputs: inputs @ embed_head["in"]
-    return ppctl.Stack(L, init_embed_head, init_layer, embed, layer, head, mixes_examples=False)
+    options = ppctl.StackOptions(mixes_examples=False)
+    return ppctl.Stack(L, init_embed_head, init_layer, embed, layer, head, options)
 
 
 def make_batch():
@@ -168,7 +169,7 @@ def test_a_network_attaches_losses(how):
     pipe = ppctl.pipeline(as_network(), mesh=ppctl.mesh(pp=2), batch=make_batch(), **how)
     state = pipe.init()
     _, found = pipe.loss_and_grads(state, make_batch())
-    found = pipe.stack.export(found)
+    found = pipe.stack.options.network.from_parts(found)
     expected = {"embed_head": grads["embed_head"], "layers": unstacked(grads["layers"])}
     assert error(found, expected) <= TOLERANCE
     _, metrics = pipe.step(state, make_batch())

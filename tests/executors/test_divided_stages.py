@@ -177,7 +177,7 @@ def lines(text, kind):
 
 def test_a_block_gathers_and_scatters_twice_and_no_weight_is_gathered_over_tp():
     stack, axes = make(d_model=32, num_layers=2), StageAxes(tp=2)
-    divided = stack.divided(axes)
+    divided = stack.options.divided(axes)
     mesh = make_mesh(MeshSizes(tp=2))
     params = jax.eval_shape(lambda: init(stack, 0))
     layer = jax.tree.map(lambda a: jnp.zeros(a.shape[1:]), params["layers"])

@@ -142,7 +142,7 @@ def noting_stack(num_layers=2):
         lambda embed_head, inputs: inputs + embed_head["zero"],
         layer,
         head,
-        mixes_examples=False,
+        ppctl.StackOptions(mixes_examples=False),
     )
 
 
@@ -222,7 +222,7 @@ def test_a_network_draws_as_the_function_of_its_key(how):
     batch = {name: rng.standard_normal((8, 6)) for name in ("inputs", "targets")}
     pipe = make_pipe(network, batch, **how)
     state = pipe.init(seed=2)
-    params = jax.device_get(pipe.stack.export(pipe.to_natural(state)["params"]))
+    params = jax.device_get(pipe.stack.options.network.from_parts(pipe.to_natural(state)["params"]))
     keys = example_keys(jnp.asarray(key_of_seed(0)), jnp.int32(0), 0, 8)
     key = wrapped(layer_keys(keys, jnp.int32(0)))  # the same in all layers
 
@@ -234,7 +234,7 @@ def test_a_network_draws_as_the_function_of_its_key(how):
 
     wanted = jax.value_and_grad(mean_loss)(params, key)
     loss, grads = pipe.loss_and_grads(state, batch)
-    found, wanted = jax.device_get(((loss, pipe.stack.export(grads)), wanted))
+    found, wanted = jax.device_get(((loss, pipe.stack.options.network.from_parts(grads)), wanted))
     assert error(found, wanted) <= TOLERANCE
     assert float(pipe.loss(state, batch)) == pytest.approx(
         float(mean_loss(params, None)), rel=1e-12

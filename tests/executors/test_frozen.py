@@ -2,8 +2,6 @@
 the reference's.
 """
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,11 +44,11 @@ STACKS = {
         **(TRANSFORMER | {"tied": True, "lora": Lora(2, 8.0, ("q", "down"))}),
         dtype=jnp.float64,
     ),
-    "biases": replace(
-        MLP_STACK, trainable={"embed_head": True, "layers": {"bias": True, "kernel": False}}
+    "biases": MLP_STACK.with_options(
+        trainable={"embed_head": True, "layers": {"bias": True, "kernel": False}}
     ),
-    "head": replace(
-        MLP_STACK, trainable={"embed_head": {"embed": False, "head": True}, "layers": False}
+    "head": MLP_STACK.with_options(
+        trainable={"embed_head": {"embed": False, "head": True}, "layers": False}
     ),
 }
 FEW = [  # stack, executor, schedule, (dp, pp, fsdp), remat, more
@@ -93,8 +91,8 @@ def loss_and_grads(stack, params, batch):
 def test_gradients_are_those_of_the_whole_model(name, executor, schedule, mesh, remat, more):
     stack = STACKS[name]
     params, batch = make_params(stack), make_batch("tied swiglu" if "lora" in name else "mlp", 64)
-    loss, grads = loss_and_grads(replace(stack, trainable=True), params, batch)
-    wanted = jax.tree.map(np.asarray, trained_part(grads, stack.trainable))
+    loss, grads = loss_and_grads(stack.with_options(trainable=True), params, batch)
+    wanted = jax.tree.map(np.asarray, trained_part(grads, stack.options.trainable))
     if executor == "spmd":
         case = Case(schedule, mesh, remat=remat, num_layers=4, **more)
         layout = case.layout()
@@ -169,7 +167,7 @@ def test_steps_leave_frozen_weights_as_they_are_and_clip_by_the_norm_of_the_rest
     pipe = pipe_of(stack, batch, executor=executor)
     before = jax.tree.map(np.asarray, pipe.to_natural(pipe.init()))
     _, grads = loss_and_grads(stack, before["params"], batch)
-    own = trained_part(before["params"], stack.trainable)
+    own = trained_part(before["params"], stack.options.trainable)
     assert len(jax.tree.leaves(before["optimizer"])) == 1 + 2 * len(
         jax.tree.leaves(own)
     )  # count, mu and nu
@@ -180,7 +178,7 @@ def test_steps_leave_frozen_weights_as_they_are_and_clip_by_the_norm_of_the_rest
     plain = optax.chain(optax.clip_by_global_norm(CLIP_NORM), optax.adamw(1e-2, weight_decay=0.1))
     wanted = optax.apply_updates(own, plain.update(grads, plain.init(own), own)[0])
     after = jax.tree.map(np.asarray, pipe.to_natural(state)["params"])
-    assert difference(trained_part(after, stack.trainable), wanted) < 1e-9
+    assert difference(trained_part(after, stack.options.trainable), wanted) < 1e-9
     state, _ = pipe.step(state, batch)
     after = jax.tree.map(np.asarray, pipe.to_natural(state)["params"])
     np.testing.assert_array_equal(after["layers"]["kernel"], before["params"]["layers"]["kernel"])
@@ -233,8 +231,8 @@ def test_a_frozen_head_makes_no_gradient_of_its_matrix(few_logits, monkeypatch):
         return  # the gradients of all others are compared everywhere
     params, batch = make_params(stack), make_batch("tied swiglu", 4)
     _, grads = loss_and_grads(stack, params, batch)
-    _, whole = loss_and_grads(replace(stack, trainable=True), params, batch)
-    assert difference(grads, trained_part(whole, stack.trainable)) <= TOLERANCE
+    _, whole = loss_and_grads(stack.with_options(trainable=True), params, batch)
+    assert difference(grads, trained_part(whole, stack.options.trainable)) <= TOLERANCE
 
 
 @pytest.mark.full
@@ -253,7 +251,7 @@ def test_the_step_of_adapters_has_no_product_of_the_shape_of_a_frozen_weight():
         return {line.rsplit("tensor<", 1)[1].split("xf64")[0] for line in dots}
 
     assert not made(STACKS["lora"]) & weights
-    assert made(replace(STACKS["lora"], trainable=True)) >= weights
+    assert made(STACKS["lora"].with_options(trainable=True)) >= weights
 
 
 @pytest.mark.parametrize(
@@ -272,7 +270,7 @@ def test_the_step_of_adapters_has_no_product_of_the_shape_of_a_frozen_weight():
 )
 def test_what_trainable_cannot_be_is_refused(trainable, message):
     with pytest.raises(ConfigError) as error:
-        pipe_of(replace(MLP_STACK, trainable=trainable), make_batch("mlp", 16))
+        pipe_of(MLP_STACK.with_options(trainable=trainable), make_batch("mlp", 16))
     assert message in str(error.value)
 
 
@@ -311,7 +309,7 @@ def test_part_of_a_network_is_frozen(executor):
         num_layers=2,
         dtype=jnp.float64,
     )
-    export = pipe.stack.export
+    export = pipe.stack.options.network.from_parts
     params = jax.tree.map(np.asarray, export(pipe.to_natural(pipe.init(0))["params"]))
     state, _ = pipe.step(pipe.init(0), batch)
     found = jax.tree.map(np.asarray, export(pipe.to_natural(state)["params"]))

@@ -48,20 +48,19 @@ def network():
 
 
 def stack():
-    def initial(key):
-        params = init(key)
+    def initial():
+        params = init(jax.random.key(0))
         layers = {"w": jnp.stack(params.pop("w"))}
         return {"embed_head": params, "layers": layers}
 
     return ppctl.Stack(
         2,
-        lambda key: initial(key)["embed_head"],
-        lambda key, l: {"w": initial(key)["layers"]["w"][l]},
+        lambda key: initial()["embed_head"],
+        lambda key, l: {"w": initial()["layers"]["w"][l]},
         embed,
         lambda layer, x: x + jnp.tanh(x @ layer["w"]),
         lambda params, x, targets: loss(x @ params["out"], targets),
-        initial=initial,
-        outputs=lambda params, x: x @ params["out"],
+        ppctl.StackOptions(outputs=lambda params, x: x @ params["out"]),
     )
 
 
@@ -98,7 +97,7 @@ def test_a_network_takes_a_tree(mesh, how):
     pipe = make(network(), mesh, **how)
     state = pipe.init(seed=0)
     loss, grads = pipe.loss_and_grads(state, make_batch())
-    assert_same((loss, pipe.stack.export(grads)), of_plain_network())
+    assert_same((loss, pipe.stack.options.network.from_parts(grads)), of_plain_network())
 
 
 @pytest.mark.parametrize(("mesh", "how"), [WAYS[0], full(WAYS[1])])

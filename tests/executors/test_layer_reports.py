@@ -52,9 +52,9 @@ def routed(dtype=jnp.float64, **changes):
     embed = lambda embed_head, inputs: (
         inputs.astype(embed_head["embed"].dtype) @ embed_head["embed"]
     )
-    given = {"mixes_examples": False, "updates": {"router/bias": balanced}} | changes
+    options = {"mixes_examples": False, "updates": {"router/bias": balanced}} | changes
     functions = init_embed_head, init_layer, embed, layer, head
-    return ppctl.Stack(NUM_LAYERS, *functions, **given)
+    return ppctl.Stack(NUM_LAYERS, *functions, ppctl.StackOptions(**options))
 
 
 def batch_of(size, length):
@@ -149,19 +149,21 @@ def lost(w, x):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("stack", "message"),
     [
-        ({"updates": {}}, "declares no parameter for them"),
-        ({"updates": {"bias": balanced}}, "updates names bias, and a layer has experts, router/"),
-        ({"layer": lost}, "they would be lost"),
+        (routed(updates={}), "declares no parameter for them"),
         (
-            {"trainable": {"embed_head": True, "layers": {"router": False, "experts": True}}},
+            routed(updates={"bias": balanced}),
+            "updates names bias, and a layer has experts, router/",
+        ),
+        (replace(routed(), layer=lost), "they would be lost"),
+        (
+            routed(trainable={"embed_head": True, "layers": {"router": False, "experts": True}}),
             "updates names router/bias, which trainable freezes",
         ),
     ],
 )
-def test_reports_that_would_not_count_are_refused(changes, message):
-    stack = replace(routed(), **changes)
+def test_reports_that_would_not_count_are_refused(stack, message):
     with pytest.raises(ppctl.PpctlError, match=message):
         pipe_of(stack, mesh={"pp": 2}, schedule="1f1b")
 

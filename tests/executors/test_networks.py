@@ -64,14 +64,20 @@ def test_the_parts_together_are_the_function(name, auto):
     )  # each of one row
     found, found_grads = jax.jit(step, compiler_options=COMPILE_FAST)(params, batch)
     assert float(found["loss"]) == pytest.approx(loss, rel=1e-12)
-    assert difference(stack.export(jax.tree.map(np.asarray, found_grads)), grads) < 1e-12
+    assert (
+        difference(stack.options.network.from_parts(jax.tree.map(np.asarray, found_grads)), grads)
+        < 1e-12
+    )
 
 
 def check(name, auto, loss_and_grads):
     stack, _, _, (pieces, loss, grads) = made(name, auto)
     found, found_grads = loss_and_grads
     assert float(found) == pytest.approx(loss, rel=1e-12)
-    assert difference(stack.export(jax.tree.map(np.asarray, found_grads)), grads) < 1e-10
+    assert (
+        difference(stack.options.network.from_parts(jax.tree.map(np.asarray, found_grads)), grads)
+        < 1e-10
+    )
     for a, b in zip(
         *map(jax.tree.leaves, (pieces.to_parts(pieces.from_parts(found_grads)), found_grads)),
         strict=True,
@@ -213,20 +219,20 @@ def test_each_layer_counts_what_it_costs():
 
 
 def test_it_is_known_what_stands_in_each_layer():
-    embedding, first, *_, last, head = made("images")[0].contents
+    embedding, first, *_, last, head = made("images")[0].options.network.contents
     assert [(embedding.name, dict(embedding.params)), head.name] == [("embedding", {}), "head"]
     assert (first.name, last.name) == ("0", "2")
     assert any("conv" in name for name in first.operations)
     for name, auto in (("images", False), ("tokens", False), ("deep", True)):
         stack, *_, (pieces, _, _) = made(name, auto)
         shapes = dict(zip(pieces.names, pieces.shapes, strict=True))
-        held = [dict(each.params) for each in stack.contents]
+        held = [dict(each.params) for each in stack.options.network.contents]
         assert {key: shape for each in held for key, shape in each.items()} == shapes
         for key, place in zip(pieces.names, pieces.places, strict=True):
             where = [i for i, each in enumerate(held) if key in each]
             assert where == [place + 1] if place is not None else set(where) <= {0, len(held) - 1}
         assert all(
-            each.operations for each in stack.contents[2:-1]
+            each.operations for each in stack.options.network.contents[2:-1]
         )  # the embedding may have taken all of the first
 
 
@@ -340,7 +346,7 @@ def test_decay_is_for_matrices():
     pieces = TracedNetwork(
         network, 2, auto=False, inputs=inputs, dtype="float64", compute="float64"
     )
-    parts = stack_of(pieces).initial(jax.random.key(0))
+    parts = pieces.initial(jax.random.key(0))
     assert decays(parts) == {
         "embed_head": {},
         "layers": {pieces.tag: {"kernel": True, "bias": False}},

@@ -2,7 +2,6 @@
 reference in float64.
 """
 
-from dataclasses import replace
 from itertools import product
 
 import jax
@@ -189,9 +188,9 @@ REFUSED = [
         "sharding divides no parameter over tp",
     ),
     (
-        lambda: replace(stack(), sharding=None),
+        lambda: stack().with_options(sharding=None),
         {"tp": 2},
-        r"tp=2: this divides the stages of models that say how \(Stack.divided, or sharding for tp\)",
+        r"tp=2: this divides the stages of models that say how \(StackOptions.divided, or sharding for tp\)",
     ),
 ]
 

@@ -3,7 +3,6 @@ float64.
 """
 
 import itertools
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -194,17 +193,13 @@ def test_what_has_no_vocabulary_is_refused_and_who_has_it_whole():
     mlp = ppctl.mlp(
         num_layers=4, d_model=4, activation="relu", input_dim=4, target_dim=4, dtype=jnp.float64
     )
-    with pytest.raises(
-        ConfigError,
-        match=r"over 2 ranks by their vocabulary, .* \(Stack.has_vocabulary\). Use sched",
-    ):
-        make_pipe(mlp, rows, {"pp": 2}, vocab="parallel")
-    for said in (
-        replace(mlp, has_vocabulary=True),
-        replace(mlp, has_vocabulary=True, divided=None),
-    ):
-        with pytest.raises(ConfigError, match=r"over 2 ranks, but Stack.divided.* without parts"):
-            make_pipe(said, rows, {"pp": 2}, vocab="parallel")
+    without_parts = ppctl.DividedStack(mlp.embed, mlp.layer, mlp.head)
+    for model in (mlp, mlp.with_options(divided=lambda axes: without_parts)):
+        with pytest.raises(
+            ConfigError,
+            match=r"over 2 ranks by their vocabulary, .* \(DividedStack.parts\). Use sched",
+        ):
+            make_pipe(model, rows, {"pp": 2}, vocab="parallel")
 
 
 @pytest.mark.full

@@ -179,7 +179,7 @@ def test_a_run_of_adapters_goes_on_in_another(base, capsys):
         (
             {},
             {"model": CustomModel(target="a.b"), "data": Regression()},
-            "A custom model has Stack(trainable=...) or Network(trainable=...) instead.",
+            "A custom model has trainable=... in StackOptions or Network instead.",
         ),
     ],
 )

@@ -61,7 +61,7 @@ def test_pieces_give_the_logits_of_the_whole(changes):
         x = stack.embed(params["embed_head"], tokens)
         for l in range(stack.num_layers):
             x = stack.layer_of(l)(jax.tree.map(lambda a, l=l: a[l], params["layers"]), x)
-        return stack.outputs(params["embed_head"], x)
+        return stack.options.outputs(params["embed_head"], x)
 
     expected = np.array(jax.jit(whole)(tokens))
     short = np.asarray(jax.jit(whole)(tokens[1:, 3:]))  # a row whose first token is at position 3

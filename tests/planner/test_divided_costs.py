@@ -39,19 +39,19 @@ def shard(tp, first, a, spec):
 
 def model_of(axes):
     stack = ppctl.transformer(**SIZES, vocab_size=32)
-    stack = stack.divided(axes) if axes.num_devices > 1 else stack
-    params = jax.eval_shape(lambda: init(ppctl.transformer(**SIZES, vocab_size=32), 0))
-    if stack.sharding is not None:
+    divided = stack.options.divided(axes)
+    params = jax.eval_shape(lambda: init(stack, 0))
+    if divided.sharding is not None:
         params = {
             part: jax.tree.map(
-                partial(shard, axes.tp, int(part == "layers")), params[part], stack.sharding[part]
+                partial(shard, axes.tp, int(part == "layers")), params[part], divided.sharding[part]
             )
             for part in params
         }
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
     tokens = jax.ShapeDtypeStruct((1, TOKENS), jnp.int32)
     return Model(
-        stack,
+        stack.in_shards(divided),
         params["embed_head"],
         layer,
         {"inputs": tokens, "targets": tokens},

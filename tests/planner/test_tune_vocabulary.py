@@ -61,7 +61,7 @@ def test_a_recipe_says_where_the_vocabulary_is_divided(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("tune.vocab=[parallel]", r"this model states none \(Stack.has_vocabulary\)"),
+        ("tune.vocab=[parallel]", r"this model does not \(DividedStack.parts\)"),
         (
             "schedule.vocab=parallel",
             r"`ppctl tune` chooses schedules. .* alone with tune.vocab=\[parallel\]",

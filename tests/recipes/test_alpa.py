@@ -100,7 +100,12 @@ def test_layers_by_clustering_and_another_mesh_in_the_middle():
     )
     batches = first.data.batches()
     state = stepped(second, stepped(first, None, next(batches)), next(batches))
-    assert furthest(second.pipe.stack.export(state["params"]), plain_steps(first, 2)) < 1e-10
+    assert (
+        furthest(
+            second.pipe.stack.options.network.from_parts(state["params"]), plain_steps(first, 2)
+        )
+        < 1e-10
+    )
 
 
 def test_a_checkpoint_of_another_cut_is_not_taken_for_this_one():
@@ -130,7 +135,10 @@ def test_the_stages_that_the_planner_finds_train_the_same():
     chosen = configs[i]
     job = assemble(replace(chosen, run=replace(chosen.run, dtype="float64")))
     state = stepped(job, None, next(job.data.batches()))
-    assert furthest(job.pipe.stack.export(state["params"]), plain_steps(job, 1)) < 1e-10
+    assert (
+        furthest(job.pipe.stack.options.network.from_parts(state["params"]), plain_steps(job, 1))
+        < 1e-10
+    )
 
 
 def test_plan_shows_each_stage_with_its_cost(capsys):

@@ -83,10 +83,10 @@ def make_engine(case, clip_norm=CLIP_NORM, **how):
 def engine_of(case, stack, params, batch, clip_norm=CLIP_NORM, *, post_validation=False):
     """The same of this stack, which starts with these parameters."""
     schedule = case.program()
-    (dp, pp, fsdp), whole = case.mesh, stack
+    dp, pp, fsdp = case.mesh
     axes = StageAxes(vocab_parts=pp if case.has_parts else 0)
-    stack = divided_stack(stack, axes, batch)
-    shards, _ = shards_in_stages(whole, stack, axes)
+    divided = divided_stack(stack, axes, batch)
+    shards, _ = shards_in_stages(stack, divided, axes)
     layout = Layout(make_mesh(MeshSizes(*case.mesh)), case.partition(), schedule.rank_of, shards)
     rows = case.batch_size // (dp * fsdp * case.num_microbatches)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
@@ -96,9 +96,9 @@ def engine_of(case, stack, params, batch, clip_norm=CLIP_NORM, *, post_validatio
     sizes = case.num_microbatches, case.remat, case.unroll, jnp.dtype("float64")
     specs = layer_specs(layout.staged_specs(jax.eval_shape(layout.to_staged, params))["layers"])
     specs = specs if case.gather == "layer" else None
-    model = Model(
-        stack, embed_head, layer, microbatch, *sizes, axes, layout.own_embed_head(embed_head), specs
-    )
+    shapes_of = stack.in_shards(divided), embed_head, layer, microbatch
+    how = axes, layout.own_embed_head(embed_head), specs
+    model = Model(*shapes_of, *sizes, *how, parts=divided.parts)
     schedules = tuple(
         (each, dispatch_order(each, task_costs(case.remat)))
         for each in (schedule, forward_only(schedule))
@@ -106,7 +106,9 @@ def engine_of(case, stack, params, batch, clip_norm=CLIP_NORM, *, post_validatio
     optimizer = make_optimizer(clip_norm)
     states = States(
         layout,
-        lambda seed: init_state(jax.tree.map(jnp.asarray, params), optimizer, stack.trainable),
+        lambda seed: init_state(
+            jax.tree.map(jnp.asarray, params), optimizer, stack.options.trainable
+        ),
     )
     arguments = states, shapes, model, schedules, optimizer, LR_SCHEDULE, COMPILE_FAST
     if post_validation:

@@ -2,8 +2,6 @@
 this file.
 """
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 
 import ppctl
 from ppctl import parallel
-from ppctl.model.parallel import WHOLE
 
 INPUTS, TARGETS, WIDTH = 6, 4, 8
 COLUMNS_THEN_ROWS = {"up": P(None, "tp"), "bias": P("tp"), "down": P("tp"), "scale": None}
@@ -69,9 +66,8 @@ def stack(num_layers=4, *, hidden=16, layer=block, sharding=None, dtype=jnp.floa
             "embed_head": {"embed": P(), "head": P(None, "tp")},
             "layers": COLUMNS_THEN_ROWS,
         }
-    return ppctl.Stack(
-        num_layers, init_embed_head, init_layer, embed, layer, head, sharding=sharding
-    )
+    options = ppctl.StackOptions(sharding=sharding)
+    return ppctl.Stack(num_layers, init_embed_head, init_layer, embed, layer, head, options)
 
 
 def of_config(*, num_layers, dtype, data):
@@ -80,30 +76,27 @@ def of_config(*, num_layers, dtype, data):
     return stack(num_layers, dtype=dtype)
 
 
-def by_hand(num_layers=4, dtype=jnp.float64, axes=WHOLE):
+def by_hand(num_layers=4, dtype=jnp.float64):
     """The stack divided by its own collectives; over tp each device has its part of the rows."""
     whole = stack(num_layers, dtype=dtype)
 
-    def embed(embed_head, inputs):
-        x = whole.embed(embed_head, inputs)
-        return parallel.own_part(x, axes, dim=0) if axes.divides_rows else x
+    def divided(axes):
+        def embed(embed_head, inputs):
+            x = whole.embed(embed_head, inputs)
+            return parallel.own_part(x, axes, dim=0) if axes.divides_rows else x
 
-    def layer(params, x):
-        hidden = parallel.column(x * params["scale"], params["up"], axes) + params["bias"]
-        return x + parallel.row(jax.nn.gelu(hidden), params["down"], axes)
+        def layer(params, x):
+            hidden = parallel.column(x * params["scale"], params["up"], axes) + params["bias"]
+            return x + parallel.row(jax.nn.gelu(hidden), params["down"], axes)
 
-    def head(embed_head, x, targets):
-        losses = whole.head(embed_head, parallel.gather(x, axes), targets)
-        return tuple(parallel.on_first(a, axes) for a in losses)
+        def head(embed_head, x, targets):
+            losses = whole.head(embed_head, parallel.gather(x, axes), targets)
+            return tuple(parallel.on_first(a, axes) for a in losses)
 
-    return replace(
-        whole,
-        embed=embed,
-        layer=layer,
-        head=head,
-        sharding={"embed_head": None, "layers": COLUMNS_THEN_ROWS},
-        divided=lambda axes: by_hand(num_layers, dtype, axes),
-    )
+        sharding = {"embed_head": None, "layers": COLUMNS_THEN_ROWS}
+        return ppctl.DividedStack(embed, layer, head, sharding)
+
+    return whole.with_options(divided=divided)
 
 
 def rows(number=16):

@@ -9,7 +9,6 @@ import contextlib
 import io
 import json
 import sys
-from dataclasses import replace
 from functools import partial
 
 from ppctl.schedule import axis_table
@@ -75,7 +74,7 @@ def model(num_layers=4, dtype=None, data=None):
         embed=lambda params, inputs: inputs.astype(params["in"].dtype) @ params["in"],
         layer=layer,
         head=head,
-        mixes_examples=False,
+        options=ppctl.StackOptions(mixes_examples=False),
     )
 
     def divided(axes):
@@ -83,9 +82,9 @@ def model(num_layers=4, dtype=None, data=None):
             return tuple(on_first(each, axes) for each in head(params, x, targets))
 
         part = partial(layer, axes=axes)
-        return replace(whole, layer=part, head=part_of_head, sharding=SHARDING, divided=None)
+        return ppctl.DividedStack(whole.embed, part, part_of_head, SHARDING)
 
-    return replace(whole, divided=divided)
+    return whole.with_options(divided=divided)
 
 
 def batch():
@@ -113,7 +112,7 @@ def unlike(found, expected):
 
 def differences():
     """How far training on meshes with xp is from the un-divided model; the shape of a shard."""
-    whole = replace(model(), divided=None)
+    whole = model().with_options(divided=None)
     expected = trained(whole, ppctl.mesh(), "reference")[:2]
     mpmd = trained(model(), ppctl.mesh(pp=2, fsdp=2, xp=2), "mpmd", remat="layer")
     spmd = trained(model(), ppctl.mesh(pp=2, xp=2, tp=2), "spmd")

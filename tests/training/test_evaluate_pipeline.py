@@ -38,7 +38,7 @@ def plain(stack, params, batch):
     x = stack.embed(params["embed_head"], batch["inputs"])
     for l in range(stack.num_layers):
         x = stack.layer_of(l)(jax.tree.map(lambda a, l=l: a[l], params["layers"]), x)
-    logits, targets = stack.outputs(params["embed_head"], x), batch["targets"]
+    logits, targets = stack.options.outputs(params["embed_head"], x), batch["targets"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
     counts = targets >= 0
     loss = (losses * counts).sum() / counts.sum()

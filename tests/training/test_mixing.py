@@ -1,7 +1,5 @@
 """Models that mix the examples of a batch are found by trying, and refused unless that is meant."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,7 +93,7 @@ def test_a_model_that_mixes_examples_is_refused(name, number):
     expected = (
         f"^mine mixes the examples of a batch: the mean loss of {number} examples is [-.0-9e]+, "
         "of the same in "
-        r"two microbatches and another order [-.0-9e]+, so .* or use mixes_examples=True of the Network or Stack if "
+        r"two microbatches and another order [-.0-9e]+, so .* or use mixes_examples=True of the Network or StackOptions if "
         r"this is meant\.$"
     )
     with pytest.raises(ConfigError, match=expected):
@@ -178,20 +176,23 @@ def network(**changes):
 def test_a_pipeline_refuses_before_its_first_state(batch):
     with pytest.raises(
         ConfigError,
-        match=r"^The model mixes .* or use mixes_examples=True of the Network or Stack if",
+        match=r"^The model mixes .* or use mixes_examples=True of the Network or StackOptions if",
     ):
         pipe_of(network(), batch=batch).init()
 
 
 def test_what_is_meant_to_mix_is_not_tried(monkeypatch):
     monkeypatch.setattr(pipeline, "refuse_mixing", None)
-    for model in (network(mixes_examples=True), replace(stack(batch_norm), mixes_examples=True)):
+    for model in (
+        network(mixes_examples=True),
+        stack(batch_norm).with_options(mixes_examples=True),
+    ):
         assert pipe_of(model).check_examples("mine", ROWS) is None
     for model in (
         ppctl.mlp(num_layers=2, d_model=4, input_dim=WIDTH, target_dim=WIDTH),
         ppctl.transformer(num_layers=2, d_model=4, num_heads=2, vocab_size=5),
     ):
-        assert model.mixes_examples is False
+        assert model.options.mixes_examples is False
     whole = pipe_of(stack(batch_norm), num_microbatches=1)  # whose examples are computed together
     assert whole.check_examples("mine", ROWS) is None
 

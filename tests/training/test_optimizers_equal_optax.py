@@ -144,7 +144,11 @@ def compared(name, model, executor, dtype=jnp.float64, **how):
 
     def authors(state):
         params = jax.device_get(pipe.to_natural(state)["params"])
-        return pipe.stack.export(params) if model == "Network" else by_layer(params)
+        return (
+            pipe.stack.options.network.from_parts(params)
+            if model == "Network"
+            else by_layer(params)
+        )
 
     params = jax.device_get(authors(state))
     if model == "Network":

@@ -178,7 +178,7 @@ def test_an_mlp_predicts_and_a_stack_without_outputs_is_refused(saved, monkeypat
     assert run.loss(batch) == pytest.approx(error, rel=1e-5)
     stack, params = run._trained(5)
     monkeypatch.setattr(
-        ppctl.SavedRun, "_trained", lambda self, step: (replace(stack, outputs=None), params)
+        ppctl.SavedRun, "_trained", lambda self, step: (stack.with_options(outputs=None), params)
     )
     with pytest.raises(
         ppctl.PpctlError,

@@ -75,7 +75,8 @@ class ProgramLibrary:
         if name == "params":
             return self.param_specs[program.shape]
         if name == "grads":
-            specs = trained_part(self.param_specs[program.shape], self.model.stack.trainable)
+            which = self.model.stack.options.trainable
+            specs = trained_part(self.param_specs[program.shape], which)
             if program.shape.shared != "gives":
                 return specs
             return specs | {"embed_head": without_shared(self.model, specs["embed_head"])}

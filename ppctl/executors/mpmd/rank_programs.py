@@ -161,7 +161,7 @@ def prepare_rank(
     zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros((1, *a.shape), model.master), tree)  # noqa: E731
     shards = jax.tree.map(lambda a: a.astype(model.dtype), params["embed_head"])
     embed_head = gather_shards(shards, specs["embed_head"])
-    layers = cast_layers(params["layers"], model.dtype, model.stack.updates)
+    layers = cast_layers(params["layers"], model.dtype, model.stack.options.updates)
     layers = inputs.extended(layers, places, v.get("layer_numbers"))
 
     def stages(layers: Tree) -> list[Any]:

@@ -119,7 +119,7 @@ def run_task(model: Model, kind: str, role: Role, v: dict[str, Any]) -> dict[str
 
 def run_part(model: Model, kind: str, v: dict[str, Any]) -> dict[str, Any]:
     """Return the values that a task E, S, T or G writes, by name, from those that it reads."""
-    parts, embed_head, part = model.stack.parts, v["embed_head"], v["part"]
+    parts, embed_head, part = model.parts, v["embed_head"], v["part"]
     which = model.stack.trains("embed_head")
     assert parts is not None, "a model whose vocabulary is divided has parts"
     if kind == "S":

@@ -87,7 +87,7 @@ class Device:
         # 2. embedding and head gathered; the inputs of layers besides parameters
         self.embed_head = gather_shards(self._compute(params["embed_head"]), specs["embed_head"])
         self.x = jax.eval_shape(stack.embed, self.embed_head, self.microbatch("inputs", 0))
-        shards = cast_layers(params["layers"], options.dtype, stack.updates)
+        shards = cast_layers(params["layers"], options.dtype, stack.options.updates)
         self.inputs = LayerInputs()
         if ticks.has_backward:
             whole = jax.eval_shape(lambda: gather_shards(shards, specs["layers"]))

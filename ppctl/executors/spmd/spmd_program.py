@@ -54,6 +54,7 @@ def spmd(
 
     def loss_and_grads(params: Tree, batch: Tree) -> tuple[Any, Tree]:
         specs = layout.staged_specs(params)
+        trained_specs = trained_part(specs, stack.options.trainable)
 
         def local(params: Tree, batch: Tree, *rank: jax.Array) -> tuple[Any, Tree]:
             def reduced(grads: Tree, specs: Tree) -> Tree:
@@ -71,14 +72,14 @@ def spmd(
             if grads is None:
                 return losses[LOSS] / divisor(number), number
             mean = lambda a: a / divisor(number).astype(a.dtype)  # noqa: E731
-            grads = divided_by(grads, divisor(number), stack.updates)
+            grads = divided_by(grads, divisor(number), stack.options.updates)
             return jax.tree.map(mean, losses), grads
 
         return jax.shard_map(
             local,
             mesh=layout.mesh,
             in_specs=(specs, P(DATA_AXES), P("pp"), P(None, "pp"), P(None, "pp")),
-            out_specs=(P(), trained_part(specs, stack.trainable) if ticks.has_backward else P()),
+            out_specs=(P(), trained_specs if ticks.has_backward else P()),
             check_vma=False,
         )(params, batch, *_of_ranks(layout, ticks))
 

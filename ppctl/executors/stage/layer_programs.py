@@ -98,7 +98,7 @@ def vjp_of(
 class LayerPrograms:
     """The programs of a layer as functions of arrays only. `w` and `x` give shapes and dtypes.
 
-    trainable: as in `Stack`, of one layer; gradients of frozen parameters are None.
+    trainable: as in `StackOptions`, of one layer; gradients of frozen parameters are None.
     """
 
     def __init__(self, function: Layer, remat: Remat, w: Tree, x: Shape, trainable: Tree = True):
@@ -288,7 +288,7 @@ def add_embedding_grad(
     """Return `total` with the gradient of `embed_head` added, from that of x = embed(...).
 
     The gradient of an embedding table goes into the sum row by row: see `add_outputs`.
-    trainable: as in `Stack`; sums of frozen parameters are None.
+    trainable: as in `StackOptions`; sums of frozen parameters are None.
     """
     if not jax.tree.leaves(total):
         return total
@@ -312,7 +312,7 @@ def add_head_grads(
     """Return (gradient of y, `total` with that of `embed_head` added, sum of losses, their number).
 
     The losses are those of head(embed_head, y, targets). The gradient of the head's matrix goes
-    into the sum product by product: see `add_outputs`. trainable: as in `Stack`.
+    into the sum product by product: see `add_outputs`. trainable: as in `StackOptions`.
     """
 
     def grads(embed_head: Tree, y: jax.Array, targets: jax.Array) -> tuple[Any, Tree]:

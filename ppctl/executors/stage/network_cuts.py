@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,6 +16,15 @@ from ppctl.schedule.partition.operation_clusters import clusters
 
 Shape = jax.ShapeDtypeStruct
 WIDE = 2  # widest boundaries; wider outputs belong to the head
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The contents of a layer of a network, or of its embedding or head."""
+
+    name: str  # "embedding", "0", "1", ..., "head"
+    params: Mapping[str, tuple[int, ...]]  # shapes by the author's names; shared ones repeat
+    operations: Mapping[str, int]  # number of each operation by JAX's names, without reshapes
 
 
 @dataclass(frozen=True)

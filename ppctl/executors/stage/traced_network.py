@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from ppctl.errors import ConfigError, setting
 from ppctl.executors.stage.layer_programs import pack_flat, unpack_flat
 from ppctl.executors.stage.network_cuts import (
+    Contents,
     NetworkCuts,
     integers_crossing,
     is_floating,
@@ -33,7 +34,7 @@ from ppctl.model.layer_inputs import attached_in, outside_of_layers, place_of_lo
 from ppctl.model.network import Network
 from ppctl.model.random_keys import SIZE as KEY_SIZE
 from ppctl.model.random_keys import names_key, wrapped
-from ppctl.model.stack import NO_DECAY, Contents, Stack, num_examples
+from ppctl.model.stack import NO_DECAY, Stack, StackOptions, num_examples
 from ppctl.model.trainable_parameters import checked_flags
 
 Tree = Any
@@ -273,6 +274,10 @@ class TracedNetwork:
         lies += [] if all(self.is_trained) else [self.is_trained]
         return f"cut_{hashlib.sha256(repr(lies).encode()).hexdigest()[:8]}"
 
+    def initial(self, key: jax.Array) -> Tree:
+        """Return a stack's initial parameters."""
+        return self.to_parts(self.network.init(key))
+
     def to_parts(self, params: Tree) -> Tree:
         """Return a stack's parameters, from the network's."""
         leaves = dict(enumerate(a.astype(self.dtype) for a in jax.tree.leaves(params)))
@@ -373,26 +378,21 @@ class TracedNetwork:
 
 def stack_of(network: TracedNetwork) -> Stack:
     """Return the stack of a cut network."""
-
-    def initial(key: jax.Array) -> Tree:
-        return network.to_parts(network.network.init(key))
-
     layer = network.keyed_layer if network.has_key else network.layer
+    options = StackOptions(
+        outputs=network.outputs,
+        trainable=True if all(network.is_trained) else network.trainable,
+        mixes_examples=network.network.mixes_examples,
+        network=network,
+    )
     return Stack(
         network.num_layers,
-        lambda key: initial(key)["embed_head"],
-        lambda key, l: jax.tree.map(lambda a: a[l], initial(key)["layers"]),
+        lambda key: network.initial(key)["embed_head"],
+        lambda key, l: jax.tree.map(lambda a: a[l], network.initial(key)["layers"]),
         network.embed,
         tuple(partial(layer, l) for l in range(network.num_layers)),
         network.head,
-        initial=initial,
-        export=network.from_parts,
-        mixes_examples=network.network.mixes_examples,
-        outputs=network.outputs,
-        trainable=True if all(network.is_trained) else network.trainable,
-        contents=network.contents,
-        network=network,
-        one_key=True,
+        options,
     )
 
 

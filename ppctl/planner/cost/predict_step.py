@@ -183,7 +183,7 @@ def param_bytes(state: Tree, model: Model, shards: Mapping[tuple[str, ...], Shar
     shards: the parameters that axes inside a stage divide.
     """
     # 1. of one device's shards
-    held, trained = model.held, trained_part(model.held, model.stack.trainable)
+    held, trained = model.held, trained_part(model.held, model.stack.options.trainable)
     layer, embed_head = tree_bytes(held["layers"]), tree_bytes(held["embed_head"])
 
     own = dict[tuple[str, ...], tuple[int, int]]()
@@ -196,7 +196,7 @@ def param_bytes(state: Tree, model: Model, shards: Mapping[tuple[str, ...], Shar
 
     # 2. ratios, of all parameters
     params = state["params"]
-    all_trained = trained_part(params, model.stack.trainable)
+    all_trained = trained_part(params, model.stack.options.trainable)
     num_computed = sum(math.prod(a.shape) for a in jax.tree.leaves(params))
     return ParamBytes(
         layer=layer,

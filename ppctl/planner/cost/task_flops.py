@@ -38,7 +38,7 @@ def work_of(model: Model) -> ModelWork:
     params = {"embed_head": model.embed_head, "layers": model.layer}
     shapes = [(a.shape, str(a.dtype)) for a in jax.tree.leaves(params)]
     shapes += [(a.shape[1:], str(a.dtype)) for a in jax.tree.leaves(model.microbatch)]
-    depends = (*shapes, trained_flags(params, model.stack.trainable))
+    depends = (*shapes, trained_flags(params, model.stack.options.trainable))
     work = _work_of(_Counted(model.stack, depends, str(jnp.dtype(model.dtype)), model))
     return _divided_evenly(work, model.axes.parts(model.auto)) if model.auto else work
 

@@ -131,7 +131,7 @@ class RankOnDevice:
     @cached_property
     def _shapes_arriving(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of received values: activations and gradients "x"; of vocabulary parts log sums"""
-        model, parts = self.model, self.model.stack.parts
+        model, parts = self.model, self.model.parts
         if parts is None:
             return {"x": model.x}
         args = model.computed(model.embed_head), model.x, jax.ShapeDtypeStruct((), jnp.int32)
@@ -200,7 +200,7 @@ class RankOnDevice:
             norm = global_norm(grads)
             return apply_gradients(optimizer, state, grads, norm, **of_rank), grads
 
-        trained = trained_part(shapes["params"], job.pipe.stack.trainable)
+        trained = trained_part(shapes["params"], job.pipe.stack.options.trainable)
         zeros = lambda: (zeros_like(shapes), zeros_like(trained))  # noqa: E731
         states = [jax.device_put(zeros(), self.device) for _ in range(copies)]
         lowered = jax.jit(update, donate_argnums=(0, 1)).lower(*states[0])

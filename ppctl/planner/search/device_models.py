@@ -71,7 +71,8 @@ class DividedModels:
 
         # 2. their work; layers do not depend on the vocabulary
         shapes = held["embed_head"], layer, self._example
-        model = Model(divided, *shapes, 1, Remat.NONE, 0, self.dtype, axes)
+        how = 1, Remat.NONE, 0, self.dtype, axes
+        model = Model(self.stack.in_shards(divided), *shapes, *how, parts=divided.parts)
         is_whole = vocab_parts == 0
         work = work_of(model) if is_whole else with_embed_head_of(self(division).work, model)
         return DeviceModel(work, param_bytes(self.state, model, shards))
@@ -94,9 +95,9 @@ class DividedModels:
             if by_xla := divided_by_xla(self.stack, self._axes(division)):
                 name, size = by_xla[0], getattr(division, by_xla[0])
                 raise ConfigError(
-                    f"tune.{name}: {size} has XLA divide this model (Stack.sharding), whose sends "
-                    f"along {name} no trace shows and no search counts. Use tune.{name}=[1] or "
-                    "Stack.divided."
+                    f"tune.{name}: {size} has XLA divide this model by its sharding, whose sends "
+                    f"along {name} no trace shows and no search counts. Use "
+                    f"tune.{name}=[1] or StackOptions.divided."
                 )
             try:
                 self(division)
@@ -133,7 +134,7 @@ class DividedModels:
         # 2. sizes that leave a device enough columns and tokens
         embed_head = self.state["params"]["embed_head"]
         x = jax.eval_shape(self.stack.embed, embed_head, self._example["inputs"])
-        is_divided = self.stack.divided is not None and len(x.shape) > 2
+        is_divided = self.stack.options.divided is not None and len(x.shape) > 2
         width, num_tokens = (x.shape[-1], x.shape[1]) if is_divided else (0, 0)
         enough = {"weights": width // LEAST_WIDTH, "tokens": num_tokens // LEAST_TOKENS}
         for axis in STAGE_RECORDS:

@@ -134,7 +134,7 @@ def search_of(
     executor, tune, machine, dtype = config.executor, config.tune, target.machine, target.dtype
     assert isinstance(executor, Spmd | Mpmd), "others have one layout"
     params = lambda: init(stack, config.run.seed)  # noqa: E731
-    state = jax.eval_shape(lambda: init_state(params(), optimizer, stack.trainable))
+    state = jax.eval_shape(lambda: init_state(params(), optimizer, stack.options.trainable))
     context = executor.context if isinstance(executor, Mpmd) else "gather"
     axes = StageAxes(sequence_parallel=executor.sequence_parallel, context=context)
     models = DividedModels(stack, state, batch, jnp.dtype(dtype), axes)

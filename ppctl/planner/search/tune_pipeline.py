@@ -85,8 +85,8 @@ def tune(
 
     # 2. the model as the hardware runs it
     other, counted = described_only(request, device.device_kind), stack
-    if other is not None and stack.on_device is not None:
-        counted = stack.on_device(described_device(other) or device)
+    if other is not None and stack.options.on_device is not None:
+        counted = stack.options.on_device(described_device(other) or device)
 
     # 3. the search
     limit = target.limit

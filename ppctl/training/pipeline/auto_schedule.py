@@ -87,7 +87,7 @@ class ModelCosts:
     def _always(self, params: Tree, trained: Tree, copies: float) -> tuple[float, float]:
         """Return the bytes of parameters' state, and of their copies and sums."""
         state, fsdp = self.probe.states.natural, self.probe.mesh.shape["fsdp"]
-        all_trained = trained_part(state["params"], self.probe.stack.trainable)
+        all_trained = trained_part(state["params"], self.probe.stack.options.trainable)
         moments = tree_bytes(state["optimizer"]) / tree_bytes(all_trained)
         copied = sum(a.size for a in jax.tree.leaves(params)) * jnp.dtype(self.probe.dtype).itemsize
         sums = tree_bytes(trained)

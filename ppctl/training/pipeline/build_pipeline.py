@@ -94,7 +94,7 @@ def pipeline(
     # 3. the state, and the engine that runs its steps
     on_layers = _on_layers(stack, layout, optim.clipped(optimizer, clip_norm), execution)
     states = States(layout, _initial(stack, on_layers), seed)
-    shown = model_of(divided, states, shapes, plan.num_microbatches, execution, dtype)
+    shown = model_of(stack, divided, states, shapes, plan.num_microbatches, execution, dtype)
     request.check_split(stack, plan, layers_of, shown, execution)
     shown.check_reports()
     how = on_layers, lr_schedule, execution, clip_norm, costs
@@ -106,7 +106,7 @@ def pipeline(
 
 def _initial(stack: Stack, optimizer: ModelOptimizer) -> Callable[[int], Tree]:
     """Return the initial state by seed, in natural order."""
-    return lambda seed: init_state(init(stack, seed), optimizer, stack.trainable)
+    return lambda seed: init_state(init(stack, seed), optimizer, stack.options.trainable)
 
 
 def _on_layers(
@@ -116,10 +116,10 @@ def _on_layers(
     execution: Execution,
 ) -> ModelOptimizer:
     """Return the optimizer of the stack's trained parameters."""
-    params = trained_part(jax.eval_shape(lambda: init(stack, 0)), stack.trainable)
-    if stack.network is not None:
-        return network_optimizer(optimizer, stack.network, params, layout)
-    on_layers = LayerOptimizer(optimizer, params, layout, stack.updates)
+    params = trained_part(jax.eval_shape(lambda: init(stack, 0)), stack.options.trainable)
+    if stack.options.network is not None:
+        return network_optimizer(optimizer, stack.options.network, params, layout)
+    on_layers = LayerOptimizer(optimizer, params, layout, stack.options.updates)
     over_ranks = ["pp" in shard.axes for shard in layout.shards.values()]
     if execution.engine.dispatches_tasks and any(over_ranks) and not on_layers.is_elementwise:
         raise ConfigError(
@@ -141,7 +141,7 @@ def _work(
 ) -> tuple[Schedule, Ticks | None, Execution, Costs, Callable[[], RelativeCosts]]:
     """Return the schedule, with vocab=parallel on all ranks, and the next fields of `Pipeline`."""
     initial, recompute = jax.eval_shape(lambda: init(stack, 0)), execution.remat.recomputes
-    checked_flags(initial, stack.trainable)
+    checked_flags(initial, stack.options.trainable)
     relative = cache(lambda: relative_costs(stack, shapes, dtype, recompute=recompute))
     costs = task_costs(execution.remat, trained_share(initial["layers"], stack.trains("layers")))
     if vocab != "whole" or plan.vocab_parts:

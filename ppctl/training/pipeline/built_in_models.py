@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from typing import Any
 
 import jax.numpy as jnp
@@ -130,7 +130,7 @@ def _transformer(
     mix = lambda axes, scoring: attention_of(model.attention, device, axes, scoring)  # noqa: E731
     stack = transformer_model.transformer(**sizes, mix=mix, rotate=rotation(device), **how)
     there = lambda device: _transformer(model, vocab_size, device=device, **how)  # noqa: E731
-    return replace(stack, on_device=there)
+    return stack.with_options(on_device=there)
 
 
 def make_stack(

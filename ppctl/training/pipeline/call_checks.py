@@ -200,8 +200,8 @@ def check_values(
             and not (_fits(a.min(), dtype) and _fits(a.max(), dtype))
         ):
             raise ConfigError(f"{name} hold {_furthest(a)}, beyond {dtype}. Use smaller numbers.")
-    if stack.check_batch is not None:
-        stack.check_batch(arrays["inputs"], arrays.get("targets"))
+    if stack.options.check_batch is not None:
+        stack.options.check_batch(arrays["inputs"], arrays.get("targets"))
 
 
 def _fits(value: Any, dtype: np.dtype) -> bool:

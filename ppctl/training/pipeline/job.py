@@ -97,11 +97,12 @@ def model_on(
     hardware: None: of the mesh's devices. stack: the model with those kernels, if already made.
     """
     if stack is None:
-        if hardware is None or pipe.stack.on_device is None:
+        on_device = pipe.stack.options.on_device
+        if hardware is None or on_device is None:
             return pipe.model
-        stack = pipe.stack.on_device(described_device(hardware) or pipe.mesh.devices.flat[0])
+        stack = on_device(described_device(hardware) or pipe.mesh.devices.flat[0])
     divided = divided_stack(stack, pipe.model.axes, pipe.batch_shapes)
-    return replace(pipe.model, stack=divided)
+    return replace(pipe.model, stack=stack.in_shards(divided), parts=divided.parts)
 
 
 def num_eval_batches(run: settings.Run, data: DataSet) -> int:

@@ -36,7 +36,7 @@ class ModelOptimizer(Protocol):
     """An optimizer of a model as it is stored. Arguments: see `LayerOptimizer`.
 
     is_elementwise: whether `update` takes any shards of arrays. guards_finite: whether it has a
-    rule for gradients that are not finite. updates: as in `Stack`, of parameters that it ignores.
+    rule for gradients that are not finite. updates: as in `StackOptions`; it ignores these.
     """
 
     @property

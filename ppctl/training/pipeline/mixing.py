@@ -44,7 +44,10 @@ def refuse_mixing(
         return f"{name} was not tried for mixing examples: the loss of a few is {whole:g}."
     if abs(whole - halved) <= TOLERANCE[str(dtype)] * max(abs(whole), abs(halved)):
         return None
-    number, meant = num_examples(batch["inputs"]), "mixes_examples=True of the Network or Stack"
+    number, meant = (
+        num_examples(batch["inputs"]),
+        "mixes_examples=True of the Network or StackOptions",
+    )
     meant = setting("model.mixes_examples", "true", meant)
     raise ConfigError(
         f"{name} mixes the examples of a batch: the mean loss of {number} examples is "

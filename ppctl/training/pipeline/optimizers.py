@@ -92,7 +92,7 @@ def counted_by(optimizer: Optimizer) -> Updates:
 def init_state(params: Tree, optimizer: Optimizer, trainable: Tree = True) -> Tree:
     """Return {"params", "optimizer", "step"}, the state in a checkpoint.
 
-    trainable: as of a `Stack`; the optimizer has no state for frozen parameters.
+    trainable: as in `StackOptions`; the optimizer has no state for frozen parameters.
     """
     state = optimizer.init(trained_part(params, trainable))
     return {"params": params, "optimizer": state, "step": jnp.zeros((), jnp.int32)}

@@ -112,7 +112,7 @@ class Pipeline:
     @cached_property
     def num_trained(self) -> int:
         """The number of parameters that are trained."""
-        trained = trained_part(self.states.natural["params"], self.stack.trainable)
+        trained = trained_part(self.states.natural["params"], self.stack.options.trainable)
         return sum(a.size for a in jax.tree.leaves(trained))
 
     @property
@@ -182,7 +182,7 @@ class Pipeline:
         Outputs are [examples, ...] each, in the dtype of compute. ConfigError for a `Stack` without
         outputs, and for inputs of other shapes.
         """
-        if self.stack.outputs is None:
+        if self.stack.options.outputs is None:
             raise ConfigError(
                 "The Stack has no outputs, only a loss. Give it outputs=..., a function "
                 "(embed_head, x)."
@@ -202,7 +202,7 @@ class Pipeline:
     def _of_whole(self, state: Tree, batch: Any) -> tuple[Tree, dict[str, np.ndarray]]:
         """Return (natural parameters, a batch of any number of examples on the host), checked."""
         self._state_checks.check(state)
-        if self.stack.mixes_examples:
+        if self.stack.options.mixes_examples:
             raise ConfigError(
                 "The model mixes the examples of a batch (mixes_examples=True), so that none has "
                 f"outputs or a loss by itself. Use pipe.loss with batches of {self.batch_size}."
@@ -240,7 +240,7 @@ class Pipeline:
         ConfigError: the model mixes them, so that microbatches would train another function.
         """
         self._done.add("examples")
-        if self.stack.mixes_examples is not None or self._num_parts == 1:
+        if self.stack.options.mixes_examples is not None or self._num_parts == 1:
             return None
         size = tree_bytes(self.states.natural["params"])
         if size > MOST_BYTES:

@@ -27,8 +27,8 @@ from ppctl.executors.parameter_layout import (
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts
 from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.network import Network
-from ppctl.model.parallel import StageAxes
-from ppctl.model.stack import Stack, init, num_examples
+from ppctl.model.parallel import WHOLE, StageAxes
+from ppctl.model.stack import DividedStack, Stack, init, num_examples, over_ranks
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FamilyWithKnobs, family
 from ppctl.schedule.ir import Schedule
@@ -167,12 +167,10 @@ def divided(
     execution: Execution,
     mesh: Mesh,
     shapes: Mapping[str, jax.ShapeDtypeStruct],
-) -> tuple[Stack, dict[tuple[str, ...], Shard], tuple[str, ...]]:
+) -> tuple[DividedStack, dict[tuple[str, ...], Shard], tuple[str, ...]]:
     """Return the model as one device computes it, and the results of `shards_in_stages`."""
-    part = stack
-    if execution.engine.is_pipelined:
-        part = divided_stack(stack, execution.axes, shapes)
-        part = part if part is stack else replace(part, updates=stack.updates)
+    axes = execution.axes if execution.engine.is_pipelined else WHOLE
+    part = divided_stack(stack, axes, shapes)
     shards, auto = shards_in_stages(stack, part, execution.axes)
     if auto:
         check_division_by_xla(execution, mesh)
@@ -181,50 +179,47 @@ def divided(
 
 def divided_stack(
     stack: Stack, axes: StageAxes, shapes: Mapping[str, jax.ShapeDtypeStruct]
-) -> Stack:
+) -> DividedStack:
     """Return the model as one device computes it; whole, where XLA divides it by its `sharding`.
 
     ConfigError if its stages cannot be divided.
     """
+    options = stack.options
+    whole = DividedStack(stack.embed, stack.layer, stack.head, options.sharding)
     is_needed = axes.num_devices > 1 or axes.vocab_parts
-    if not is_needed or (stack.divided is None and not axes.need_a_model):
-        return stack
+    if not is_needed or (options.divided is None and not axes.need_a_model):
+        return whole
     # 1. over ranks, by the vocabulary
-    parallel, whole = (setting("schedule.vocab", each) for each in ("parallel", "whole"))
-    if axes.vocab_parts and not stack.has_vocabulary:
+    if axes.vocab_parts and (
+        options.divided is None or _divided(options.divided, axes).parts is None
+    ):
         raise ConfigError(
-            f"{parallel} divides embedding and head over {axes.vocab_parts} ranks by their "
-            "vocabulary, as a transformer has one; this model states none (Stack.has_vocabulary). "
-            f"Use {whole}."
-        )
-    if axes.vocab_parts and (stack.divided is None or _divided(stack, axes).parts is None):
-        raise ConfigError(
-            f"{parallel} divides embedding and head over {axes.vocab_parts} ranks, but "
-            "Stack.divided(axes) of this model returns a stack without parts. Give it parts "
-            f"(ppctl.VocabularyParts), or use {whole}."
+            f"{setting('schedule.vocab', 'parallel')} divides embedding and head over "
+            f"{axes.vocab_parts} ranks by their vocabulary, as a transformer does; this model does "
+            f"not (DividedStack.parts). Use {setting('schedule.vocab', 'whole')}."
         )
     # 2. over the axes inside a stage
     ones = " ".join(setting(f"mesh.{name}", 1) for name in axes.divided)
     pp, fsdp = setting("mesh.pp"), setting("mesh.fsdp")
-    if stack.divided is None and stack.sharding is None:
+    if options.divided is None and options.sharding is None:
         raise ConfigError(
-            f"{axes.text}: this divides the stages of models that say how (Stack.divided, or "
-            "sharding for tp), as a transformer does; this one does not. Use "
+            f"{axes.text}: this divides the stages of models that say how (StackOptions.divided, "
+            "or sharding for tp), as a transformer does; this one does not. Use "
             f"{ones}, and more of {pp} or {fsdp}."
         )
-    if stack.divided is None:
+    if options.divided is None:
         for name in axes.divided.keys() - set(XLA_AXES):
             raise ConfigError(
                 f"{setting(f'mesh.{name}', axes.divided[name])} divides the stages of models that "
-                f"say how (Stack.divided); this one gives PartitionSpecs over {XLA_AXES[0]} only "
-                f"(sharding). Use {setting(f'mesh.{name}', 1)}, and more of {setting('mesh.tp')}, "
-                f"{pp} or {fsdp}."
+                "say how (StackOptions.divided); this one gives PartitionSpecs over "
+                f"{XLA_AXES[0]} only (sharding). Use {setting(f'mesh.{name}', 1)}, and more of "
+                f"{setting('mesh.tp')}, {pp} or {fsdp}."
             )
-        return stack
+        return whole
     sequences = (a.shape for a in jax.tree.leaves(shapes["inputs"]) if len(a.shape) > 1)
     num_tokens = max((shape[1] for shape in sequences), default=1)
     check_sequences(axes.cp, num_tokens)
-    return replace(_divided(stack, axes), trainable=stack.trainable)
+    return _divided(options.divided, axes)
 
 
 def check_division_by_xla(execution: Execution, mesh: Mesh) -> None:
@@ -234,24 +229,24 @@ def check_division_by_xla(execution: Execution, mesh: Mesh) -> None:
             f"{setting('mesh.tp', mesh.shape['tp'])} divides a model by its PartitionSpecs with "
             "executor=mpmd only: in the one program of executor=spmd XLA's collectives would "
             "stand in branches that other ranks skip. Use executor=mpmd, or divide the model by "
-            "hand (Stack.divided with ppctl.parallel)."
+            "hand (StackOptions.divided with ppctl.parallel)."
         )
     if execution.gathers_by_layer and mesh.shape["fsdp"] > 1:
         raise ConfigError(
             f"gather=layer with fsdp={mesh.shape['fsdp']} and tp={mesh.shape['tp']}: layers are "
-            "gathered one by one where the model divides itself over tp (Stack.divided), not "
-            "where XLA does (Stack.sharding). Use gather=step."
+            "gathered one by one where the model divides itself over tp (StackOptions.divided), "
+            "not where XLA does (sharding). Use gather=step."
         )
 
 
 def divided_by_xla(stack: Stack, axes: StageAxes) -> tuple[str, ...]:
     """Return the axes over which XLA divides a model that states shardings but no `divided`."""
-    is_stated = stack.divided is None and stack.sharding is not None
+    is_stated = stack.options.divided is None and stack.options.sharding is not None
     return tuple(name for name in XLA_AXES if is_stated and name in axes.divided)
 
 
 def shards_in_stages(
-    stack: Stack, divided: Stack, axes: StageAxes
+    stack: Stack, divided: DividedStack, axes: StageAxes
 ) -> tuple[dict[tuple[str, ...], Shard], tuple[str, ...]]:
     """Return (the parameters that axes inside a stage divide, the axes over which XLA does it).
 
@@ -344,10 +339,13 @@ def _check_spec(name: str, shape: tuple[int, ...], spec: Any) -> None:
 
 
 @lru_cache(64)
-def _divided(stack: Stack, axes: StageAxes) -> Stack:
-    """Memoize stack.divided(axes): caches downstream are keyed by the identity of its functions."""
-    assert stack.divided is not None
-    return stack.divided(axes)
+def _divided(divide: Callable[[StageAxes], DividedStack], axes: StageAxes) -> DividedStack:
+    """Memoize divide(axes): caches downstream are keyed by the identity of its functions."""
+    divided = divide(axes)
+    if divided.parts is None or not axes.vocab_parts:
+        return divided
+    embed, head = over_ranks(divided.parts)
+    return replace(divided, embed=embed, head=head)
 
 
 def partition_for(

@@ -12,7 +12,6 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -77,7 +76,7 @@ def custom_stack(
             f"model.num_layers={num_layers}. Let num_layers say how many there are."
         )
     _check_stack(key, stack, data.read(np.arange(NUM_TRIED)), head)
-    return replace(stack, mixes_examples=True) if mixes_examples else stack
+    return stack.with_options(mixes_examples=True) if mixes_examples else stack
 
 
 def custom_data(

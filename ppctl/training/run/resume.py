@@ -189,7 +189,7 @@ def state_from(job: TrainingJob) -> Tree | None:
     # 2. the state that starts with them
     def fresh(params: Tree) -> Tree:
         params = with_base(init(stack, run.seed), params) if is_base else params
-        return init_state(params, job.pipe.optimizer, stack.trainable)
+        return init_state(params, job.pipe.optimizer, stack.options.trainable)
 
     return jax.jit(fresh, out_shardings=shardings_of(natural))(params)
 

@@ -89,8 +89,8 @@ class SavedRun:
         natural = self._natural(self._step(step))
         if not isinstance(self._config.model, settings.CustomModel):
             return natural
-        export = self._fitting(self._step(step), natural).export
-        return natural if export is None else export(natural)
+        network = self._fitting(self._step(step), natural).options.network
+        return natural if network is None else network.from_parts(natural)
 
     def adapters(self, step: int | None = None) -> tuple[Lora, Tree] | None:
         """Return (settings, parameters with adapters next to kernels); None without adapters.
@@ -111,7 +111,7 @@ class SavedRun:
         without `outputs`.
         """
         stack, params = self._trained(step)
-        if stack.outputs is None:
+        if stack.options.outputs is None:
             raise ConfigError(
                 f"model.target={self.settings['model'].get('target')} returns a Stack without "
                 "outputs, only with a loss. Give it outputs=..., a function (embed_head, x), or "

@@ -114,7 +114,8 @@ def device_work(
     divided = divided_stack(stack, axes, batch)
     held = shapes_on_device(params, shards_in_stages(stack, divided, axes)[0])
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), held["layers"])
-    counted = CountedModel(divided, held["embed_head"], layer, batch, 1, Remat.NONE, 0, dtype, axes)
+    shapes, how = (held["embed_head"], layer, batch), (1, Remat.NONE, 0, dtype, axes)
+    counted = CountedModel(stack.in_shards(divided), *shapes, *how, parts=divided.parts)
     return DeviceWork(work_of(counted), tree_bytes(layer), tree_bytes(held["embed_head"]))
 
 

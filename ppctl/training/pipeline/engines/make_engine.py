@@ -14,7 +14,7 @@ from ppctl.executors.model_shapes import Model
 from ppctl.executors.parameter_layout import Layout, layer_specs, shapes_on_device
 from ppctl.executors.reference import reference
 from ppctl.executors.spmd.spmd_program import Options, spmd, spmd_bytes
-from ppctl.model.stack import Stack, num_examples
+from ppctl.model.stack import DividedStack, Stack, num_examples
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.schedule.mesh_axes import DATA_AXES, MeshSizes
@@ -76,13 +76,14 @@ def make_engine(
 
 def model_of(
     stack: Stack,
+    divided: DividedStack,
     states: States,
     shapes: Tree,
     num_microbatches: int,
     execution: Execution,
     dtype: jnp.dtype,
 ) -> Model:
-    """Return the model as the tasks of one device see it; stack: divided over execution.axes."""
+    """Return the model as the tasks of one device see it; divided: over execution.axes."""
     mesh, layout = states.layout.mesh, states.layout
     params = shapes_on_device(states.natural["params"], {} if layout.auto else layout.shards)
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
@@ -96,9 +97,9 @@ def model_of(
     parts = {"embed_head": embed_head, "layers": layer}
     auto_specs = layout.auto_specs(parts) if layout.auto else None
     sizes = num_microbatches, execution.remat, execution.unroll, dtype, execution.axes
-    divided = layout.own_embed_head(embed_head), specs, auto_specs
-    model = stack, embed_head, layer, microbatch, *sizes, *divided
-    found = Model(*model, in_order=_is_gpu(layout))
+    shards = layout.own_embed_head(embed_head), specs, auto_specs
+    model = stack.in_shards(divided), embed_head, layer, microbatch, *sizes, *shards
+    found = Model(*model, in_order=_is_gpu(layout), parts=divided.parts)
     _ = found.inputs  # refuses losses attached in embedding and head
     return found
 

@@ -201,7 +201,7 @@ class Mpmd:
     def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         found = self.walk("grads").run(self.given.values(state, batch))
         of_ranks = [found["mean_grads", r] for r in self.ranks]
-        shapes = trained_part(self.states.staged["params"], self.model.stack.trainable)
+        shapes = trained_part(self.states.staged["params"], self.model.stack.options.trainable)
         to_natural, join = jax.jit(self.layout.to_natural), self.division.join
         return found["loss", self.read_at], self._alone(lambda: to_natural(join(of_ranks, shapes)))
 

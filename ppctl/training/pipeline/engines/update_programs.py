@@ -86,14 +86,14 @@ class UpdatePrograms:
         if shared:
             embed_head = with_shared(self.engine.model, grads["embed_head"], *shared)
             grads = grads | {"embed_head": embed_head}
-        return divided_by(grads, divisor(number), self.engine.model.stack.updates)
+        return divided_by(grads, divisor(number), self.engine.model.stack.options.updates)
 
     def _divide(self, _: ProgramId, grads: Tree, *rest: Tree) -> tuple:
         *shared, number = rest
         return (self._scaled(grads, number, shared),)
 
     def _squares(self, program: ProgramId, grads: Tree) -> tuple:
-        updates = self.engine.model.stack.updates
+        updates = self.engine.model.stack.options.updates
         specs = tree_specs(without_counted(self.library.specs(program, "grads"), updates))
         grads = without_counted(grads, updates)
         shards: dict[tuple[str, ...], list] = {}

@@ -90,8 +90,8 @@ class PlainModel:
         optimizer, lr_schedule = make_optimizer(config)
         max_norm = math.inf if clip_norm is None else clip_norm
         stack = self.job.pipe.stack
-        counted = stack.updates
-        trained_of = lambda params: without_counted(trained_part(params, stack.trainable), counted)  # noqa: E731
+        counted, which = stack.options.updates, stack.options.trainable
+        trained_of = lambda params: without_counted(trained_part(params, which), counted)  # noqa: E731
 
         def update(state: Tree, grads: Tree, max_norm: jax.Array, shift: jax.Array) -> Tree:
             given, grads = grads, without_counted(grads, counted)
@@ -301,7 +301,9 @@ def compare_training(
 
 def in_layers(stack: Stack, leaves: Iterable[Leaf]) -> tuple[Leaf, ...]:
     """Return the leaves with the layers of a network's parameters; of other models as they are."""
-    layer_of = {f"/{name}": int(held.name) for held in stack.contents[1:-1] for name in held.params}
+    network = stack.options.network
+    layers = () if network is None else network.contents[1:-1]
+    layer_of = {f"/{name}": int(held.name) for held in layers for name in held.params}
 
     def placed(leaf: Leaf) -> Leaf:
         endings = [ending for ending in layer_of if f"/{leaf.name}".endswith(ending)]

@@ -64,7 +64,7 @@ class WholeModel:
         """
         if not self.metrics:
             return
-        if self.stack.outputs is None:
+        if self.stack.options.outputs is None:
             raise ConfigError("metrics need the outputs of the model. Give the Stack outputs=...")
         for name, metric in self.metrics.items():
             if name in RESERVED or not isinstance(name, str) or not callable(metric):
@@ -117,11 +117,11 @@ def of_author(stack: Stack, tree: Tree) -> Tree:
 
     Trees of other models stay as they are.
     """
-    export = stack.export
-    if export is None:
+    network = stack.options.network
+    if network is None:
         return tree
     is_form = lambda node: isinstance(node, dict) and {*node} == {"embed_head", "layers"}  # noqa: E731
-    whole = lambda node: export(jax.tree.map(jnp.asarray, node)) if is_form(node) else node  # noqa: E731
+    whole = lambda a: network.from_parts(jax.tree.map(jnp.asarray, a)) if is_form(a) else a  # noqa: E731
     return jax.tree.map(whole, tree, is_leaf=is_form)
 
 
