@@ -45,7 +45,7 @@ from ppctl.errors import (
     error_document,
     written_as,
 )
-from ppctl.launch.local_processes import ERROR_FILE, launch
+from ppctl.launch.local_processes import launch, leave_error
 from ppctl.launch.supervisor import end_with_starter
 
 OF_SEVERAL_PROCESSES = ("train", "doctor")  # commands that may run in several processes
@@ -282,18 +282,14 @@ def _is_debugging() -> bool:
 def show_error(kind: str, message: str, words: Sequence[str], *, in_handler: bool = False) -> None:
     """Print an error, as JSON too if `words`, the command line, request that.
 
-    One of several processes leaves the document to the process that started it. in_handler: of a
-    signal, which may have interrupted a write to Python's streams.
+    One of several processes, or a job, leaves the document to the process that started it.
+    in_handler: of a signal, which may have interrupted a write to Python's streams.
     """
     _print(2, f"ppctl: {message}\n", in_handler=in_handler)
-    if "--json" not in words:
-        return
-    document = json.dumps(error_document(kind, message)) + "\n"
-    with suppress(OSError):  # the reader has gone, or the disk is full
-        if ERROR_FILE in os.environ:
-            Path(os.environ[ERROR_FILE]).write_text(document)
-        else:
-            _print(1, document, in_handler=in_handler)
+    document = error_document(kind, message)
+    if not leave_error(document) and "--json" in words:
+        with suppress(OSError):  # the reader has gone, or the disk is full
+            _print(1, json.dumps(document) + "\n", in_handler=in_handler)
 
 
 def _print(number: int, text: str, *, in_handler: bool) -> None:

@@ -9,22 +9,14 @@ import ast
 import hashlib
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
-Sources = Mapping[str, "Digests"]  # by the name of the module
-
-
-class Digests(NamedTuple):
-    """Digests of a module's text, and of its code without comments, docstrings, line breaks."""
-
-    text: str
-    code: str
+Sources = Mapping[str, str]  # digest of the code of a module, by its name
 
 
-def sources(target: str) -> dict[str, Digests]:
+def sources(target: str) -> dict[str, str]:
     """Return the digests of the imported module of a dotted path and of the user's modules in it.
 
     A module is used if it, or something that it defines, is bound to a name in a used module; one
@@ -33,46 +25,31 @@ def sources(target: str) -> dict[str, Digests]:
     """
     first = target.rpartition(".")[0]
     names = [first]
-    found: dict[str, Digests] = {}
+    found: dict[str, str] = {}
     while names:
         name = names.pop()
         module = sys.modules.get(name)
         file = getattr(module, "__file__", None)
-        if module is None or file is None or name in found:
+        if file is None or name in found or (name != first and is_installed(file)):
             continue
-        if name == first or not is_installed(file):
-            found[name] = _digests(Path(file))
-            names += _used(module)
+        found[name] = _digest(Path(file))
+        for value in vars(module).values():
+            is_module = isinstance(value, ModuleType)
+            used = value.__name__ if is_module else getattr(value, "__module__", None)
+            names += [used] if isinstance(used, str) else []
     return dict(sorted(found.items()))
 
 
-def sources_here(names: Iterable[str]) -> dict[str, Digests]:
+def sources_here(names: Iterable[str]) -> dict[str, str]:
     """Return the digests of those modules that lie in the current directory; imports none."""
-    found: dict[str, Digests] = {}
-    for name in names:
-        stem = Path(*name.split("."))
-        for file in (stem.with_suffix(".py"), stem / "__init__.py"):
-            if file.is_file():
-                found[name] = _digests(file)
-                break
-    return found
+    stems = {name: Path(*name.split(".")) for name in names}
+    places = ((name, (s.with_suffix(".py"), s / "__init__.py")) for name, s in stems.items())
+    return {name: _digest(file) for name, files in places for file in files if file.is_file()}
 
 
-def changed_modules(before: Mapping[str, Sequence[str]], now: Sources) -> list[str]:
-    """Return the modules whose code differs from `before`, the digests in a checkpoint's metadata.
-
-    Two versions of Python may unparse the same code differently, so the same text is the same code.
-    """
-    same = {name for name, digests in now.items() if set(before.get(name, ())) & set(digests)}
-    return sorted({*before, *now} - same)
-
-
-def _used(module: ModuleType) -> Iterator[str]:
-    for value in vars(module).values():
-        is_module = isinstance(value, ModuleType)
-        name = value.__name__ if is_module else getattr(value, "__module__", None)
-        if isinstance(name, str):
-            yield name
+def changed_modules(before: Sources, now: Sources) -> list[str]:
+    """Return the modules whose code differs."""
+    return sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
 
 
 def is_installed(file: str) -> bool:
@@ -82,19 +59,15 @@ def is_installed(file: str) -> bool:
     return "site-packages" in file or not tops.isdisjoint(Path(file).parents)
 
 
-def _digests(file: Path) -> Digests:
+def _digest(file: Path) -> str:
+    """Return a digest of a module's code without comments, docstrings and line breaks."""
     text = file.read_bytes()
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):  # a compiled module
-        return Digests(_digest(text), _digest(text))
+        return hashlib.sha256(text).hexdigest()[:16]
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        if ast.get_docstring(node, clean=False):
-            node.body = [*node.body[1:], ast.Pass()]
-    return Digests(_digest(text), _digest(ast.unparse(tree).encode()))
-
-
-def _digest(text: bytes) -> str:
-    return hashlib.sha256(text).hexdigest()[:16]
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = 0 if ast.get_docstring(node, clean=False) is None else 1
+            node.body = [*node.body[first:], ast.Pass()]
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ppctl.reports.run_files import checkpoint_steps, last_record
 
 HOST = "127.0.0.1"
 STARTED_WITH = "PPCTL_STARTED_WITH"  # variable: the launcher's words, as JSON
-ERROR_FILE = "PPCTL_ERROR_FILE"  # variable: the file for a process's error with `--json`
+ERROR_FILE = "PPCTL_ERROR_FILE"  # variable: the file for the error of a process
 EXPLAINED = (ConfigError.exit_code, NonFiniteError.exit_code)  # by the process, in one line
 FINAL = (*LEFT, *EXPLAINED)  # a restart would end with these again
 KILLED = 128  # plus the number of the signal
@@ -72,9 +73,26 @@ def launch(
         newest = lambda: newest_checkpoint(run_dir)  # noqa: E731
         code = with_restarts(start, settings.max_restarts, newest, _say)
         code = LostError.exit_code if code > KILLED and code not in LEFT else code
-        if as_json and code and (document := error_of(Path(errors.name), code, why)) is not None:
+        document = error_of(Path(errors.name), code, why) if code else None
+        if document is not None and not leave_error(document) and as_json:
             print(json.dumps(document), flush=True)
     return code
+
+
+def leave_error(document: Mapping[str, Any]) -> bool:
+    """Write an error to the file of the process that started this one; return if it named one."""
+    if ERROR_FILE not in os.environ:
+        return False
+    with suppress(OSError):  # the disk is full
+        Path(os.environ[ERROR_FILE]).write_text(json.dumps(document) + "\n")
+    return True
+
+
+def left_error(file: Path) -> dict[str, Any] | None:
+    """Return the error that a process has left in a file, if any."""
+    with suppress(OSError, ValueError):
+        return json.loads(file.read_bytes())
+    return None
 
 
 def error_of(directory: Path, code: int, why: str) -> dict[str, Any] | None:
@@ -84,7 +102,7 @@ def error_of(directory: Path, code: int, why: str) -> dict[str, Any] | None:
     where a process was killed.
     """
     files = sorted(directory.iterdir(), key=lambda file: file.stat().st_mtime)
-    documents = [json.loads(file.read_bytes()) for file in files]
+    documents = [document for file in files if (document := left_error(file)) is not None]
     documents.sort(key=lambda each: each["error"]["kind"] == LostError.kind)  # symptoms last
     if documents:
         return documents[0]

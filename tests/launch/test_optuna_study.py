@@ -80,14 +80,11 @@ def test_the_sampler_comes_closer_than_chance():
     assert sum(errors[20:]) < sum(errors[:10])  # which are drawn by chance
 
 
-def test_the_page_shows_the_search(monkeypatch):
+def test_a_search_is_summed_up():
     TOP.mkdir(parents=True)
     study = OptunaStudy(Search(n_trials=4), LR, (), TOP, made)
     assert run_sweep(Sweep("train", TOP, [], study=study)) == 0
-    text = (TOP / "sweep.html").read_text()
-    assert ">The search</h2>" in text
-    assert 'aria-label="final_loss, by job; best so far' in text
-    assert "lowest final_loss: " in text
+    assert "lowest final_loss: " in (TOP / "sweep.html").read_text()
     assert [each["status"] for each in json.loads((TOP / "sweep.json").read_text())] == [
         "finished"
     ] * 4

@@ -31,6 +31,12 @@ from ppctl.launch.sweep.sweep_jobs import SUBMITIT, SUBMITTED, SUBMITTED_LOG, Jo
 
 NUM_STEPS = 20
 FAST = [sys.executable, "-I", "-S", "-c"]  # starts in a few milliseconds
+WRONG = """
+import json, os, sys
+with open(os.environ["PPCTL_ERROR_FILE"], "w") as file:
+    json.dump({"error": {"message": "it is wrong."}}, file)
+sys.exit("wrong")
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +137,7 @@ def test_ends_and_outputs_of_jobs(commands_of_slurm, monkeypatch, capfd):
     programs(
         monkeypatch,
         "print('good')",
-        "import sys; sys.exit('ppctl: it is wrong.')",
+        WRONG,
         "import os; os.kill(os.getpid(), 9)",
     )
     sweep = sweep_of(3)
@@ -145,7 +151,7 @@ def test_ends_and_outputs_of_jobs(commands_of_slurm, monkeypatch, capfd):
     assert [each["error"] for each in outcomes] == [None, "it is wrong.", "was killed by SIGKILL"]
     assert [(job.run_dir / SUBMITTED_LOG).read_text() for job in sweep.jobs] == [
         "good\n",
-        "ppctl: it is wrong.\n",
+        "wrong\n",
         "",
     ]
     err = capfd.readouterr().err
@@ -295,7 +301,7 @@ def slurm(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_slurm_runs_an_array_whose_jobs_go_on_without_the_sweep(slurm, monkeypatch):
-    programs(monkeypatch, COUNTS, "import sys; sys.exit('ppctl: it is wrong.')")
+    programs(monkeypatch, COUNTS, WRONG)
     settings = SubmititSlurm(cpus_per_task=1)
     stop_when(lambda: Path("began").exists())
     outcomes, stop, text = told(sweep_of(2, settings))

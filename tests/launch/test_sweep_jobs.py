@@ -27,9 +27,18 @@ from ppctl.launch.sweep import job_runner
 from ppctl.launch.sweep.job_runner import run_jobs
 from ppctl.launch.sweep.run_sweep import run_sweep, show_end
 from ppctl.launch.sweep.sweep_jobs import LOG, Job, Sweep, check_sweep, has_ended, other_settings
+from ppctl.launch.sweep.sweep_records import result_of
 
 NUM_STEPS = 20
-FAILS = "import sys; sys.exit('ppctl: too few examples.')"
+# a process that ends with an error as ppctl does: the document in the file of its starter
+LEAVES = """
+import json, os, sys
+document = {{"error": {{"kind": "config", "message": {message!r}, "remedy": None}}}}
+with open(os.environ["PPCTL_ERROR_FILE"], "w") as file: json.dump(document, file)
+print("ppctl:", {message!r}, file=sys.stderr)
+sys.exit({code})
+"""
+FAILS = LEAVES.format(message="too few examples.", code=1)
 FAST = [sys.executable, "-I", "-S", "-c"]  # starts in a few milliseconds
 
 
@@ -181,18 +190,18 @@ def test_a_failing_job_ends_nothing_and_its_error_is_told(monkeypatch, capfd):
     sweep = sweep_of(4)
     programs(
         monkeypatch,
-        "import sys; sys.exit('ppctl: step 3: loss=nan.')",
+        LEAVES.format(message="step 3: loss=nan.", code=4),
         "raise RuntimeError('Oh')",
         "import os; print('step 1'); os.kill(os.getpid(), 9)",
         "",
     )
     outcomes, stop, text = told(sweep)
     assert [(outcome.status, outcome.code) for outcome in outcomes] == [
-        *(("failed", 1), ("failed", 1), ("failed", 137), ("finished", 0))
+        *(("failed", 4), ("failed", 1), ("failed", 137), ("finished", 0))
     ]
     errors = [
         "step 3: loss=nan.",
-        "ended with exit code 1: RuntimeError: Oh",
+        "ended with exit code 1",
         "was killed by SIGKILL",
         None,
     ]
@@ -201,10 +210,10 @@ def test_a_failing_job_ends_nothing_and_its_error_is_told(monkeypatch, capfd):
     assert "job 0: run.seed=0: failed after" in text
     assert "ppctl: step 3: loss=nan." in capfd.readouterr().err  # a job alone has the terminal
     out = io.StringIO()
-    records = [{} for _ in outcomes]
-    show_end(Console(file=out, width=200), sweep, outcomes, records)
+    results = [result_of(job, end) for job, end in zip(sweep.jobs, outcomes, strict=True)]
+    show_end(Console(file=out, width=200), results, [], trains=True)
     assert "4 jobs: 1 finished, 3 failed" in out.getvalue()
-    assert "ppctl: job 1: run.seed=1: ended with exit code 1: RuntimeError: Oh\n" in out.getvalue()
+    assert "ppctl: job 1: run.seed=1: ended with exit code 1\n" in out.getvalue()
 
 
 def test_the_exit_code_is_1_if_a_job_failed_and_the_summary_is_there(monkeypatch, capfd):
@@ -233,7 +242,8 @@ print("said {0}")
 def test_jobs_run_side_by_side_and_write_to_their_logs(monkeypatch, capfd):
     sweep = sweep_of(3, side=2)
     programs(
-        monkeypatch, WAITS.format(0, 1), WAITS.format(1, 0), "import sys; sys.exit('ppctl: no.')"
+        monkeypatch,
+        *(WAITS.format(0, 1), WAITS.format(1, 0), LEAVES.format(message="no.", code=2)),
     )
     (sweep.jobs[2].run_dir).mkdir(parents=True)
     (sweep.jobs[2].run_dir / LOG).write_text("ppctl: of an earlier start\n")
@@ -315,23 +325,14 @@ def test_a_log_that_cannot_be_written_fails_its_job_alone(monkeypatch):
     assert sweep.jobs[0].run_dir.read_text() == "a file of the user's"
 
 
-def test_a_summary_of_something_else_is_not_overwritten():
-    sweep = sweep_of(1)
-    sweep.directory.mkdir(parents=True)
-    (sweep.directory / "sweep.json").write_text("mine")
-    with pytest.raises(ConfigError, match=r"runs/s/sweep\.json is not of a sweep and stays"):
-        run_sweep(sweep)
-    assert (sweep.directory / "sweep.json").read_text() == "mine"
-
-
 def test_equal_failures_are_one_line_with_a_count(monkeypatch):
     sweep = sweep_of(5)
     programs(monkeypatch, FAILS, "", FAILS)
     outcomes, _, text = told(sweep)
-    assert text.count("too few examples.") == 1
-    assert re.search(r"job 2: run.seed=2: failed after \S+ s, as job 0\n", text)
+    assert re.search(r"job 2: run.seed=2: failed after \S+ s: too few examples.\n", text)
     out = io.StringIO()
-    show_end(Console(file=out, width=200), sweep, outcomes, [{}] * 5)
+    results = [result_of(job, end) for job, end in zip(sweep.jobs, outcomes, strict=True)]
+    show_end(Console(file=out, width=200), results, [], trains=True)
     lines = [line for line in out.getvalue().splitlines() if line.startswith("ppctl")]
     assert lines == ["ppctl: job 0: run.seed=0 and 3 more: too few examples."]
 
@@ -339,8 +340,7 @@ def test_equal_failures_are_one_line_with_a_count(monkeypatch):
 @pytest.mark.parametrize(
     ("reasons", "message"),
     [
-        ("aaa", "All 3 jobs are refused: a"),
-        ("aba", "All 3 jobs are refused, for 2 reasons; the first: a"),
+        ("aba", "All 3 jobs are refused; the first: a"),
         ("a", "a"),
     ],
 )

@@ -19,9 +19,9 @@ from rich.console import Console
 
 from ppctl.config import Config, Interleaved, Mesh, Run, Schedule
 from ppctl.launch.sweep.run_sweep import as_json, show_end, write_summary
-from ppctl.launch.sweep.sweep_jobs import LOG, Job, Outcome, Sweep
+from ppctl.launch.sweep.sweep_jobs import LOG, Job, Outcome
 from ppctl.launch.sweep.sweep_page import sweep_page
-from ppctl.launch.sweep.sweep_records import NUMBERS, best_of, numbers_of, record_of
+from ppctl.launch.sweep.sweep_records import NUMBERS, best_of, numbers_of, result_of
 from ppctl.reports.charts.page_figures import MOST_LINES
 
 
@@ -85,7 +85,7 @@ def test_a_record_holds_values_end_and_medians():
     timeline.write_text(
         "rank,task,start_s,end_s\n0,0F0,0.0,1.0\n0,0B0,3.0,4.0\n1,1F0,1.0,2.0\n1,1B0,2.0,3.0\n"
     )
-    assert record_of(job, FINISHED) == {
+    assert result_of(job, FINISHED).record == {
         "job": 3,
         "schedule": "gpipe",
         "schedule.num_microbatches": 8,
@@ -112,40 +112,38 @@ def test_a_record_holds_values_end_and_medians():
 def test_the_numbers_of_a_job_that_failed_are_not_those_of_an_earlier_start():
     job = left(job_of(0), (4.0, 1.0))
     written_s = (job.run_dir / "metrics.jsonl").stat().st_mtime
-    now = record_of(job, Outcome("failed", 1, 2.0, "Oh", began_s=written_s - 1))
-    before = record_of(job, Outcome("failed", 1, 2.0, "Oh", began_s=written_s + 1))
-    refused = record_of(job, Outcome("failed", 2, None, "Oh"))
-    assert (now["final_loss"], before["final_loss"], refused["final_loss"]) == (4.0, None, None)
+    now = result_of(job, Outcome("failed", 1, 2.0, "Oh", began_s=written_s - 1))
+    before = result_of(job, Outcome("failed", 1, 2.0, "Oh", began_s=written_s + 1))
+    refused = result_of(job, Outcome("failed", 2, None, "Oh"))
+    assert [each.numbers["final_loss"] for each in (now, before, refused)] == [4.0, None, None]
     assert set(numbers_of(Path("nowhere")).values()) == {None}
 
 
+TOP = Path("runs/s")
+
+
 def test_json_has_null_for_numbers_that_are_not_finite():
-    [record] = [record_of(left(job_of(0), (4.0, 1.0)), FINISHED)]
-    record["optim.clip_norm"] = float("inf")
-    [read] = json.loads(as_json([record]), parse_constant=pytest.fail)
+    job = left(job_of(0, **{"optim.clip_norm": float("inf")}), (4.0, 1.0))
+    [read] = json.loads(as_json(results([job])), parse_constant=pytest.fail)
     assert read["optim.clip_norm"] is None
     assert set(NUMBERS) <= set(read)
 
 
-def swept(*jobs, **more):
-    return Sweep("train", Path("runs/s"), jobs, **more)
-
-
-def records(sweep, outcomes=None):
-    outcomes = outcomes or [FINISHED] * len(sweep.jobs)
-    return [record_of(job, outcome) for job, outcome in zip(sweep.jobs, outcomes, strict=True)]
+def results(jobs, outcomes=None):
+    outcomes = outcomes or [FINISHED] * len(jobs)
+    return [result_of(job, outcome) for job, outcome in zip(jobs, outcomes, strict=True)]
 
 
 def test_the_best_of_layouts_is_the_fastest_with_a_command_that_composes(capsys):
     from ppctl import cli
 
-    sweep = swept(
+    jobs = [
         left(job_of(0), (4.0, 1.0)),
         left(job_of(1, "1f1b"), (4.0, 0.5)),
         left(job_of(2, "zb_h1"), (1.0, 0.1)),
-    )
+    ]
     outcomes = [FINISHED, FINISHED, Outcome("failed", 1, 1.0, "Oh", 0.0)]
-    [best] = best_of(sweep, records(sweep, outcomes))
+    [best] = best_of(TOP, results(jobs, outcomes))
     assert best.text == "fastest, in tok/s: 200, job 1 (schedule=1f1b schedule.num_microbatches=8)"
     words = shlex.split(best.command)
     swept_words = ["schedule=1f1b", "schedule.num_microbatches=8"]
@@ -165,44 +163,39 @@ def test_where_more_than_the_layout_varies_the_lowest_loss_comes_first():
         left(job_of(i, run_dir=f"r/{i}", **{"optim.lr": i}), (loss, s))
         for i, (loss, s) in enumerate([(3, 1), (2, 2)])
     ]
-    sweep = swept(*jobs)
-    assert [(best.what, best.job.index) for best in best_of(sweep, records(sweep))] == [
+    assert [(best.what, best.job.index) for best in best_of(TOP, results(jobs))] == [
         *(("lowest final_loss", 1), ("fastest, in tok/s", 0))
     ]
     append(jobs[0].run_dir / "metrics.jsonl", '{"step": 2, "loss": 1.0}\n')  # trained longer
-    assert [best.what for best in best_of(sweep, records(sweep))] == ["fastest, in tok/s"]
+    assert [best.what for best in best_of(TOP, results(jobs))] == ["fastest, in tok/s"]
 
 
 def test_the_best_is_a_path_first_and_digits_tell_jobs_apart():
     jobs = [left(job_of(i, **{"optim.lr": 10.0**-i}), (2.0 + i * 1e-6, 1.0)) for i in range(2)]
     (jobs[0].run_dir / "checkpoints" / "7").mkdir(parents=True)
-    sweep = swept(*jobs)
-    lowest, fastest = best_of(sweep, records(sweep))
+    both = lowest, fastest = best_of(TOP, results(jobs))
     assert (lowest.by, fastest.by) == ("final_loss", "tokens_per_s")
-    what, where, anew = lowest.lines
+    what, where, anew, *_ = write_summary(TOP, results(jobs), both)
     assert (
         what == "lowest final_loss: 2.000000, job 0 (schedule=gpipe schedule.num_microbatches=8 "
         "optim.lr=1.0)"
     )
     assert where == "  in runs/s/0/checkpoints/7"
     assert anew.startswith("  anew: ppctl train recipes=tiny ")
-    assert len({best.command.split()[-1] for best in (lowest, fastest)}) == 2  # a directory each
+    assert len({best.command.split()[-1] for best in both}) == 2  # a directory each
     text = page_of(*jobs)
     assert text.index("runs/s/0/checkpoints/7") < text.index("To train it anew")
     assert ">2.000001<" in text
-    shown = write_summary(sweep, [FINISHED] * 2, records(sweep))
-    assert shown[:2] == [what, where]
     shutil.rmtree(jobs[0].run_dir / "checkpoints")
-    assert best_of(sweep, records(sweep))[0].place == jobs[0].run_dir
+    assert best_of(TOP, results(jobs))[0].place == jobs[0].run_dir
 
 
 def test_the_last_table_has_the_number_that_decided():
     jobs = [left(job_of(i), (4.0, 1.0), eval_loss=1.0 + i * 1e-5) for i in range(2)]
-    sweep = swept(*jobs)
 
     def shown(*decided_by):
         out = io.StringIO()
-        show_end(Console(file=out, width=200), sweep, [FINISHED] * 2, records(sweep), decided_by)
+        show_end(Console(file=out, width=200), results(jobs), decided_by, trains=True)
         return out.getvalue()
 
     both = r"final_loss +eval_loss +step_time_s +tokens_per_s +seconds"
@@ -230,9 +223,9 @@ def test_learning_rates_are_drawn_on_a_log_axis_and_seeds_are_repeats():
     assert "Over the learning rate" not in page_of(left(job_of(8), (3.0, 1.0)))
 
 
-def page_of(*jobs, outcomes=None, **more):
-    sweep = swept(*jobs, **more)
-    return sweep_page(sweep, outcomes or [FINISHED] * len(jobs), records(sweep, outcomes))
+def page_of(*jobs, outcomes=None):
+    found = results(jobs, outcomes)
+    return sweep_page(TOP, found, best_of(TOP, found))
 
 
 def test_the_page_has_a_line_a_schedule_its_prediction_and_every_job(directory):
@@ -309,13 +302,9 @@ def test_more_lines_than_can_be_told_apart_are_left_to_the_table():
 
 def test_jobs_that_shared_the_machine_are_said_to_be_slower():
     job = left(job_of(0), (4.0, 1.0))
-    sweep = swept(job)
-    sweep.directory.mkdir(parents=True, exist_ok=True)
-    assert not any(
-        "side by side" in line for line in write_summary(sweep, [FINISHED], records(sweep))
-    )
+    assert not any("side by side" in line for line in write_summary(TOP, results([job]), []))
     (job.run_dir / LOG).write_text("")
-    said = write_summary(sweep, [replace(FINISHED, status="skipped")], records(sweep))
+    said = write_summary(TOP, results([job], [replace(FINISHED, status="skipped")]), [])
     assert "note: Jobs ran side by side, which slows each of them: a run alone is faster" in said
     assert "Jobs ran side by side" in Path("runs/s/sweep.html").read_text()
 
@@ -387,6 +376,4 @@ def test_a_real_sweep_is_skipped_and_resumed(directory):
 def test_the_page_links_to_reports_that_there_are():
     jobs = [left(job_of(index, run_dir=f"runs/s/a b,{index}"), (4.0, 1.0)) for index in range(2)]
     (jobs[1].run_dir / "report.html").write_text("")
-    sweep = Sweep("train", Path("runs/s"), jobs)
-    text = sweep_page(sweep, [FINISHED] * 2, [record_of(job, FINISHED) for job in jobs])
-    assert re.findall(r'<a href="([^"]*)"', text) == ["a%20b%2C1/report.html"]
+    assert re.findall(r'<a href="([^"]*)"', page_of(*jobs)) == ["a%20b%2C1/report.html"]

@@ -20,8 +20,8 @@ from ppctl.config import MLP, Config, Costs, Mesh, Mpmd, Regression, ScheduleCon
 from ppctl.config import Schedule as Plain
 from ppctl.config.schedule_from_config import pipeline_of
 from ppctl.launch.sweep import sweep_page
-from ppctl.launch.sweep.sweep_jobs import Job, Outcome, Sweep
-from ppctl.launch.sweep.sweep_records import NUMBERS
+from ppctl.launch.sweep.sweep_jobs import Job, Outcome
+from ppctl.launch.sweep.sweep_records import NUMBERS, Result
 from ppctl.planner.make_plan import predicted
 from ppctl.planner.show import plan_page
 from ppctl.reports import measured_timeline_file as timeline_io
@@ -156,22 +156,16 @@ def test_the_page_of_a_plan_draws_memory_to_scale_and_the_step(tmp_path, width):
 
 @pytest.mark.parametrize("width", [500, full(1200)])
 def test_the_page_of_a_sweep_draws_its_marks_to_scale_and_fits(tmp_path, width):
-    jobs, records, speeds = [], [], (100.0, 300.0, 150.0, 200.0)
+    results, speeds = [], (100.0, 300.0, 150.0, 200.0)
     for index, speed in enumerate(speeds):
         name, size = ("gpipe", "zb_h1")[index // 2], (8, 16)[index % 2]
-        config = Config(mesh=Mesh(1, 4), schedule=Plain(name, size))
         values = {"schedule": name, "schedule.num_microbatches": size}
-        jobs.append(
-            Job(index, (f"schedule={name}", "x" * 60), values, ("train",), Path("runs/s"), config)
-        )
-        record = dict.fromkeys(NUMBERS) | {
-            "tokens_per_s": speed,
-            "step_time_s": 1.0,
-            "predicted_bubble_fraction": 0.2,
-        }
-        records.append({"job": index, **values, "status": "finished", "seconds": 3.0, **record})
-    outcomes = [Outcome("finished", 0, 3.0), *[Outcome("failed", 1, 3.0, "y" * 200)] * 3]
-    text = sweep_page.sweep_page(Sweep("train", Path("runs/s"), tuple(jobs)), outcomes, records)
+        swept = (f"schedule={name}", "x" * 60)
+        job = Job(index, swept, values, ("train",), Path("runs/s"), None)
+        known = {"tokens_per_s": speed, "step_time_s": 1.0, "predicted_bubble_fraction": 0.2}
+        end = Outcome("finished", 0, 3.0, "y" * 200 if index else None)
+        results.append(Result(job, end, dict.fromkeys(NUMBERS) | known))
+    text = sweep_page.sweep_page(Path("runs/s"), results, [])
     said, _ = browse_page(tmp_path, text, [], width)
     assert said["loads"] == 0
     assert said["hidden"] <= 0

@@ -11,8 +11,8 @@ from ppctl.config import MLP, Config, Costs, Interleaved, Mesh, Mpmd, Regression
 from ppctl.config import Schedule as Plain
 from ppctl.config.schedule_from_config import Pipeline, pipeline_of
 from ppctl.launch.sweep import sweep_page
-from ppctl.launch.sweep.sweep_jobs import Job, Outcome, Sweep
-from ppctl.launch.sweep.sweep_records import NUMBERS
+from ppctl.launch.sweep.sweep_jobs import Job, Outcome
+from ppctl.launch.sweep.sweep_records import NUMBERS, Result
 from ppctl.planner.make_plan import predicted
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal, RehearsedRank
 from ppctl.planner.request_text import RequestText
@@ -205,25 +205,21 @@ def runs(directory: Path) -> str:
 
 def sweep() -> str:
     """Return the page of a sweep over two settings, of which jobs failed."""
-    jobs, records, speeds = [], [], (100.0, 300.0, 150.0, 200.0)
+    results, speeds = [], (100.0, 300.0, 150.0, 200.0)
     for index, speed in enumerate(speeds):
         name, size = ("gpipe", "zb_h1")[index // 2], (8, 16)[index % 2]
-        config = Config(mesh=Mesh(1, 4), schedule=Plain(name, size))
         values = {"schedule": name, "schedule.num_microbatches": size}
-        jobs.append(
-            Job(index, (f"schedule={name}", "x" * 60), values, ("train",), Path("runs/s"), config)
-        )
-        record = dict.fromkeys(NUMBERS) | {
+        swept = (f"schedule={name}", "x" * 60)
+        job = Job(index, swept, values, ("train",), Path("runs/s"), None)
+        numbers = dict.fromkeys(NUMBERS) | {
             "tokens_per_s": speed,
             "step_time_s": 1.0,
             "predicted_bubble_fraction": 0.2,
-        }
-        record |= {
             "ideal_bubble_fraction": 0.1 * (index + 1),
             "final_loss": 2.0,
             "memory_bytes": GIB,
             "steps": 1000,
         }
-        records.append({"job": index, **values, "status": "finished", "seconds": 3.0, **record})
-    outcomes = [Outcome("finished", 0, 3.0), *[Outcome("failed", 1, 3.0, "y" * 200)] * 3]
-    return sweep_page.sweep_page(Sweep("train", Path("runs/s"), jobs), outcomes, records)
+        end = Outcome("finished", 0, 3.0, "y" * 200 if index else None)
+        results.append(Result(job, end, numbers))
+    return sweep_page.sweep_page(Path("runs/s"), results, [])

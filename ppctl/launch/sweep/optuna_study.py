@@ -22,7 +22,7 @@ from optuna.trial import FrozenTrial, TrialState
 from ppctl.config.groups.sweep_settings import Search
 from ppctl.errors import ConfigError, NonFiniteError
 from ppctl.launch.sweep.sweep_jobs import STUDY, Job, Outcome
-from ppctl.launch.sweep.sweep_records import record_of
+from ppctl.launch.sweep.sweep_records import result_of
 
 NAME = "ppctl"
 MOST_SAME = 100  # repeated choices in a row that end the search
@@ -125,7 +125,7 @@ class OptunaStudy:
         elif outcome.code == NonFiniteError.exit_code:  # a result too: as bad as can be
             self.study.tell(trial.number, math.inf if self.search.is_minimized else -math.inf)
         elif outcome.code == 0:
-            value = record_of(job, outcome)[self.search.metric]
+            value = result_of(job, outcome).numbers[self.search.metric]
             if value is None:
                 raise ConfigError(
                     f"hydra.sweeper.metric={self.search.metric}: job {job.index} ({job.name}) "

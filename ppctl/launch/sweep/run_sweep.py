@@ -10,20 +10,15 @@ from rich.console import Console
 
 from ppctl.errors import ConfigError
 from ppctl.launch.sweep.job_runner import run_jobs
-from ppctl.launch.sweep.sweep_jobs import (
-    FILES,
-    MARK,
-    Outcome,
-    Sweep,
-    check_sweep,
-    side_by_side_note,
-)
-from ppctl.launch.sweep.sweep_page import Records, sweep_page
+from ppctl.launch.sweep.sweep_jobs import FILES, MARK, Sweep, check_sweep, side_by_side_note
+from ppctl.launch.sweep.sweep_page import sweep_page
 from ppctl.launch.sweep.sweep_records import (
+    Best,
+    Result,
     best_of,
     decimals,
     equal_errors,
-    record_of,
+    result_of,
     state_counts,
 )
 from ppctl.reports.run_page.write_report import FILE as REPORT
@@ -52,14 +47,14 @@ def run_sweep(sweep: Sweep, report: Callable[[Path], object] = lambda run_dir: N
     console = Console(stderr=True)
     outcomes, stop = run_jobs(sweep, console)
     # 3. the summary
-    records = [record_of(job, outcome) for job, outcome in zip(sweep.jobs, outcomes, strict=True)]
-    decided_by = [best.by for best in best_of(sweep, records)] if sweep.trains else []
-    show_end(console, sweep, outcomes, records, decided_by)
+    results = [result_of(job, outcome) for job, outcome in zip(sweep.jobs, outcomes, strict=True)]
+    best = best_of(sweep.directory, results) if sweep.trains else []
+    show_end(console, results, [each.by for each in best], trains=sweep.trains)
     if sweep.trains:
         for job, outcome in zip(sweep.jobs, outcomes, strict=True):
             if outcome.seconds is not None or not (job.run_dir / REPORT).exists():
                 report(job.run_dir)
-        for line in write_summary(sweep, outcomes, records):
+        for line in write_summary(sweep.directory, results, best):
             show_lines(console, f"ppctl: {line}")
     if stop is not None:
         return 128 + stop
@@ -67,32 +62,28 @@ def run_sweep(sweep: Sweep, report: Callable[[Path], object] = lambda run_dir: N
 
 
 def show_end(
-    console: Console,
-    sweep: Sweep,
-    outcomes: Sequence[Outcome],
-    records: Records,
-    decided_by: Sequence[str] = (),
+    console: Console, results: Sequence[Result], decided_by: Sequence[str], *, trains: bool
 ) -> None:
     """Print the table of all jobs, with the numbers that decided the best, and the errors."""
     # 1. numbers and their forms
     forms: dict[str, str] = {}
-    if sweep.trains:
-        loss = f".{decimals(record.get('final_loss') for record in records)}f"
-        evaluated = f".{decimals(record.get('eval_loss') for record in records)}f"
-        forms = {"steps": ",", "final_loss": loss, "eval_loss": evaluated, "step_time_s": ".4g"}
-        forms |= dict.fromkeys(SPEEDS, ",.0f")
+    if trains:
+        losses = ("final_loss", "eval_loss")
+        digits = {name: decimals(each.numbers[name] for each in results) for name in losses}
+        forms = {"steps": ",", **{name: f".{digits[name]}f" for name in losses}}
+        forms |= {"step_time_s": ".4g", **dict.fromkeys(SPEEDS, ",.0f")}
         usual = ("steps", "final_loss", "step_time_s", *decided_by)
         forms = {name: form for name, form in forms.items() if name in usual}
     # 2. the table
     rows = []
-    for job, outcome, record in zip(sweep.jobs, outcomes, records, strict=True):
+    for job, outcome, numbers in ((each.job, each.outcome, each.numbers) for each in results):
         status = outcome.status + (f" ({outcome.code})" if outcome.code else "")
-        cells = [_number_text(record.get(key), form) for key, form in forms.items()]
+        cells = [_number_text(numbers[key], form) for key, form in forms.items()]
         seconds = _number_text(outcome.seconds, ".1f")
         rows.append([f"{job.index}: {job.name}", status, *cells, seconds])
-    show_table(console, state_counts(outcomes), ["job", "state", *forms, "seconds"], rows)
+    show_table(console, state_counts(results), ["job", "state", *forms, "seconds"], rows)
     # 3. the errors
-    for error, jobs in equal_errors(sweep, outcomes).items():
+    for error, jobs in equal_errors(results).items():
         others = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
         show_lines(console, f"ppctl: job {jobs[0].index}: {jobs[0].name}{others}: {error}")
 
@@ -101,21 +92,23 @@ def _number_text(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def write_summary(sweep: Sweep, outcomes: Sequence[Outcome], records: Records) -> list[str]:
+def write_summary(directory: Path, results: Sequence[Result], best: Sequence[Best]) -> list[str]:
     """Write the summary; return lines about the sweep, also where a file cannot be written."""
-    texts = as_json(records), sweep_page(sweep, outcomes, records)
-    lines = [line for best in best_of(sweep, records) for line in best.lines]
-    if note := side_by_side_note(sweep):
+    lines = []
+    for each in best:
+        lines += [each.text, f"  in {each.place}", f"  anew: {each.command}"]
+    if note := side_by_side_note([result.job for result in results]):
         lines.append(f"note: {note}")
+    texts = as_json(results), sweep_page(directory, results, best)
     try:
         for name, text in zip(FILES, texts, strict=True):
-            replace_file(sweep.directory / name, text)
+            replace_file(directory / name, text)
     except OSError as error:
-        return [*lines, f"the summary in {sweep.directory} cannot be written: {error.strerror}"]
-    return [*lines, f"summary: {', '.join(str(sweep.directory / name) for name in FILES)}"]
+        return [*lines, f"the summary in {directory} cannot be written: {error.strerror}"]
+    return [*lines, f"summary: {', '.join(str(directory / name) for name in FILES)}"]
 
 
-def as_json(records: Records) -> str:
+def as_json(results: Sequence[Result]) -> str:
     """Return the records as a JSON list, with null for numbers that are not finite."""
-    plain = json_safe([*map(dict, records)])
+    plain = json_safe([result.record for result in results])
     return json.dumps(plain, indent=1, allow_nan=False, default=str) + "\n"

@@ -11,19 +11,21 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import submitit
 from submitit.core.utils import FailedJobError
 
 from ppctl.config.groups.sweep_settings import SubmititSlurm
-from ppctl.errors import ConfigError
-from ppctl.launch.supervisor import ALIVE_FD
+from ppctl.errors import ConfigError, LostError, error_document
+from ppctl.launch.local_processes import ERROR_FILE, left_error
+from ppctl.launch.supervisor import Child, start
 from ppctl.launch.sweep.sweep_jobs import (
     SUBMITIT,
     SUBMITTED,
@@ -32,7 +34,6 @@ from ppctl.launch.sweep.sweep_jobs import (
     Job,
     Sweep,
     job_command,
-    read_tail,
 )
 from ppctl.reports.terminal_output import replace_file
 
@@ -42,28 +43,25 @@ MAX_NUM_TIMEOUT = 20  # starts after the end of a job's time: enough for jobs wi
 JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?")  # a part of the names of submitit's files
 STATES = {"PENDING": "queued", "REQUEUED": "queued", "RUNNING": "running"}  # by submitit's names
 
-SubmititJob = submitit.Job[tuple[int, str]]  # its result: exit code, end of the output
+SubmititJob = submitit.Job[tuple[int, dict[str, Any] | None]]  # its result: of NodeCommand
 
 
 @dataclass
 class NodeCommand:
     """The program of a node, pickled by submitit: the command of a job, its output in run.dir.
 
-    A call returns the exit code of the command and the end of its output.
+    A call returns the exit code of the command and the document of its error, if any.
     """
 
     command: list[str]
     run_dir: str
 
-    def __call__(self) -> tuple[int, str]:
+    def __call__(self) -> tuple[int, dict[str, Any] | None]:
         task = submitit.JobEnvironment().global_rank
         path = Path(self.run_dir) / (SUBMITTED_LOG if task == 0 else f"{task}.{SUBMITTED_LOG}")
-        with path.open("ab") as log:
-            first = log.tell()
-            self.process = self._start(log.fileno())
-            code = self._wait()
-        with path.open("rb") as file:
-            return code, read_tail(file, first)
+        with path.open("ab") as log, tempfile.TemporaryDirectory() as folder:
+            self._start(log, file := Path(folder, "error"))
+            return self._wait(), left_error(file)
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:
         """Let the run save before the end of its time; return the same command, to submit again."""
@@ -72,16 +70,15 @@ class NodeCommand:
             self._wait()
         return submitit.helpers.DelayedSubmission(replace(self))
 
-    def _start(self, log: int) -> subprocess.Popen[bytes]:
-        # 1. the environment: the run ends when this process, which holds the pipe, is gone
+    def _start(self, log: IO[bytes], error_file: Path) -> None:
+        """Start the process; it ends when this one, which holds the pipe, is gone."""
         alive, self.held = os.pipe()
-        env = {**os.environ, "PYTHONUNBUFFERED": "1", ALIVE_FD: str(alive)}
-        # 2. the process, deaf to the signal before the end of its time: that is for this process
+        # deaf to the signal before the end of its time: that is for this process
         warning = getattr(signal, f"SIG{submitit.JobEnvironment.USR_SIG}")
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [warning])
         try:
-            streams: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            return subprocess.Popen[bytes](self.command, env=env, pass_fds=(alive,), **streams)
+            child = Child(self.command, {ERROR_FILE: str(error_file)})
+            self.process = start(child, alive, stdout=log, stderr=log)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(alive)
@@ -130,10 +127,9 @@ class SubmittedJobs:
         try:
             submissions = self.executor.submit_array(commands)
         except (OSError, subprocess.SubprocessError, FailedJobError) as error:
-            why = " ".join(str(error).split())
-            for job in jobs:
-                tail = f"ppctl: it cannot be submitted: {why}"
-                self.changed.append(Change(job.index, "ended", tail, 2))
+            why = f"it cannot be submitted: {' '.join(str(error).split())}"
+            document = error_document(ConfigError.kind, why)
+            self.changed += [Change(job.index, "ended", code=2, error=document) for job in jobs]
             return
         for job, submission in zip(jobs, submissions, strict=True):
             record = {"id": submission.job_id, "tasks": submission.num_tasks}
@@ -152,7 +148,7 @@ class SubmittedJobs:
                 changes.append(_ended(index, submission))
             elif (now := STATES.get(submission.state, state)) != state:
                 self.known[index] = submission, now
-                changes.append(Change(index, now, ""))
+                changes.append(Change(index, now))
         return changes
 
     def stop(self, number: int, jobs: Collection[int]) -> str:
@@ -185,7 +181,7 @@ class SubmittedJobs:
 
 def _ended(index: int, submission: SubmititJob) -> Change:
     """Return the end of a job: of its first task that failed, or of the first task."""
-    ends: list[tuple[int, str]] = []  # exit code and end of the output of each task
+    ends: list[tuple[int, dict[str, Any] | None]] = []  # exit code and error of each task
     for task in map(submission.task, range(submission.num_tasks)):
         error = task.exception()  # waits 15 s for the result, on a slow file system
         if error is None:
@@ -193,6 +189,6 @@ def _ended(index: int, submission: SubmititJob) -> Change:
             continue
         lines = re.findall(r"^[\w.]+(?:Error|Exception)\b.*", str(error), re.MULTILINE)
         reason = lines[-1] if lines else f"it has ended without a result ({task.state})"
-        ends.append((1, f"ppctl: {reason}: {task.paths.stderr}"))
-    code, tail = next((end for end in ends if end[0] != 0), ends[0])
-    return Change(index, "ended", tail, code)
+        ends.append((1, error_document(LostError.kind, f"{reason}: {task.paths.stderr}")))
+    code, document = next((end for end in ends if end[0] != 0), ends[0])
+    return Change(index, "ended", code=code, error=document)

@@ -9,12 +9,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ppctl.config import Config, Run
 from ppctl.config.changed_settings import changes
 from ppctl.config.code_digests import changed_modules, sources_here
-from ppctl.config.groups.sweep_settings import Launcher, Search, SideBySide, SubmititSlurm
+from ppctl.config.groups.sweep_settings import Launcher, SideBySide, SubmititSlurm
 from ppctl.errors import ConfigError
 from ppctl.launch.local_processes import newest_checkpoint
 from ppctl.reports.foreign_files import check_inside, from_json, read_file, read_settings
@@ -22,12 +22,10 @@ from ppctl.reports.foreign_files import check_inside, from_json, read_file, read
 FILES = ("sweep.json", "sweep.html")
 LOG = "output.log"  # in a run.dir: the output of a job that shared the machine
 SUBMITTED_LOG = "submitted.log"  # the output of a submitted job
-TAIL_BYTES = 16_384  # of a job's output, which are searched for its last error
 SHARED = "Jobs ran side by side, which slows each of them: a run alone is faster"
 MARK = "multirun.yaml"  # written to a sweep's directory before its first job starts
 STUDY, SUBMITIT = "optuna.journal", ".submitit"  # in a sweep's directory
-STATES = ("running", "queued", "waiting", "finished", "skipped", "failed")
-STATES += ("interrupted", "not started")
+STATES = ("running", "queued", "finished", "skipped", "failed", "interrupted", "not started")
 SUBMITTED = "submitted.json"  # in a run.dir: the submission of its job
 
 
@@ -76,25 +74,24 @@ class Sweep:
         return self.command == "train"
 
 
-class Change(NamedTuple):
-    """A change of a job that was begun."""
-
-    job: int  # its number
-    state: str  # running | queued | ended
-    more: str  # of the line about it; of an ended job, the end of its output
-    code: int | None = None  # of an ended job; -n: killed by signal n
-
-
 class ChoosesJobs(Protocol):
     """Chooses jobs by results: `ppctl.launch.sweep.optuna_study.OptunaStudy`, an extra."""
-
-    search: Search
 
     def samples(self) -> list[Job]: ...
     def check(self) -> None: ...
     def open(self) -> None: ...
     def ask(self) -> Job | None: ...
     def tell(self, job: Job, outcome: Outcome) -> None: ...
+
+
+class Change(NamedTuple):
+    """A change of a job that was begun."""
+
+    job: int  # its number
+    state: str  # running | queued | ended
+    more: str = ""  # of the line about it
+    code: int | None = None  # of an ended job; -n: killed by signal n
+    error: dict[str, Any] | None = None  # document of an ended job's error, if it left one
 
 
 @dataclass(frozen=True)
@@ -108,9 +105,9 @@ class Outcome:
     began_s: float | None = None  # as time.time()
 
 
-def side_by_side_note(sweep: Sweep) -> str:
+def side_by_side_note(jobs: Sequence[Job]) -> str:
     """Return a note if any job shared the machine, in this or an earlier start, else ""."""
-    return SHARED if any((job.run_dir / LOG).exists() for job in sweep.jobs) else ""
+    return SHARED if any((job.run_dir / LOG).exists() for job in jobs) else ""
 
 
 def check_sweep(sweep: Sweep) -> None:
@@ -131,7 +128,10 @@ def check_sweep(sweep: Sweep) -> None:
         what = f"searches by what runs record, and `ppctl {sweep.command}` makes none"
         raise ConfigError(f"hydra/sweeper=optuna {what}.")
     # 2. each job
-    _check_refusals(sweep)
+    refused = [job.refusal for job in sweep.jobs if job.refusal is not None]
+    if refused and len(refused) == len(sweep.jobs):
+        all_of = f"All {len(refused)} jobs are refused; the first: " if len(refused) > 1 else ""
+        raise ConfigError(f"{all_of}{refused[0]}")
     if sweep.trains:
         _check_directories(sweep)
     # 3. study and Slurm
@@ -144,18 +144,8 @@ def check_sweep(sweep: Sweep) -> None:
         )
 
 
-def _check_refusals(sweep: Sweep) -> None:
-    """Raise ConfigError where every job is refused."""
-    refused = [job.refusal for job in sweep.jobs if job.refusal is not None]
-    if sweep.jobs and len(refused) == len(sweep.jobs):
-        reasons = len({*refused})
-        of_many = "" if reasons == 1 else f", for {reasons} reasons; the first"
-        all_of = f"All {len(refused)} jobs are refused{of_many}: " if len(refused) > 1 else ""
-        raise ConfigError(f"{all_of}{refused[0]}")
-
-
 def _check_directories(sweep: Sweep) -> None:
-    """Raise ConfigError where jobs share a place, or a job or the summary would replace a file."""
+    """Raise ConfigError where jobs share a directory, or one holds a run of other settings."""
     check_inside(sweep.directory, (MARK, *FILES, STUDY, SUBMITIT), "run.dir")
     owners: dict[str, Job] = {}
     for job in sweep.jobs:
@@ -174,11 +164,6 @@ def _check_directories(sweep: Sweep) -> None:
                     f"Job {job.index} ({job.name}): {job.run_dir} holds a finished run of other "
                     f"settings ({other}). Use another run.name or run.dir, or move it away."
                 )
-    there = [name for name in FILES if (sweep.directory / name).exists()]
-    if there and not (sweep.directory / MARK).exists():
-        place = sweep.directory / there[0]
-        remedy = "Use another run.name or run.dir, or move it."
-        raise ConfigError(f"{place} is not of a sweep and stays. {remedy}")
 
 
 def has_ended(run_dir: Path, run: Run) -> bool:
@@ -190,11 +175,10 @@ def other_settings(run_dir: Path, wanted: Config) -> str | None:
     """Return the differences between the settings of the run in run_dir and these, or None."""
     try:
         before = read_settings(run_dir / "config.yaml")
-    except (OSError, ValueError):
+        texts = [change.text for change in changes(before, wanted)]
+    except (OSError, ValueError, AttributeError):
         return "its config.yaml cannot be read"
-    if not isinstance(before, dict):
-        return "its config.yaml is none"
-    texts = [change.text for change in changes(before, wanted)] + _code_changes(run_dir)
+    texts += _code_changes(run_dir)
     more = [f"{len(texts) - 3} more"] if len(texts) > 3 else []
     return "; ".join(texts[:3] + more) or None
 
@@ -206,20 +190,19 @@ def _code_changes(run_dir: Path) -> list[str]:
         parts = from_json(read_file(file))["meta"]["sources"].values()
     except (OSError, ValueError, RecursionError, KeyError, TypeError):  # a damaged one
         return []
-    modules = {name: digests for part in parts for name, digests in part.items()}
+    modules = {name: digest for part in parts for name, digest in part.items()}
     now = sources_here(modules)
     changed = changed_modules({name: modules[name] for name in now}, now)
     return [f"the code of {name} has changed" for name in changed]
 
 
-def command_line(words: Sequence[str], run_dir: Path | None = None) -> str:
-    """Return the command line of a job's words, in another run.dir if one is given.
+def command_line(words: Sequence[str], run_dir: Path) -> str:
+    """Return the command line of a job's words in another run.dir.
 
     >>> command_line(["train", "run.name=a b"], Path("runs/x"))
     "ppctl train 'run.name=a b' run.dir=runs/x"
     """
-    directory = [] if run_dir is None else [run_dir_override(run_dir)]
-    return shlex.join(["ppctl", *words, *directory])
+    return shlex.join(["ppctl", *words, run_dir_override(run_dir)])
 
 
 def run_dir_override(run_dir: Path) -> str:
@@ -236,10 +219,3 @@ def run_dir_override(run_dir: Path) -> str:
 def job_command(job: Job) -> list[str]:
     """Return the command of the process of a job."""
     return [sys.executable, "-m", "ppctl.cli", *job.words, run_dir_override(job.run_dir)]
-
-
-def read_tail(file: IO[bytes], first: int) -> str:
-    """Return the last TAIL_BYTES of a log from its byte `first` on."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(first, size - TAIL_BYTES))
-    return file.read().decode(errors="replace")

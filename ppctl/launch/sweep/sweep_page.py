@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from dataclasses import replace
+from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
-from ppctl.config.groups.sweep_settings import Search
-from ppctl.launch.sweep.sweep_jobs import Job, Outcome, Sweep, side_by_side_note
+from ppctl.launch.sweep.sweep_jobs import Job, side_by_side_note
 from ppctl.launch.sweep.sweep_records import (
     DONE,
-    Recorded,
-    best_of,
+    Best,
+    Result,
     decimals,
     equal_errors,
-    finished,
     loss_of,
     state_counts,
 )
@@ -38,7 +37,6 @@ ABOUT = (
     f"step by the planner. {bubbles.ABOUT} Memory: of the fullest device, as compiled. Seconds "
     "in all are of this sweep, start and compiling included."
 )
-Records = Sequence[Mapping[str, Any]]
 Points = list[tuple[float, float]]  # x, y; ascending
 
 
@@ -51,15 +49,15 @@ class Number(NamedTuple):
     predicted: str | None = None  # dashed
 
 
-def sweep_page(sweep: Sweep, outcomes: Sequence[Outcome], records: Records) -> str:
+def sweep_page(directory: Path, results: Sequence[Result], best: Sequence[Best]) -> str:
     """Return the text of the page."""
     # 1. how it ended
-    states = {outcome.status for outcome in outcomes}
+    states = {result.outcome.status for result in results}
     look = kit.NO if "failed" in states else kit.YES if states <= {*DONE} else kit.UNKNOWN
-    note = side_by_side_note(sweep)
-    counts = f"{state_counts(outcomes)}."
+    note = side_by_side_note([result.job for result in results])
+    counts = f"{state_counts(results)}."
     # 2. figures of loss, speed and bubble
-    done = finished(sweep, records)
+    done = [result for result in results if result.is_done]
     loss = loss_of(done)
     losses = [Number(loss, kit.NUMBERS[loss][0], "{x:.4g}")]
     bubble = "ideal_bubble_fraction", "bubble", "{x:.0%}", "predicted_bubble_fraction"
@@ -67,42 +65,38 @@ def sweep_page(sweep: Sweep, outcomes: Sequence[Outcome], records: Records) -> s
         Number(name, unit, "{x:,.0f}", f"predicted_{name}") for name, unit in kit.SPEEDS.items()
     ]
     speeds.append(Number(*bubble))
-    timed = [(job, _with_predicted_speeds(record)) for job, record in done]
+    timed = [replace(result, numbers=_with_predicted_speeds(result.numbers)) for result in done]
     return kit.page(
-        f"Sweep: {sweep.directory}",
+        f"Sweep: {directory}",
         kit.verdict(look, f"{counts} {note}." if note else counts),
-        _best(sweep, records),
+        kit.section("The best", *(part for each in best for part in _best(each))),
         _figures_over("Over the learning rate", RATE, (SEED,), done, losses),
         _figures_over("Over the number of microbatches", MICROBATCHES, REPEATS, timed, speeds),
-        "" if sweep.study is None else _history(sweep.study.search, records),
-        kit.section("Jobs", _jobs(sweep, outcomes, records)),
-        _failures(sweep, outcomes),
+        kit.section("Jobs", _jobs(directory, results)),
+        _failures(results),
     )
 
 
-def _best(sweep: Sweep, records: Records) -> str:
-    parts = []
-    for best in best_of(sweep, records):
-        parts.append(f"<p>{kit.text(best.text)}. It is in</p>{kit.command(str(best.place))}")
-        parts.append(f"<p>To train it anew:</p>{kit.command(best.command)}")
-    return kit.section("The best", *parts)
+def _best(best: Best) -> tuple[str, ...]:
+    where = f"<p>{kit.text(best.text)}. It is in</p>{kit.command(str(best.place))}"
+    return where, f"<p>To train it anew:</p>{kit.command(best.command)}"
 
 
-def _with_predicted_speeds(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a record with the speeds at the predicted seconds of a step, where both are known."""
-    predicted_s, step_time_s = record["predicted_step_time_s"], record["step_time_s"]
+def _with_predicted_speeds(numbers: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return numbers with the speeds at the predicted seconds of a step, where both are known."""
+    predicted_s, step_time_s = numbers["predicted_step_time_s"], numbers["step_time_s"]
     if not predicted_s or not step_time_s:
-        return record
-    known = {name: record[name] for name in kit.SPEEDS if record[name] is not None}
+        return numbers
+    known = {name: numbers[name] for name in kit.SPEEDS if numbers[name] is not None}
     speeds = {f"predicted_{name}": v * step_time_s / predicted_s for name, v in known.items()}
-    return {**record, **speeds}
+    return {**numbers, **speeds}
 
 
 def _figures_over(
     title: str,
     key: str,
     repeats: tuple[str, ...],
-    done: Sequence[Recorded],
+    done: Sequence[Result],
     numbers: Sequence[Number],
 ) -> str:
     """Return a section with a figure of each number over a swept setting, "" for one value of it.
@@ -111,10 +105,11 @@ def _figures_over(
     """
     # 1. the records of each line
     by_line: dict[str, list[tuple[float, Mapping[str, Any]]]] = defaultdict(list)
-    for job, record in done:
-        x = job.values.get(key)
+    for result in done:
+        x = result.job.values.get(key)
         if isinstance(x, int | float) and x > 0:
-            by_line[_line_name(job, (key, *repeats))].append((float(x), record))
+            line = _line_name(result.job, (key, *repeats))
+            by_line[line].append((float(x), result.numbers))
     places = [(name, x) for name, each in by_line.items() for x, _ in each]
     if len({x for _, x in places}) < 2:
         return ""
@@ -163,23 +158,11 @@ def _means(records: Sequence[tuple[float, Mapping[str, Any]]], name: str | None)
     return [(x, mean(at_x)) for x, at_x in sorted(values.items())]
 
 
-def _history(search: Search, records: Records) -> str:
-    """Return the figure of the searched number over the jobs, and the best so far."""
-    name, better = search.metric, min if search.is_minimized else max
-    points = [(float(each["job"]), each[name]) for each in records if each[name] is not None]
-    if len(points) < 2:
-        return ""
-    so_far = accumulate((value for _, value in points), better)
-    best = [(job, value) for (job, _), value in zip(points, so_far, strict=True)]
-    curves = {"best so far": best, "each job": points}
-    drawn = curves_svg(curves, title=name, x_name="job") + kit.line_legend(curves)
-    return kit.section("The search", kit.figures([kit.figure(name, drawn)]))
-
-
-def _jobs(sweep: Sweep, outcomes: Sequence[Outcome], records: Records) -> str:
-    present = [name for name in SHOWN if any(record[name] is not None for record in records)]
-    keys = list(dict.fromkeys(name for job in sweep.jobs for name in job.values))
-    digits = {name: decimals(each[name] for each in records) for name in LOSSES if name in present}
+def _jobs(directory: Path, results: Sequence[Result]) -> str:
+    numbers = [{**each.numbers, "seconds": each.outcome.seconds} for each in results]
+    present = [name for name in SHOWN if any(each[name] is not None for each in numbers)]
+    keys = list(dict.fromkeys(name for result in results for name in result.job.values))
+    digits = {name: decimals(each[name] for each in numbers) for name in LOSSES if name in present}
 
     def cell(name: str, value: Any) -> str:
         if name in digits and value is not None:
@@ -187,20 +170,21 @@ def _jobs(sweep: Sweep, outcomes: Sequence[Outcome], records: Records) -> str:
         return kit.number(name, value)
 
     rows = []
-    for job, outcome, record in zip(sweep.jobs, outcomes, records, strict=True):
+    for result, known in zip(results, numbers, strict=True):
+        job, state = result.job, result.outcome.status
         values = [kit.text(str(job.values.get(name, ""))) for name in keys]
-        status = f'<span class="{outcome.status}">{outcome.status}</span>'
         index, report = str(job.index), job.run_dir / REPORT
         if report.is_file():
-            index = kit.link(report, sweep.directory / "sweep.html", index)
-        rows.append([index, *values, status, *(cell(name, record[name]) for name in present)])
+            index = kit.link(report, directory / "sweep.html", index)
+        status = f'<span class="{state}">{state}</span>'
+        rows.append([index, *values, status, *(cell(name, known[name]) for name in present)])
     head = ["job", *map(kit.breakable, keys), "status", *(kit.NUMBERS[name][0] for name in present)]
     return kit.table("all jobs", head, rows, "jobs") + kit.soft(ABOUT)
 
 
-def _failures(sweep: Sweep, outcomes: Sequence[Outcome]) -> str:
+def _failures(results: Sequence[Result]) -> str:
     parts = []
-    for error, jobs in equal_errors(sweep, outcomes).items():
+    for error, jobs in equal_errors(results).items():
         parts += [f"<dt>{job.index}: {kit.text(job.name)}</dt>" for job in jobs]
         parts.append(f"<dd>{kit.text(error)}</dd>")
     return kit.section("What failed", f'<dl class="errors">{"".join(parts)}</dl>') if parts else ""

@@ -1,18 +1,18 @@
-"""Records of jobs: settings, end, numbers; the best; a sweep from its directory. No JAX."""
+"""Results of jobs: settings, end, numbers; the best; a sweep from its directory. No JAX."""
 
 from __future__ import annotations
 
 import os
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ppctl.config.changed_settings import shown
 from ppctl.launch.local_processes import newest_checkpoint
-from ppctl.launch.sweep.sweep_jobs import FILES, MARK, STATES, Job, Outcome, Sweep, command_line
+from ppctl.launch.sweep.sweep_jobs import FILES, MARK, STATES, Job, Outcome, command_line
 from ppctl.reports.foreign_files import from_json, read_file
 from ppctl.reports.measured_timeline_file import measured_bubble
 from ppctl.reports.recorded_settings import differing_settings
@@ -43,36 +43,41 @@ LAYOUT = ("mesh", "schedule", "partition", "executor", "hardware", "launch")
 DONE = ("finished", "skipped")
 LEAST_DECIMALS, MOST_DECIMALS = 4, 9  # of a loss
 
-Recorded = tuple[Job, Mapping[str, Any]]  # a job and its record
 Words = Callable[[Path], Sequence[str]]
 
 
-def record_of(job: Job, outcome: Outcome) -> dict[str, Any]:
-    """Return one record: the job's number, its swept values by key, ENDS and NUMBERS.
+@dataclass(frozen=True)
+class Result:
+    """A job, how it ended, and the numbers of its run."""
 
-    The numbers of a job that did not finish are those that this start wrote.
-    """
-    since_s = 0.0 if outcome.status in ("finished", "skipped") else outcome.began_s
-    ends = (outcome.status, outcome.code, outcome.seconds, outcome.error, str(job.run_dir))
-    record = {"job": job.index, **job.values, **dict(zip(ENDS, ends, strict=True))}
-    return record | (
-        dict.fromkeys(NUMBERS) if since_s is None else numbers_of(job.run_dir, since_s)
-    )
+    job: Job
+    outcome: Outcome
+    numbers: Mapping[str, Any]  # NUMBERS
+
+    @property
+    def is_done(self) -> bool:
+        return self.outcome.status in DONE
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The result in one record: the job's number, its swept values by key, ENDS and NUMBERS."""
+        end = self.outcome
+        ends = (end.status, end.code, end.seconds, end.error, str(self.job.run_dir))
+        values = {"job": self.job.index, **self.job.values}
+        return {**values, **dict(zip(ENDS, ends, strict=True)), **self.numbers}
 
 
-def read_records(directory: Path) -> list[dict[str, Any]]:
-    """Return the records of the summary in a sweep's directory, [] where it cannot be read."""
-    try:
-        records = from_json(read_file(directory / FILES[0]))
-        return [dict(record) for record in records if os.path.realpath(record["run_dir"])]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return []
+def result_of(job: Job, outcome: Outcome) -> Result:
+    """Return the result of a job; without an end in order only with numbers of this start."""
+    since_s = 0.0 if outcome.status in DONE else outcome.began_s
+    numbers = dict.fromkeys(NUMBERS) if since_s is None else numbers_of(job.run_dir, since_s)
+    return Result(job, outcome, numbers)
 
 
 def numbers_of(run_dir: Path, since_s: float = 0.0) -> dict[str, Any]:
     """Return NUMBERS of a run, as far as it wrote them, in files that were written since then."""
-    steps = list(_lines(run_dir / "metrics.jsonl", since_s))
-    evaluations = list(_lines(run_dir / "eval.jsonl", since_s))
+    steps = _lines(run_dir / "metrics.jsonl", since_s)
+    evaluations = _lines(run_dir / "eval.jsonl", since_s)
     last = steps[-1] if steps else {}
     numbers: dict[str, Any] = {name: _number(last, name) for name in NUMBERS}
     numbers |= {"steps": whole_number(last, "step"), "final_loss": _number(last, "loss")}
@@ -90,104 +95,75 @@ def _number(record: Mapping[str, Any], name: str) -> float | None:
     return None if record_number(record, name) is None else record[name]
 
 
-def _lines(path: Path, since_s: float) -> Iterator[dict[str, Any]]:
-    """Yield the whole records in a file of JSON lines, if that was written since then."""
-    try:
-        if path.stat().st_mtime < since_s:
-            return
-    except OSError:
-        return
-    yield from (record for record in read_lines(path, []) if "step" in record)
+def _lines(path: Path, since_s: float) -> list[dict[str, Any]]:
+    """Return the records of steps in a file of JSON lines, if that was written since then."""
+    if not path.is_file() or path.stat().st_mtime < since_s:
+        return []
+    return [record for record in read_lines(path, []) if "step" in record]
 
 
-def equal_errors(sweep: Sweep, outcomes: Sequence[Outcome]) -> dict[str, list[Job]]:
+def equal_errors(results: Sequence[Result]) -> dict[str, list[Job]]:
     """Return the failed jobs by their error, in the order of the first job of each."""
     jobs: dict[str, list[Job]] = {}
-    for job, outcome in zip(sweep.jobs, outcomes, strict=True):
-        if outcome.error is not None:
-            jobs.setdefault(outcome.error, []).append(job)
+    for result in results:
+        if result.outcome.error is not None:
+            jobs.setdefault(result.outcome.error, []).append(result.job)
     return jobs
 
 
-def state_counts(outcomes: Sequence[Outcome]) -> str:
-    """Return the number of jobs in each state, in words.
-
-    >>> state_counts([Outcome("finished"), Outcome("failed"), Outcome("finished")])
-    '3 jobs: 2 finished, 1 failed'
-    """
-    numbers = Counter(outcome.status for outcome in outcomes)
+def state_counts(results: Sequence[Result]) -> str:
+    """Return the number of jobs in each state, in words, as in `3 jobs: 2 finished, 1 failed`."""
+    numbers = Counter(result.outcome.status for result in results)
     counts = ", ".join(f"{numbers[state]} {state}" for state in STATES if numbers[state])
-    return f"{len(outcomes)} job{'s' * (len(outcomes) != 1)}: {counts}"
+    return f"{len(results)} job{'s' * (len(results) != 1)}: {counts}"
 
 
 # --- the best -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Best:
+class Best(NamedTuple):
     """The job that is ahead of the others in one number."""
 
-    what: str  # fastest | lowest eval_loss | lowest final_loss
-    by: str  # the number of a record that decided
+    what: str  # fastest, in tok/s | lowest eval_loss | lowest final_loss
+    by: str  # the number that decided
     job: Job
-    value: str
-    checkpoint: Path | None  # its newest
+    text: str  # a line for people
+    place: Path  # its newest checkpoint, or its directory where it saved none
     command: str  # trains it anew, in a separate directory
 
-    @property
-    def place(self) -> Path:
-        """Where it is: its checkpoint, or its directory where it saved none."""
-        return self.job.run_dir if self.checkpoint is None else self.checkpoint
 
-    @property
-    def text(self) -> str:
-        """The best job in a line for people."""
-        return f"{self.what}: {self.value}, job {self.job.index} ({self.job.name})"
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """The best job for the terminal: value, place, and the command that trains it anew."""
-        return (self.text, f"  in {self.place}", f"  anew: {self.command}")
-
-
-def best_of(sweep: Sweep, records: Sequence[Mapping[str, Any]]) -> list[Best]:
+def best_of(directory: Path, results: Sequence[Result]) -> list[Best]:
     """Return the best finished jobs: by loss, if more than the layout varies, and by speed.
 
-    Losses are compared where all these jobs trained equally many steps.
+    Losses are compared where all these jobs trained equally many steps. directory: of the sweep.
     """
-    done = finished(sweep, records)
-    names = {key.lstrip("+").split(".")[0] for job in sweep.jobs for key in job.values}
+    done = [result for result in results if result.is_done]
+    names = {key.lstrip("+").split(".")[0] for result in results for key in result.job.values}
     best = []
-    if names - {*LAYOUT} and len({record["steps"] for _, record in done}) == 1:
+    if names - {*LAYOUT} and len({result.numbers["steps"] for result in done}) == 1:
         loss = loss_of(done)
-        best += _ahead(sweep, done, loss, f"lowest {loss}", sign=-1)
+        best += _ahead(directory, done, loss, f"lowest {loss}", sign=-1)
     for by, unit in SPEEDS.items():
-        best += _ahead(sweep, done, by, f"fastest, in {unit}", sign=1)
+        best += _ahead(directory, done, by, f"fastest, in {unit}", sign=1)
     return best
 
 
-def finished(sweep: Sweep, records: Sequence[Mapping[str, Any]]) -> list[Recorded]:
-    """Return the finished jobs with their records."""
-    pairs = zip(sweep.jobs, records, strict=True)
-    return [(job, record) for job, record in pairs if record["status"] in DONE]
-
-
-def loss_of(done: Sequence[Recorded]) -> str:
+def loss_of(done: Sequence[Result]) -> str:
     """Return the loss that jobs are compared by: eval_loss where all evaluated, else final_loss."""
-    has_all = done and all(record["eval_loss"] is not None for _, record in done)
+    has_all = done and all(result.numbers["eval_loss"] is not None for result in done)
     return "eval_loss" if has_all else "final_loss"
 
 
-def _ahead(sweep: Sweep, done: Sequence[Recorded], by: str, what: str, *, sign: int) -> list[Best]:
-    known = [(job, record[by]) for job, record in done if record[by] is not None]
+def _ahead(directory: Path, done: Sequence[Result], by: str, what: str, *, sign: int) -> list[Best]:
+    known = [(each.job, each.numbers[by]) for each in done if each.numbers[by] is not None]
     if len(known) < 2:
         return []
     job, value = max(known, key=lambda each: sign * each[1])
-    step = newest_checkpoint(job.run_dir)
-    checkpoint = None if step is None else job.run_dir / "checkpoints" / str(step)
-    text = f"{value:,.0f}" if sign > 0 else f"{value:.{decimals([value for _, value in known])}f}"
-    command = command_line(job.words, sweep.directory / f"best_{by}")
-    return [Best(what, by, job, text, checkpoint, command)]
+    number = f"{value:,.0f}" if sign > 0 else f"{value:.{decimals([v for _, v in known])}f}"
+    text = f"{what}: {number}, job {job.index} ({job.name})"
+    step, place = newest_checkpoint(job.run_dir), job.run_dir
+    place = place if step is None else place / "checkpoints" / str(step)
+    return [Best(what, by, job, text, place, command_line(job.words, directory / f"best_{by}"))]
 
 
 def decimals(values: Iterable[float | None]) -> int:
@@ -218,17 +194,22 @@ def read_sweep(directory: Path, words_of: Words) -> dict[str, Any]:
     before they began. words_of: returns the words that the run in a directory was started with.
     """
     # 1. the jobs, in the order of the summary
-    recorded = {os.path.realpath(record["run_dir"]): record for record in read_records(directory)}
+    recorded = {os.path.realpath(record["run_dir"]): record for record in _records(directory)}
     jobs = _jobs_with_runs(directory, words_of)
     places = {os.path.realpath(job["run_dir"]) for job in jobs}
     jobs += [_job_without_run(record) for place, record in recorded.items() if place not in places]
     order = {place: index for index, place in enumerate(recorded)}
     jobs.sort(key=lambda job: order.get(os.path.realpath(job["run_dir"]), len(order)))
-    # 2. their axes
+    # 2. their axes, and the best
     axes: dict[str, dict[str, None]] = {}
-    for job in jobs:
+    results = []
+    for index, job in enumerate(jobs):
         for name, value in job["values"].items():
             axes.setdefault(name, {})[value] = None
+        run_dir, swept = Path(job["run_dir"]), tuple(f"{k}={v}" for k, v in job["values"].items())
+        words = [word for word in words_of(run_dir) if not word.lstrip("+").startswith("run.dir=")]
+        made = Job(index, swept, job["values"], ("train", *words), run_dir, None)
+        results.append(Result(made, Outcome(job["status"]), job))
     return {
         "sweep_dir": str(directory),
         "counts": dict(Counter(job["status"] for job in jobs).most_common()),
@@ -242,11 +223,20 @@ def read_sweep(directory: Path, words_of: Words) -> dict[str, Any]:
                 "command": best.command,
                 "text": best.text,
             }
-            for best in _best(directory, jobs, words_of)
+            for best in best_of(directory, results)
         ],
         "jobs": [{"job": index, **job} for index, job in enumerate(jobs)],
         "files": [str(directory / name) for name in FILES if (directory / name).is_file()],
     }
+
+
+def _records(directory: Path) -> list[dict[str, Any]]:
+    """Return the records of the summary in a sweep's directory, [] where it cannot be read."""
+    try:
+        records = from_json(read_file(directory / FILES[0]))
+        return [dict(record) for record in records if os.path.realpath(record["run_dir"])]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
 
 
 def _jobs_with_runs(directory: Path, words_of: Words) -> list[dict[str, Any]]:
@@ -274,14 +264,3 @@ def _job_without_run(record: Mapping[str, Any]) -> dict[str, Any]:
 def job_name(job: Mapping[str, Any]) -> str:
     values = " ".join(f"{key}={value}" for key, value in job["values"].items())
     return values or Path(job["run_dir"]).name
-
-
-def _best(directory: Path, jobs: Sequence[Mapping[str, Any]], words_of: Words) -> list[Best]:
-    """Return the best jobs, each with the command that trains it anew in a separate directory."""
-    made = []
-    for index, job in enumerate(jobs):
-        run_dir = Path(job["run_dir"])
-        words = [word for word in words_of(run_dir) if not word.lstrip("+").startswith("run.dir=")]
-        swept = tuple(f"{key}={value}" for key, value in job["values"].items())
-        made.append(Job(index, swept, job["values"], ("train", *words), run_dir, None))
-    return best_of(Sweep("train", directory, made), jobs)

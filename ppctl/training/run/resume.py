@@ -111,8 +111,7 @@ def _code_changes(job: TrainingJob, meta: Mapping[str, Any]) -> Iterator[Change]
     for part, before in meta["sources"].items():
         now = job.sources.get(part, {})
         for module in changed_modules(before, now):
-            digests = (each[module][1] if module in each else None for each in (before, now))
-            yield Change(f"{part}.code({module})", *digests)
+            yield Change(f"{part}.code({module})", before.get(module), now.get(module))
 
 
 def _check_data(
