@@ -12,13 +12,13 @@ import inspect
 import re
 import typing
 from collections.abc import Iterable, Mapping
-from types import UnionType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ppctl import config
 from ppctl.config import Config, Costs, Inspect, Launch, Mesh, Plan, Run, Tune, Verify
 from ppctl.config.changed_settings import shown
 from ppctl.config.config_dirs import ROOT
+from ppctl.config.groups.sweep_settings import Combinations, Search, SideBySide, SubmititSlurm
 from ppctl.schedule.families.registry import also_called
 from ppctl.schedule.mesh_axes import AXES, TEXT_AXES
 
@@ -29,14 +29,10 @@ PARTS = tuple(f.name for f in dataclasses.fields(Config) if f.name not in PLAIN)
 GROUPS = (*PARTS, "recipes")
 DRAWN = ("mesh", "schedule", "costs")  # the parts that `ppctl schedule` depends on
 MESH_EXAMPLES = ("1x2", "1x4", "1x8", "2x2", "2x4", "2x4x2")  # for listings, of any sizes
-KINDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    list: "a list",
-    dict: "values by name",
-    type(None): "null",
+# groups of Hydra's, and the settings of their options
+SWEEP_PARTS: dict[str, dict[str, type]] = {
+    "hydra.launcher": {"ppctl": SideBySide, "submitit_slurm": SubmititSlurm},
+    "hydra.sweeper": {"ppctl": Combinations, "optuna": Search},
 }
 # text without quotes in Hydra
 PLAIN_TEXT = re.compile(r"(?!(true|false|null|nan|inf)$)[A-Za-z_/][\w./-]*", re.IGNORECASE)
@@ -45,13 +41,14 @@ REQUIRED = "???"  # as Hydra writes that a setting has no default
 
 class Setting(NamedTuple):
     key: str
-    kind: Any  # type of its values
     default: object
     about: str  # its comment in config/, or the metadata of its field
 
 
 def options(group: str) -> list[str]:
     """Return the options of `group` that ppctl ships, the default first."""
+    if group in SWEEP_PARTS:
+        return [*SWEEP_PARTS[group]]
     if group == "mesh":
         names = list(MESH_EXAMPLES)
     else:
@@ -84,6 +81,8 @@ def schema_of(group: str, option: str) -> type:
     """
     if group == "mesh":
         return Mesh
+    if group in SWEEP_PARTS:
+        return SWEEP_PARTS[group][option]
     text = (ROOT / f"conf/{group}/{option}.yaml").read_text()
     return schemas()[re.findall(r"/schema_(\w+)@_here_", text)[0]]
 
@@ -106,7 +105,7 @@ def settings_of(prefix: str, cls: type) -> dict[str, Setting]:
             default = field.default if made is dataclasses.MISSING else made()
             default = REQUIRED if default is dataclasses.MISSING else default
             about = field.metadata.get("about") or comments.get(field.name, "")
-            found[key] = Setting(key, hints[field.name], default, about)
+            found[key] = Setting(key, default, about)
     return found
 
 
@@ -197,90 +196,42 @@ def unknown_key(key: str, chosen: Mapping[str, tuple[str, type]]) -> str:
     >>> unknown_key("mesh.ppp", {"mesh": ("2x4", Mesh)})
     'mesh.ppp is not a setting of mesh=2x4. Did you mean mesh.pp? (settings: dp, pp, ..., order)'
     """
-    # 1. parts without settings
-    part = key.split(".")[0]
-    if part == "hydra":
-        return f"{key} is not a setting of Hydra's that ppctl has."
-    if part == "recipes":
+    # 1. keys outside the parts
+    head, _, bad = key.partition(".")
+    if head == "recipes":
         return (
             "recipes has no settings: recipes=NAME chooses a file, and the file starts with "
             "`# @package _global_`."
         )
-    if part not in chosen:
-        hint = did_you_mean(part, [*GROUPS, *PLAIN]) or _like_elsewhere(key)
-        return f"{part} is not a part of the config.{hint} (parts: {', '.join([*GROUPS, *PLAIN])})"
+    part = part_of(key, chosen)
+    if part is None:
+        hint = did_you_mean(head, [*GROUPS, *PLAIN]) or _alike(key, {})
+        return f"{head} is not a part of the config.{hint} (parts: {', '.join([*GROUPS, *PLAIN])})"
     # 2. keys below a setting
     option, cls = chosen[part]
-    known, label = settings_of(part, cls), f"{part}={option}" if part in PARTS else part
-    for above in known:
-        if key.startswith(f"{above}."):
-            if typing.get_origin(known[above].kind) is not dict:
-                return f"{key}: {above} is one value, with nothing below it."
-            name = key.removeprefix(f"{above}.")
-            return f"{key}: {above} has no {name} yet. Add it with a +: +{key}=..."
-    # 3. settings of the part's other options
+    known, label = settings_of(part, cls), f"{part}={option}" if option else part
+    if (above := part_of(key, known)) is not None:
+        bad = key.removeprefix(f"{above}.")
+        return f"{key}: {above} has no {bad} yet. Add it with a +: +{key}=..."
+    # 3. settings of the part's other options, and similar ones
     names = options(part) if option else []
     home = [f"{part}={n}" for n in names if key in settings_of(part, schema_of(part, n))]
-    if home and not known:
-        return (
-            f"{key}: {label} has no settings of its own. Choose {_either(home)}, and set it there."
-        )
-    # 4. similar settings of the part, or of others
-    bad, elsewhere = key.split(".")[-1], _like_elsewhere(key)
-    if home:
-        hint = f" It is a setting of {' and '.join(home)}."
-    elif nearest(bad, _last_words(known)) and not elsewhere.endswith(f".{bad}?"):
-        hint = did_you_mean(key, known)
-    else:
-        hint = elsewhere
+    hint = f" It is a setting of {' and '.join(home[:3])}." if home else _alike(key, known)
     settings = ", ".join(name.removeprefix(f"{part}.") for name in known) or "none"
     return f"{key} is not a setting of {label}.{hint} (settings: {settings})"
 
 
-def _either(names: list[str]) -> str:
-    """Return the first of many names, or all of a few.
-
-    >>> _either(["a", "b"]), _either(["a", "b", "c", "d"])
-    ('a or b', 'a or one of 3 others')
-    """
-    return " or ".join(names) if len(names) < 4 else f"{names[0]} or one of {len(names) - 1} others"
+def part_of(key: str, parts: Iterable[str]) -> str | None:
+    """Return the part that a key lies in, or is; None if in none of them."""
+    return next((part for part in parts if f"{key}.".startswith(f"{part}.")), None)
 
 
-def _like_elsewhere(key: str) -> str:
-    """Return ' Did you mean ...?' with the setting of a very similar last word, or nothing."""
-    words = _last_words(all_settings())
-    found = nearest(key.split(".")[-1], words, cutoff=0.75)
-    return f" Did you mean {words[found[0]]}?" if found else ""
-
-
-def _last_words(keys: Iterable[str]) -> dict[str, str]:
-    """Return the key of each last word: of several the last one, but rather none of costs."""
-    by_relevance = sorted(keys, key=lambda key: not key.startswith("costs."))
-    return {key.split(".")[-1]: key for key in by_relevance}
-
-
-def wrong_value(
-    key: str, line: str | None = None, known: Mapping[str, Setting] | None = None
-) -> str:
-    """Return the message on a value of a wrong type; line: `key=value`, if the user typed that.
-
-    >>> wrong_value("mesh.pp", "mesh.pp=null")
-    'mesh.pp=null: mesh.pp takes a whole number (default 1).'
-    """
-    known = all_settings() if known is None else known
-    before = f"{line}: " if line else ""
-    if key not in known:
-        below = [name.removeprefix(f"{key}.") for name in known if name.startswith(f"{key}.")]
-        if not below:
-            return f"{before}{key} does not take such a value."
-        example = f"Set what is in it, for example {key}.{below[0]}"
-        return f"{before}{key} is a part. {example} (settings: {', '.join(below)})"
-    setting = known[key]
-    is_union = typing.get_origin(setting.kind) in (UnionType, typing.Union)
-    members = typing.get_args(setting.kind) if is_union else (setting.kind,)
-    kinds = " or ".join(KINDS[typing.get_origin(kind) or kind] for kind in members)
-    default = "no default" if setting.default == REQUIRED else f"default {shown(setting.default)}"
-    return f"{before}{key} takes {kinds} ({default})."
+def _alike(key: str, known: Iterable[str]) -> str:
+    """Return ' Did you mean ...?' with a setting of a similar last word, of `known` if any."""
+    last = lambda names: {name.rpartition(".")[2]: name for name in names}  # noqa: E731
+    bad, own, others = key.rpartition(".")[2], last(known), last(all_settings())
+    found = [bad] * (bad in others) or nearest(bad, own) or nearest(bad, others, cutoff=0.75)
+    return f" Did you mean {(own | others)[found[0]]}?" if found else ""
 
 
 def value_text(value: object) -> str:

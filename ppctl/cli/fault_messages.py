@@ -7,24 +7,33 @@ from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, ValueType
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf import errors as omegaconf_errors
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ppctl.cli import choices
-from ppctl.cli.choices import GROUPS, PARTS, options, unknown_key, wrong_option, wrong_value
-from ppctl.cli.sweep_options import refuse_sweep_setting, sweep_group_of, wrong_sweep_setting
+from ppctl.cli.choices import (
+    GROUPS,
+    PARTS,
+    SWEEP_PARTS,
+    options,
+    part_of,
+    unknown_key,
+    wrong_option,
+)
 from ppctl.config import Mesh
 from ppctl.config.changed_settings import shown
 from ppctl.errors import ConfigError
 from ppctl.schedule.mesh_axes import mesh_text
 
 UNKNOWN_KEY = (omegaconf_errors.ConfigKeyError, omegaconf_errors.ConfigAttributeError)
-WRONG_TEXT = (omegaconf_errors.InterpolationResolutionError, omegaconf_errors.GrammarParseError)
 ASSUMED = "such costs are assumed by `ppctl schedule` alone. Leave them out."
 SWEEP_DIR = "hydra.sweep.dir"  # of --multirun: Hydra's word for run.dir
+IN_RUN_DIR = (
+    "A run's files are in run.dir, and it stays in the directory of its start. Leave it out."
+)
 
 
 def parse_override(text: str) -> Override:
@@ -56,42 +65,38 @@ def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
     """
     key, line = override.key_or_group, str(override.input_line)
     group, is_swept = key.split(".")[0], override.is_sweep_override()
-    # 1. keys of other commands
+    # 1. keys of other commands, and values that Hydra would take
     if drawing:
         _refuse_for_drawing(group, line)
     elif group == "costs":
         raise ConfigError(f"{line}: {ASSUMED}")
-    # 2. + and ~
     if override.is_delete():
         raise ConfigError(f"{line}: nothing can be removed. Give {key} another value instead.")
-    if line.startswith("+") and (key in GROUPS or key in choices.all_settings()):
-        raise ConfigError(f"{line}: {key} is there already. Drop the +: {line.lstrip('+')}")
-    # 3. several values
-    if is_swept and drawing:
-        remedy = "`ppctl schedule compare` shows schedules together."
-        raise ConfigError(f"{line} gives several values. {remedy}")
-    if is_swept and not multirun:
-        raise ConfigError(
-            f"{line} gives several values. Add --multirun for a run of each, or quote the value "
-            f"if it is one: '{key}=\"a,b\"'."
+    if is_swept and (drawing or not multirun):
+        many = (
+            f"Add --multirun for a run of each, or quote the value if it is one: '{key}=\"a,b\"'."
         )
-    # 4. the choice of a part
-    if key in GROUPS and (not is_swept or override.is_discrete_sweep()):
-        for value in _values(override):
-            if not isinstance(value, str) and not (isinstance(value, dict) and key != "recipes"):
-                raise ConfigError(wrong_option(key, shown(value), options(key)))
-    if group in PARTS and key == f"{group}.name":
-        choice = line.replace(".name", "", 1)
-        raise ConfigError(f"{line}: the choice of {group} sets its name. Use {choice}.")
-    # 5. Hydra's own settings
-    if key == "hydra.mode":
-        raise ConfigError(f"{line}: add --multirun for a sweep, or leave it out.")
-    if key in ("hydra.run.dir", "hydra.sweep.subdir") or (key == SWEEP_DIR and not multirun):
-        raise ConfigError(f"{line}: the files of a run are in run.dir. Use run.dir=PATH.")
-    if key == "hydra.job.chdir":
-        raise ConfigError(f"{line}: a run stays in the directory of its start. Leave it out.")
-    value = None if is_swept else override.value()
-    refuse_sweep_setting(key, value, line, is_swept=is_swept, multirun=multirun)
+        many = "`ppctl schedule compare` shows schedules together." if drawing else many
+        raise ConfigError(f"{line} gives several values. {many}")
+    if key in GROUPS and not is_swept and not isinstance(override.value(), str | dict):
+        raise ConfigError(wrong_option(key, shown(override.value()), options(key)))
+    # 2. settings of Hydra's, of which only those of a sweep are read
+    if group.partition("/")[0] == "hydra":
+        _refuse_of_sweep(override, line, multirun=multirun)
+
+
+def _refuse_of_sweep(override: Override, line: str, *, multirun: bool) -> None:
+    key = override.key_or_group.replace("/", ".")
+    if part_of(key, (*SWEEP_PARTS, SWEEP_DIR)) is None:
+        raise ConfigError(f"{line}: ppctl reads no such setting of Hydra's. {IN_RUN_DIR}")
+    if override.is_sweep_override():
+        raise ConfigError(f"{line}: a sweep runs in one way. Give {key} one value.")
+    if key in SWEEP_PARTS and str(override.value()) not in SWEEP_PARTS[key]:
+        raise ConfigError(
+            wrong_option(key.replace(".", "/"), shown(override.value()), options(key))
+        )
+    if not multirun:
+        raise ConfigError(f"{line} is for the jobs of a sweep. Add --multirun, or leave it out.")
 
 
 def _refuse_for_drawing(group: str, line: str) -> None:
@@ -105,16 +110,6 @@ def _refuse_for_drawing(group: str, line: str) -> None:
         raise ConfigError(message)
     near = choices.did_you_mean(group, parts)
     raise ConfigError(f"{group} is not a part of a drawing.{near} ({shown_parts})")
-
-
-def _values(override: Override) -> list[Any]:
-    """Return the value, or each value of a sweep that lists them."""
-    if not override.is_sweep_override():
-        return [override.value()]
-    if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
-        return []  # of existing options
-    texts = override.sweep_string_iterator()
-    return [parse_override(f"{override.key_or_group}={text}").value() for text in texts]
 
 
 def check_keys(cfg: DictConfig) -> None:
@@ -152,16 +147,17 @@ def check_names(cfg: DictConfig, chosen: dict[str, Any]) -> None:
 def _chosen(cfg: Any) -> dict[str, tuple[str, type]]:
     """Return the option and dataclass of each part of a composed config, as far as it got."""
     found: dict[str, tuple[str, type]] = {part: ("", cls) for part, cls in choices.PLAIN.items()}
-    for part in PARTS:
-        node = None if part not in cfg or OmegaConf.is_missing(cfg, part) else cfg.get(part)
-        if not isinstance(node, DictConfig):
+    for part in (*PARTS, *SWEEP_PARTS):
+        node = OmegaConf.select(cfg, part)
+        cls = OmegaConf.get_type(node) if isinstance(node, DictConfig) else None
+        if not dataclasses.is_dataclass(cls):
             continue
-        cls = OmegaConf.get_type(node)
-        if dataclasses.is_dataclass(cls):
-            option = str(node.get("name"))
-            if cls is Mesh:
-                option = mesh_text({str(axis): size for axis, size in node.items()})
-            found[part] = (option, cls)
+        option = str(node.get("name"))
+        if cls is Mesh:
+            option = mesh_text({str(axis): size for axis, size in node.items()})
+        if part in SWEEP_PARTS:
+            option = next(name for name, each in SWEEP_PARTS[part].items() if each is cls)
+        found[part] = (option, cls)
     return found
 
 
@@ -183,26 +179,14 @@ def explain(error: Exception, parsed: list[Override]) -> str:
 def _explain_key(error: OmegaConfBaseException, key: str, parsed: list[Override]) -> str:
     """Return the fault of a setting: an unknown one, without a value, or of a wrong type."""
     chosen = _chosen(error.parent_node._get_root()) if error.parent_node is not None else {}
-    override = _override_of(key, parsed)
-    line = str(override.input_line) if override else None
-    reason = str(error.msg).partition("\n")[0]
-    if (group := sweep_group_of(key)) is not None:
-        chosen = [str(one.value()) for one in parsed if one.key_or_group == group]
-        named = [str(each.value()) for each in parsed if each.key_or_group == group]
-        return wrong_sweep_setting(key, line, (named or ["ppctl"])[-1])
+    if isinstance(error, UNKNOWN_KEY):
+        return unknown_key(key, chosen) + _origin(key, parsed)
     if isinstance(error, MissingMandatoryValue):
         part = key.split(".")[0]
         return f"{key} has no value. {part}={chosen[part][0]} needs one: add {key}=..."
-    if isinstance(error, UNKNOWN_KEY):
-        return unknown_key(key, chosen) + _origin(key, parsed)
-    if isinstance(error, WRONG_TEXT):
-        return f"{line or key}: {reason}."
-    if override and override.key_or_group == key:
-        return wrong_value(key, line)
-    below = next((o.key_or_group for o in parsed if o.key_or_group.startswith(f"{key}.")), None)
-    if below:
-        return unknown_key(below, chosen)
-    return f"{wrong_value(key)} {reason}.{_origin(key, parsed)}"
+    override = _override_of(key, parsed)
+    reason = str(error.msg).partition("\n")[0]
+    return f"{override.input_line if override else key}: {reason}.{_origin(key, parsed)}"
 
 
 def _origin(key: str, parsed: list[Override]) -> str:

@@ -6,10 +6,17 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from ppctl.cli import choices
-from ppctl.cli.choices import PARTS, PLAIN, default_option, options, schema_of, settings_of
+from ppctl.cli.choices import (
+    PARTS,
+    PLAIN,
+    SWEEP_PARTS,
+    default_option,
+    options,
+    schema_of,
+    settings_of,
+)
 from ppctl.cli.command_options import composed_parser
 from ppctl.cli.commands import COMMANDS
-from ppctl.cli.sweep_options import SWEEP_GROUPS, sweep_group_help
 from ppctl.config.changed_settings import shown
 from ppctl.errors import ConfigError
 
@@ -118,29 +125,25 @@ def _options_text(group: str) -> str:
 
 def _part_help(word: str) -> str:
     """Return all settings of a part, for each of its options unless `word` names one."""
-    # 1. parts that are not chosen by name
-    key, _, option = word.partition("=")
-    part = key.split(".")[0]
-    for group in SWEEP_GROUPS:
-        if f"{key}.".startswith((f"{group}.", f"{group.replace('/', '.')}.")):
-            helps = sweep_group_help(group).values()
-            return "\n\n".join(f"{about}\n{setting_table(settings)}" for about, settings in helps)
+    # 1. the part, and its options
+    key, _, option = word.replace("hydra/", "hydra.").partition("=")
+    parts = (*PARTS, *PLAIN, *SWEEP_PARTS)
+    part = choices.part_of(key, parts)
+    if part is None:
+        raise ConfigError(f"{key} is not a part with settings.{choices.did_you_mean(key, parts)}")
     if part in PLAIN:
         cls = PLAIN[part]
         return f"{part}: {cls.__doc__}\n{setting_table(settings_of(part, cls).values())}"
-    if part not in PARTS:
-        near = choices.did_you_mean(part, [*PARTS, *PLAIN])
-        raise ConfigError(f"{part} is not a part with settings.{near}")
-    # 2. the options, those with the same settings together
-    one = part == "mesh" or (option and part == key)
-    names = [option or default_option(part)] if one else options(part)
+    names = [option or default_option(part)] if option or part == "mesh" else options(part)
     if part != "mesh" and not set(names) <= set(options(part)):
         raise ConfigError(choices.wrong_option(part, option, options(part)))
+    # 2. options with the same settings together
     alike: dict[type, list[str]] = {}
     for name in names:
         alike.setdefault(schema_of(part, name), []).append(name)
+    group = part.replace(".", "/")
     return "\n\n".join(
-        _wrapped(f"{part}={', '.join(same)}: {cls.__doc__}", 4)
+        _wrapped(f"{group}={', '.join(same)}: {cls.__doc__}", 4)
         + f"\n{setting_table(settings_of(part, cls).values())}"
         for cls, same in alike.items()
     )

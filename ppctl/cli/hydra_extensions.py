@@ -1,9 +1,6 @@
 """Additions to Hydra: `mesh=AxB` of any sizes, `recipes/` as a group, and schemas of settings.
 
-Hydra takes launchers and sweepers only from modules below `hydra_plugins`, which it scans in every
-Hydra program of the same environment. ppctl needs none: Hydra composes, and `ppctl.cli.multirun`
-reads `hydra/launcher` and `hydra/sweeper` as the settings that they are. Sources and search paths
-have no such rule and are registered here.
+Hydra composes only: `ppctl.cli.multirun` reads `hydra/launcher` and `hydra/sweeper` as settings.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from hydra import initialize_config_dir
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
@@ -30,8 +26,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict, read_write
 
-from ppctl.cli.choices import MESH_EXAMPLES, PARTS, schemas
-from ppctl.cli.sweep_options import LAUNCHERS, SWEEPERS
+from ppctl.cli.choices import MESH_EXAMPLES, PARTS, SWEEP_PARTS, schemas
 from ppctl.config import Config, Costs, Mesh
 from ppctl.config.config_dirs import ROOT
 from ppctl.schedule.mesh_axes import TEXT_AXES
@@ -40,12 +35,8 @@ MESH_CHOICE = re.compile(rf"mesh/[1-9]\d*(x[1-9]\d*){{1,{len(TEXT_AXES) - 1}}}")
 CONFIG = "config"  # conf/config.yaml, where every composition starts
 
 
-class PpctlSource(ConfigSource):
-    """The groups `mesh` (any sizes, made on request) and `recipes` (the top-level folder)."""
-
-    def __init__(self, provider: str, path: str) -> None:
-        super().__init__(provider, path)
-        self.files = FileConfigSource(provider, f"file://{ROOT}")
+class MeshSource(ConfigSource):
+    """The group `mesh`, of any sizes, made on request."""
 
     @staticmethod
     def scheme() -> str:
@@ -55,41 +46,30 @@ class PpctlSource(ConfigSource):
         return True
 
     def is_group(self, config_path: str) -> bool:
-        if _is_recipe(config_path):
-            return self.files.is_group(config_path)
         return config_path in ("", "mesh")
 
     def is_config(self, config_path: str) -> bool:
-        if _is_recipe(config_path):
-            return self.files.is_config(config_path)
         return MESH_CHOICE.fullmatch(config_path) is not None
 
     def load_config(self, config_path: str) -> ConfigResult:
-        if _is_recipe(config_path):
-            return self.files.load_config(config_path)
         sizes = map(int, config_path.removeprefix("mesh/").split("x"))
         mesh = OmegaConf.structured(Mesh(**dict(zip(TEXT_AXES, sizes, strict=False))))
         return ConfigResult(self.provider, self.full_path(), mesh, {"package": None})
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        if _is_recipe(config_path):
-            return self.files.list(config_path, results_filter)
         if config_path == "mesh":
             return [] if results_filter == ObjectType.GROUP else [*MESH_EXAMPLES]
-        return [] if results_filter == ObjectType.CONFIG else ["mesh", "recipes"]
-
-
-def _is_recipe(config_path: str) -> bool:
-    return config_path.split("/")[0] == "recipes"
+        return [] if results_filter == ObjectType.CONFIG else ["mesh"]
 
 
 class PpctlSearchPath(SearchPathPlugin):
-    """Searches conf/, then ppctl's own source, then the directory of --config-dir."""
+    """Searches conf/, meshes, the directory above recipes/, then that of --config-dir."""
 
     config_dir: ClassVar[Path | None] = None  # Hydra makes the instances, without arguments
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append("ppctl", "ppctl://")
+        search_path.append("recipes", f"file://{ROOT}")
         if self.config_dir is not None:
             search_path.append("command-line", f"file://{self.config_dir.absolute()}")
 
@@ -101,10 +81,10 @@ def register() -> None:
     for name, cls in schemas().items():
         store.store(name=f"schema_{name}", node=cls, provider="ppctl")
     store.store(name="schema_config", node=config_schema(), provider="ppctl")
-    for group, options in (("hydra/launcher", LAUNCHERS), ("hydra/sweeper", SWEEPERS)):
+    for part, options in SWEEP_PARTS.items():
         for name, cls in options.items():
-            store.store(group=group, name=name, node=cls, provider="ppctl")
-    for plugin in (PpctlSource, PpctlSearchPath):
+            store.store(group=part.replace(".", "/"), name=name, node=cls, provider="ppctl")
+    for plugin in (MeshSource, PpctlSearchPath):
         Plugins.instance().register(plugin)
 
 

@@ -2,23 +2,73 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from ppctl.cli.hydra_extensions import CONFIG
-from ppctl.cli.sweep_composition import Check, SweepRequest, one_value
+from ppctl.cli.fault_messages import check_keys
+from ppctl.cli.hydra_extensions import CONFIG, Composed, load_job
+from ppctl.config import Config
 from ppctl.config.groups.sweep_settings import Launcher, Search, SideBySide, Sweeper
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, PpctlError
 from ppctl.launch.sweep.sweep_jobs import Job, Sweep
+
+Check = Callable[[Composed], Config]
+
+
+@dataclass(frozen=True)
+class SweepRequest:
+    """A sweep as composed, which makes jobs of overrides."""
+
+    loader: ConfigLoader
+    common: DictConfig
+    by_key: Mapping[str, Override]  # the last override of each key
+    words: list[str]  # that start a job's command line
+    check: Check
+
+    @property
+    def varied(self) -> list[str]:
+        """The keys that have several values."""
+        return [key for key, override in self.by_key.items() if override.is_sweep_override()]
+
+    def fixed(self) -> list[str]:
+        """Return the overrides that all jobs share."""
+        shared = ((key, o) for key, o in self.by_key.items() if not o.is_sweep_override())
+        return [one_value(key, override) for key, override in shared]
+
+    def job(self, index: int, overrides: list[str]) -> Job:
+        """Return the job of these overrides, with a refusal if they are impossible together.
+
+        ConfigError for unknown settings.
+        """
+        composed = load_job(self.loader, self.common, overrides)
+        check_keys(composed.config)
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        swept = [each for each in parsed if each.get_key_element() in self.varied]
+        texts = [one_value(each.get_key_element(), each) for each in swept]
+        has_own_dir = any(each.key_or_group == "run.dir" for each in swept)
+        top = Path(composed.config.run.dir if has_own_dir else self.common.run.dir)
+        run_dir = top if has_own_dir else top / _directory_name(texts)
+        config, refusal, kind = None, None, ConfigError.kind
+        try:
+            config = self.check(composed)
+            config.run.dir = str(run_dir)
+        except PpctlError as error:
+            refusal, kind = " ".join(str(error).split()), error.kind
+        values = {each.key_or_group: each.value() for each in swept}
+        words = (*self.words, *overrides)
+        return Job(index, tuple(texts), values, words, run_dir, config, refusal, kind)
 
 
 def compose_sweep(
@@ -52,7 +102,14 @@ def compose_sweep(
 
         study = study_of(request, sweeper, directory)
     else:
-        jobs = [request.job(index, each) for index, each in enumerate(combinations(by_key))]
+        for each in (by_key[key] for key in request.varied):
+            if not each.is_discrete_sweep():
+                raise ConfigError(
+                    f"{each.input_line}: a sweep needs a list of values, KEY=a,b. Or let values be "
+                    "chosen: hydra/sweeper=optuna."
+                )
+        combinations = BasicSweeper.split_arguments(parsed, None)[0]
+        jobs = [request.job(index, each) for index, each in enumerate(combinations)]
     # 3. the launcher
     launcher.check()
     if not isinstance(launcher, SideBySide):
@@ -61,21 +118,16 @@ def compose_sweep(
     return Sweep(words[0], directory, jobs, launcher, as_json, settings, study)
 
 
-def combinations(by_key: Mapping[str, Override]) -> list[list[str]]:
-    """Return the overrides of every combination of values, the last key's changing fastest."""
-    return [list(words) for words in itertools.product(*(_each(*item) for item in by_key.items()))]
+def one_value(key: str, override: Override) -> str:
+    """Return KEY=VALUE as one types it."""
+    return f"{key}={override.get_value_element_as_str()}"
 
 
-def _each(key: str, override: Override) -> list[str]:
-    """Return the override for each of its values."""
-    if not override.is_sweep_override():
-        return [one_value(key, override)]
-    if not override.is_discrete_sweep():
-        raise ConfigError(
-            f"{override.input_line}: a sweep over {key} needs a list of values: {key}=a,b. Or "
-            "let values be chosen: hydra/sweeper=optuna."
-        )
-    return [f"{key}={value}" for value in override.sweep_string_iterator()]
+def _directory_name(swept: list[str]) -> str:
+    """Return a job's directory below the sweep's; odd or long names get a hash."""
+    job = ",".join(swept)
+    name = re.sub(r"[^\w=.,+-]", "_", job)[:150]
+    return name if name == job else f"{name}-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
 
 
 def _require(package: str, choice: str, extra: str) -> None:

@@ -8,7 +8,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from optuna import distributions
 from optuna.distributions import BaseDistribution
 
-from ppctl.cli.sweep_composition import SweepRequest
+from ppctl.cli.multirun import SweepRequest
 from ppctl.config.groups.sweep_settings import Search
 from ppctl.errors import ConfigError
 from ppctl.launch.sweep.optuna_study import OptunaStudy

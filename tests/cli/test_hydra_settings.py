@@ -22,12 +22,11 @@ def test_the_directory_of_a_sweep_is_that_of_its_summary_and_of_its_jobs():
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("hydra.run.dir=x", r"the files of a run are in run\.dir\. Use run\.dir=PATH"),
-        ("hydra.sweep.dir=x", r"the files of a run are in run\.dir"),
-        ("hydra.sweep.subdir=x", r"the files of a run are in run\.dir"),
-        ("hydra.job.chdir=true", "a run stays in the directory of its start"),
+        ("hydra.run.dir=x", "ppctl reads no such setting .* A run's files are in run.dir"),
+        ("hydra.sweep.dir=x", "is for the jobs of a sweep"),
+        ("hydra.job.chdir=true", "it stays in the directory of its start"),
     ],
 )
 def test_a_setting_that_would_be_ignored_is_refused(word, message):
-    with pytest.raises(ConfigError, match=rf"^{word}: {message}"):
+    with pytest.raises(ConfigError, match=rf"^{word}.*{message}"):
         compose(["recipes=tiny", word], [], ["train"])

@@ -21,7 +21,7 @@ SMALLER_IS_BETTER = {  # the numbers of a run that a search may be for
 
 @dataclass
 class SideBySide(Settings):
-    """hydra/launcher=ppctl: jobs are processes of the sweep's own process, and end with it."""
+    """Jobs are processes of the sweep's own process, and end with it."""
 
     jobs: Count = 1  # side by side
 
@@ -30,7 +30,7 @@ class SideBySide(Settings):
 
 @dataclass
 class SubmititSlurm(Settings):
-    """hydra/launcher=submitit_slurm: jobs are queued in Slurm and outlive the sweep."""
+    """Jobs are queued in Slurm and outlive the sweep."""
 
     # at once at most; None: Slurm decides, and one at a time with hydra/sweeper=optuna
     jobs: Count | None = None
@@ -59,12 +59,12 @@ class SubmititSlurm(Settings):
 
 @dataclass
 class Combinations:
-    """hydra/sweeper=ppctl: a job for every combination of KEY=A,B,..."""
+    """A job for every combination of KEY=A,B,..."""
 
 
 @dataclass
 class Search(Settings):
-    """hydra/sweeper=optuna: values are not all combined, but chosen by Optuna, job after job."""
+    """Values are not all combined, but chosen by Optuna, job after job."""
 
     n_trials: Count = 20  # jobs in all, those of earlier starts included
     # or eval_loss, step_time_s, memory_bytes: to be small; tokens_per_s, rows_per_s: large
