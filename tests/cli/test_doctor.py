@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections import namedtuple
@@ -51,7 +50,6 @@ def test_a_request_that_trains_here_passes_and_leaves_nothing_behind(ask, tmp_pa
     code, found = ask()
     assert (code, found["ok"], bad(found)) == (0, True, [])
     assert {f["what"] for f in found["findings"]} >= {
-        "versions",
         "devices",
         "data",
         "request",
@@ -172,20 +170,6 @@ def test_a_disk_too_small_for_the_checkpoints_is_the_reason(ask, monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    ("asked", "text"),
-    [
-        ("jax>=99", "jax .* is not >=99"),
-        ("no-such-package>=1", "no-such-package is not installed .needs >=1"),
-    ],
-)
-def test_a_package_that_will_not_do_is_the_reason(monkeypatch, asked, text):
-    monkeypatch.setattr(doctor, "requires", lambda _: [asked, "pytest>=99; extra == 'dev'"])
-    finding = doctor.of_versions()
-    assert not finding.is_ok
-    assert re.match(text, finding.text)
-
-
 def test_devices_that_are_only_described_are_for_plan(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"hardware=h100 describes devices that are not attached"):
@@ -268,6 +252,5 @@ def test_two_processes_are_examined_together(tmp_path):
     found = json.loads(done.stdout)
     texts = {f["what"]: f["text"] for f in found["findings"]}
     assert texts["processes"].startswith("2: 2 on ")
-    assert "apart" in texts["clocks"]
     assert [(link["first"], link["second"]) for link in found["links"]] != []
     assert list(tmp_path.iterdir()) == []

@@ -35,7 +35,6 @@ HYDRA_SIDE = (
     "cli.hydra_extensions",
     "cli.fault_messages",
     "cli.multirun",
-    "cli.sweep_composition",
     "cli.optuna_sweeper",
 )
 MATPLOTLIB_SIDE = ("reports.charts.image_charts", "reports.charts.page_figures")

@@ -15,18 +15,15 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh
-from packaging.requirements import Requirement
 
 from ppctl.config import AutoHardware, Config, Hardware, Run
 from ppctl.errors import ConfigError, PpctlError
@@ -34,13 +31,7 @@ from ppctl.executors import link_speeds
 from ppctl.executors.device_mesh import all_devices
 from ppctl.executors.link_speeds import AllReduce, MeasuredLink
 from ppctl.launch import join_processes as distributed
-from ppctl.reports.terminal_output import (
-    OutputConsole,
-    show_json,
-    show_lines,
-    show_table,
-    size_text,
-)
+from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, size_text
 from ppctl.training.pipeline.jax_start import is_gpu, memory_share, start_jax
 from ppctl.training.pipeline.job import DEFAULT_DTYPE, assemble, state_bytes
 from ppctl.training.pipeline.job_checks import check_job
@@ -48,10 +39,8 @@ from ppctl.training.pipeline.known_hardware import described_only, of_device, st
 from ppctl.training.run.process_group import process_group
 
 T = TypeVar("T")
-PROBE_BYTES = 16 << 20  # written to measure the speed of run.dir
 ANSWER_WITHIN_S = 60.0  # a device that takes longer to exchange a few messages does not answer
 SHARE_TOLERANCE = 0.02  # between the requested and the actual share of a GPU's memory
-CLOCK_WARNING_S = 1.0  # clocks that differ by more put the records of a run out of order
 
 
 def doctor(config: Config, *, as_json: bool) -> int:
@@ -83,8 +72,8 @@ def _refuse_described(hardware: Hardware | AutoHardware) -> None:
 def _doctor(config: Config, *, as_json: bool) -> int:
     # 1. the findings of all processes, and the links
     request, mesh, needed = _request(config)
-    local = [of_versions(), *request, _directory(config.run, needed)]
-    findings = [*_merged(_gathered(Finding, local)), *_together()]
+    local = [*request, _directory(config.run, needed)]
+    findings = [*_merged(_gathered(Finding, local)), _together()]
     links, sums = ([], []) if mesh is None else _measured(mesh)
     findings += _of_links(links, sums)
     costs = None if mesh is None else hop_costs(links, mesh)
@@ -100,8 +89,6 @@ def _doctor(config: Config, *, as_json: bool) -> int:
     console = OutputConsole()
     for finding in findings:
         show_lines(console, f"{'ok' if finding.is_ok else 'NO'}  {finding.what:10}{finding.text}")
-    if len(links) > 1:
-        show_table(console, *_link_table(links))
     if costs is not None:
         bytes_per_s = f"transfer_bytes_per_s={costs['transfer_bytes_per_s']:.4g}"
         show_lines(console, f"costs     transfer_s={costs['transfer_s']:.3g} {bytes_per_s}")
@@ -120,28 +107,6 @@ class Finding:
     what: str
     is_ok: bool
     text: str
-
-
-def of_versions() -> Finding:
-    """Return the finding of the installed versions of required packages."""
-    found, wrong = [], []
-    for text in requires("ppctl") or ():
-        requirement = Requirement(text)
-        if requirement.marker is not None:  # of an extra
-            continue
-        try:
-            here = version(requirement.name)
-        except PackageNotFoundError:
-            wrong.append(f"{requirement.name} is not installed (needs {requirement.specifier})")
-            continue
-        found.append(f"{requirement.name} {here}")
-        if not requirement.specifier.contains(here, prereleases=True):
-            wrong.append(f"{requirement.name} {here} is not {requirement.specifier}")
-    python = ".".join(map(str, sys.version_info[:3]))
-    if wrong:
-        remedy = "Install ppctl again: pip install ppctl."
-        return Finding("versions", False, f"{'; '.join(wrong)}. {remedy}")
-    return Finding("versions", True, ", ".join([f"Python {python}", *found]))
 
 
 def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
@@ -187,16 +152,12 @@ def _memory(fraction: float | None, device: Any) -> list[Finding]:
 
 
 def _directory(run: Run, needed: int | None) -> Finding:
-    """Return the finding of run.dir: writable, with room for the checkpoints, and its speed."""
+    """Return the finding of run.dir: writable, with room for the checkpoints."""
     directory = Path(run.dir).absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".doctor-") as file:
-            began = time.perf_counter()
-            file.write(os.urandom(PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-            speed = PROBE_BYTES / (time.perf_counter() - began)
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".doctor-"):
+            pass
         free = shutil.disk_usage(directory).free
     except OSError as error:
         why = f"cannot be written: {error.strerror}. Use another run.dir, or make it writable."
@@ -210,38 +171,28 @@ def _directory(run: Run, needed: int | None) -> Finding:
             "disk, use another run.dir, or keep fewer."
         )
         return Finding("run.dir", False, reason)
-    text = f"{directory} is writable at {size_text(int(speed))}/s, {size_text(free)} free"
-    return Finding("run.dir", True, text)
+    return Finding("run.dir", True, f"{directory} is writable, {size_text(free)} free")
 
 
 # --- findings of all processes together
 
 
 def _merged(by_process: Sequence[Sequence[Finding]]) -> Iterator[Finding]:
-    """Yield one finding where all processes agree (numbers aside), else one for each process."""
+    """Yield one finding where all processes agree, else one for each process."""
     for same in zip(*by_process, strict=False):
-        are_writable = all(each.is_ok and each.what == "run.dir" for each in same)
-        if are_writable or len({each.text for each in same}) == 1:
+        if len({each.text for each in same}) == 1:
             yield same[0]
             continue
         for process, finding in enumerate(same):
             yield Finding(finding.what, finding.is_ok, f"process {process}: {finding.text}")
 
 
-def _together() -> list[Finding]:
-    """Return findings: where the processes run, and how far their clocks are apart."""
+def _together() -> Finding:
+    """Return where the processes run."""
     hosts = distributed.gather(socket.gethostname())
-    number = len(hosts)
-    if number == 1:
-        return [Finding("processes", True, f"1, on {hosts[0]}")]
     counts = {host: hosts.count(host) for host in hosts}
     where = ", ".join(f"{count} on {host}" for host, count in counts.items())
-    # the gather before this one let all go on at the same time, give or take a message
-    times = [float(text) for text in distributed.gather(repr(time.time()))]
-    apart = max(times) - min(times)
-    is_late = apart > CLOCK_WARNING_S
-    late = f"{apart:.3f} s apart" + ": set them by NTP, records are out of order" * is_late
-    return [Finding("processes", True, f"{number}: {where}"), Finding("clocks", True, late)]
+    return Finding("processes", True, f"{len(hosts)}: {where}")
 
 
 # --- links
@@ -334,21 +285,6 @@ def _answering(what: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _link_table(links: Sequence[MeasuredLink]) -> tuple[str, Sequence[str], list[Sequence[str]]]:
-    """Return title, columns and rows of the table of links."""
-    ids = sorted({link.first for link in links} | {link.second for link in links})
-    by_pair = {(link.first, link.second): link for link in links}
-
-    def cell(row: int, column: int) -> str:
-        if row == column:
-            return "-"
-        link = by_pair[min(row, column), max(row, column)]
-        return f"{link.bytes_per_s / 2**30:.2f}" if row < column else f"{link.latency_s * 1e6:.0f}"
-
-    rows: list[Sequence[str]] = [[str(row), *(cell(row, each) for each in ids)] for row in ids]
-    return "above the diagonal GiB/s, below it microseconds", ("device", *map(str, ids)), rows
 
 
 def _gathered(kind: type[T], items: Sequence[Any]) -> list[list[T]]:
