@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ppctl.config.field_checks import numbers
 from ppctl.config.groups.command_settings import Inspect, Launch, Plan, Tune, Verify
 from ppctl.config.groups.cost_settings import Costs
 from ppctl.config.groups.data_settings import AnyData, CustomData, Regression, Stdlib
@@ -19,7 +18,7 @@ from ppctl.config.groups.partition_settings import Balanced, Explicit, Uniform
 from ppctl.config.groups.run_settings import Run
 from ppctl.config.groups.schedule_settings import AnySchedule, Schedule
 from ppctl.errors import ConfigError, as_setting, written_as
-from ppctl.schedule.mesh_axes import AXES, DATA_AXES, product_text
+from ppctl.schedule.mesh_axes import DATA_AXES, product_text
 from ppctl.schedule.partition.divisibility import check_sequences, check_widths
 
 
@@ -51,10 +50,8 @@ class ScheduleConfig(NamedTuple):
     costs: Costs
 
     def check(self) -> None:
-        for key, part in self._asdict().items():
+        for part in self:
             part.check()
-            numbers(key, part)
-        check_bounds(self)
         cap_gib = getattr(self.schedule, "max_memory_gib", None)
         if cap_gib is not None and not self.costs.activation_gib:
             raise ConfigError(
@@ -69,9 +66,6 @@ def check(config: Config) -> None:
     """Raise ConfigError for the first setting or combination that is impossible."""
     for part in fields(config):
         getattr(config, part.name).check()
-        if part.name != "hardware":  # a GPU's memory is more bytes than there are steps
-            numbers(part.name, getattr(config, part.name))
-    check_bounds(config)
     check_parameters(config.model)
     check_tasks(config.schedule, config.mesh)
     _check_batch(config.data.batch_size, config.mesh, config.schedule)
@@ -220,38 +214,6 @@ def _check_inspected(request: Inspect, executor: AnyExecutor) -> None:
 
 MOST_TASKS = 500_000  # of a step: each takes 10 to 100 microseconds to lay out and simulate
 MOST_PARAMETERS = 10**15  # with their moments 12 petabytes: more than the largest machines hold
-DEVICES = (2**17, "the largest machines have about 100,000 accelerators")
-LOGITS = (2**24, "a head of that many logits fits no device")
-EXAMPLE = (2**20, "an example is read whole")
-CHUNKS = (64, "each number of chunks is searched")
-BOUNDS = {  # (maximum, reason) of each setting by itself
-    "model.num_layers": (4096, "each is given to a stage by itself"),
-    "model.head_dim": (2**16, "each head is on one device"),
-    "model.mlp_width": (2**30, "no device holds a column of it"),
-    "model.seq_len": (2**20, "a sequence is read whole"),
-    "model.vocab_size": LOGITS,
-    "data.vocab_size": LOGITS,
-    "data.num_features": EXAMPLE,
-    "data.num_targets": EXAMPLE,
-    "data.batch_size": (2**24, "a batch is put together on a host"),
-    **{f"mesh.{axis}": DEVICES for axis in AXES},
-    "mesh.tp": (2**10, "each head is on one device"),
-    "tune.devices": DEVICES,
-    "tune.best": (1000, "each is built to be predicted"),
-    "schedule.num_chunks": (1024, "each is a stage of a rank, with a layer at least"),
-    "schedule.num_waves": (512, "each is two stages of a rank, with a layer at least"),
-    "schedule.max_chunks": CHUNKS,
-    "tune.max_chunks": CHUNKS,
-}
-
-
-def check_bounds(parts: Any) -> None:
-    """Raise ConfigError for the first setting of a request that is above its bound."""
-    for key, (most, why) in BOUNDS.items():
-        part, _, name = key.partition(".")
-        value = getattr(getattr(parts, part, None), name, None)
-        if value is not None and value > most:
-            raise ConfigError(f"{key}={value} is out of reach: {most} at most, because {why}.")
 
 
 def check_tasks(schedule: Schedule, mesh: Mesh) -> None:

@@ -58,6 +58,17 @@ def one_of(*choices: str) -> Check:
     return partial(choice, choices=choices)
 
 
+def up_to(most: int, why: str) -> Check:
+    """Return the check of a whole number from 1 to `most`; why: no more than that."""
+
+    def check(key: str, value: int) -> None:
+        at_least(key, value, 1)
+        if value > most:
+            raise ConfigError(f"{key}={value} is out of reach: {most} at most, because {why}.")
+
+    return check
+
+
 Count = Annotated[int, partial(at_least, least=1)]  # 1, 2, ...
 Natural = Annotated[int, partial(at_least, least=0)]  # 0, 1, ...
 NotNegative = Annotated[float, partial(at_least, least=0)]
@@ -77,19 +88,44 @@ class Settings:
 
 
 def domains(key: str, part: Any) -> None:
-    """Check that every setting of a part, nested parts included, is null or in its domain.
+    """Check that each setting of a part is null or in its domain, and each number within int32.
 
-    key: of the part, before the names in messages; empty for arguments of the Python API.
+    part: a dataclass, nested ones included, or a NamedTuple. key: of the part, before the names in
+    messages; empty for arguments of the Python API.
     """
     checks = _checks(part.__class__)
-    for field in fields(part):
-        name, value = f"{key}.{field.name}".lstrip("."), getattr(part, field.name)
+    for field in getattr(part, "_fields", None) or fields(part):
+        own = field if isinstance(field, str) else field.name
+        name, value = f"{key}.{own}".lstrip("."), getattr(part, own)
         if is_dataclass(value):
             domains(name, value)
-        elif value is not None:
-            for check in checks[field.name]:
-                for each in cast("list[Any]", value if isinstance(value, list) else [value]):
-                    check(name, each)
+        elif value == [] and getattr(field, "default", ...) is None:
+            raise ConfigError(f"{name}=[] leaves nothing to choose from. Use null for all.")
+        else:
+            for place, each in _entries(name, value):
+                for check in checks[own]:
+                    check(place, each)
+                if place == name:  # not an entry of a mapping, whose keys are the user's
+                    _number(name, each)
+
+
+def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of a setting that is not null, or of each entry of a list or mapping."""
+    if isinstance(value, list):
+        yield from ((name, each) for each in cast("list[Any]", value))
+    elif isinstance(value, dict):
+        entries = cast("dict[str, Any]", value)
+        yield from ((f"{name}.{key}", each) for key, each in entries.items())
+    elif value is not None:
+        yield name, value
+
+
+def _number(key: str, value: Any) -> None:
+    """Check that a number is finite, and a whole one within int32."""
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise ConfigError(f"{key}={value} is out of reach: whole numbers go up to {LARGEST}.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{key}={value} is not finite. Use a number.")
 
 
 @cache
@@ -106,18 +142,6 @@ def _checks_of(hint: Any) -> Iterator[Check]:
         return
     for each in get_args(hint):
         yield from _checks_of(each)
-
-
-def numbers(key: str, part: Any) -> None:
-    """Check every number of a part, nested parts included: finite, whole ones within int32."""
-    for field in fields(part):
-        name, value = f"{key}.{field.name}", getattr(part, field.name)
-        if is_dataclass(value):
-            numbers(name, value)
-        elif isinstance(value, int) and abs(value) > LARGEST:
-            raise ConfigError(f"{name}={value} is out of reach: whole numbers go up to {LARGEST}.")
-        elif isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{name}={value} is not finite. Use a number.")
 
 
 def record_of(key: str, record: Any, values: Mapping[str, Any], but: tuple[str, ...] = ()) -> Any:

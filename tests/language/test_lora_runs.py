@@ -163,7 +163,7 @@ def test_a_run_of_adapters_goes_on_in_another(base, capsys):
         ),
         ({"lora_rank": 0}, {}, "optim.lora_rank=0"),
         ({"lora_alpha": 0.0}, {}, "optim.lora_alpha=0"),
-        ({"lora_targets": []}, {}, "optim.lora_targets=[] trains nothing"),
+        ({"lora_targets": []}, {}, "optim.lora_targets=[] leaves nothing to choose from"),
         ({"lora_targets": ["q_proj"]}, {}, "optim.lora_targets=q_proj"),
         ({"train": "half"}, {}, "optim.train=half"),
         (

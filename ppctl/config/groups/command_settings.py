@@ -6,8 +6,17 @@ import re
 from dataclasses import dataclass, fields
 from typing import Annotated, ClassVar
 
-from ppctl.config.field_checks import Count, Natural, Positive, Settings, one_of, training_tokens
-from ppctl.config.groups.schedule_settings import Schedule
+from ppctl.config.field_checks import (
+    Count,
+    Natural,
+    Positive,
+    Settings,
+    one_of,
+    training_tokens,
+    up_to,
+)
+from ppctl.config.groups.mesh_settings import Devices
+from ppctl.config.groups.schedule_settings import MaxChunks, Schedule
 from ppctl.errors import ConfigError
 from ppctl.schedule.mesh_axes import STAGE_AXES, axes_record
 from ppctl.schedule.remat import Remat
@@ -95,14 +104,14 @@ class Tune(
 ):
     """The search of a layout: its devices and choices, and the recipe that it writes."""
 
-    devices: Count | None = None  # how many; None: those of the mesh
+    devices: Devices | None = None  # how many; None: those of the mesh
     schedules: list[str] | None = None  # families; None: all of the executor
     # values of executor.remat; None: all
     remat: list[Annotated[str, one_of(*Remat)]] | None = None
-    max_chunks: Count = 4  # stages a rank, at most
+    max_chunks: MaxChunks = 4  # stages a rank, at most
     # values of schedule.vocab; None: all of executor and model
     vocab: list[Annotated[str, one_of(*Schedule.VOCAB)]] | None = None
-    best: Count = 10  # layouts shown
+    best: Annotated[int, up_to(1000, "each is built to be predicted")] = 10  # layouts shown
     measure: Natural = 0  # of the best: run for a few steps, and ranked by measured step time
     recipe: str | None = "tuned"  # the best layout goes to ./recipes/NAME.yaml; None: to no file
     # job script written next to the recipe: slurm | kubernetes | tpu
@@ -113,22 +122,12 @@ class Tune(
 
     def check(self) -> None:
         Settings.check(self)
-        self._check_choices()
         self._check_recipe()
         if self.measure > self.best:
             raise ConfigError(
                 f"tune.measure={self.measure} runs more layouts than tune.best={self.best} "
                 f"shows. Use tune.best={self.measure} or more, or a smaller tune.measure."
             )
-
-    def _check_choices(self) -> None:
-        for name in STAGE_AXES:
-            if getattr(self, name) == []:
-                remedy = "Use null, or sizes such as [1,2,4]."
-                raise ConfigError(f"tune.{name}=[] leaves nothing to choose from. {remedy}")
-        if self.vocab == []:
-            remedy = "Use null, [whole], or [whole,parallel]."
-            raise ConfigError(f"tune.vocab=[] leaves nothing to choose from. {remedy}")
 
     def _check_recipe(self) -> None:
         if self.recipe is not None and re.fullmatch(r"[\w-]+", self.recipe) is None:

@@ -6,9 +6,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated
 
-from ppctl.config.field_checks import Count, Positive, Rate, Settings, at_least, domains, one_of
-from ppctl.config.groups.model_settings import UserFunction
+from ppctl.config.field_checks import (
+    Count,
+    Positive,
+    Rate,
+    Settings,
+    at_least,
+    domains,
+    one_of,
+    up_to,
+)
+from ppctl.config.groups.model_settings import UserFunction, VocabSize
 from ppctl.errors import ConfigError
+
+OfExample = Annotated[int, up_to(2**20, "an example is read whole")]
 
 
 @dataclass
@@ -16,7 +27,8 @@ class Data(Settings):
     """Settings of every data set."""
 
     name: str = "???"
-    batch_size: Count = 32  # global: examples (sequences, for text) a step
+    # global: examples (sequences, for text) a step
+    batch_size: Annotated[int, up_to(2**24, "a batch is put together on a host")] = 32
     eval_fraction: Rate = 0.05  # held out for evaluation
 
     KEY = "data"
@@ -94,7 +106,7 @@ class Tokens(Data):
     path: str = "???"
     # of a raw .bin file: uint8 | uint16 | int32 | uint32
     dtype: Annotated[str, one_of("uint8", "uint16", "int32", "uint32")] = "uint16"
-    vocab_size: Count | None = None  # None: largest id in the file plus one
+    vocab_size: VocabSize | None = None  # None: largest id in the file plus one
 
 
 @dataclass
@@ -109,7 +121,7 @@ class Synthetic(Data):
     """Random token sequences with a learnable rule; a batch is a function of seed and step."""
 
     name: str = "synthetic"
-    vocab_size: Annotated[int, partial(at_least, least=2)] = 256
+    vocab_size: Annotated[VocabSize, partial(at_least, least=2)] = 256
     num_sequences: Count = 65536
 
 
@@ -118,8 +130,8 @@ class Regression(Data):
     """Noisy examples of a fixed random network: inputs [num_features], targets [num_targets]."""
 
     name: str = "regression"
-    num_features: Count = 32
-    num_targets: Count = 8
+    num_features: OfExample = 32
+    num_targets: OfExample = 8
     num_rows: Count = 65536
 
 

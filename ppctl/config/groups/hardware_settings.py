@@ -6,7 +6,16 @@ import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ppctl.config.field_checks import above_zero, at_least, choice, record_of
+from ppctl.config.field_checks import (
+    Count,
+    NotNegative,
+    Positive,
+    Settings,
+    above_zero,
+    choice,
+    domains,
+    record_of,
+)
 from ppctl.errors import ConfigError
 
 CAPABILITY = re.compile(r"\d+\.\d")
@@ -21,9 +30,9 @@ REACHED = (
 class Network(NamedTuple):
     """The network that joins hosts."""
 
-    host_devices: int  # devices of a host, joined by links
-    bytes_per_s: float  # one way, from a device to one of another host
-    latency_s: float  # of a message to another host
+    host_devices: Count  # devices of a host, joined by links
+    bytes_per_s: Positive  # one way, from a device to one of another host
+    latency_s: NotNegative  # of a message to another host
 
 
 @dataclass
@@ -56,23 +65,25 @@ class Cuda(NamedTuple):
 
 
 @dataclass
-class Hardware:
+class Hardware(Settings):
     """Speeds and memory of one device (as JAX counts devices), and of its links to others."""
 
     name: str
     device_kinds: list[str]  # as jax.Device.device_kind names it
-    peak_flops: dict[str, float]  # dense FLOP/s by dtype of compute
-    reached: dict[str, float]  # shares of the peaks, 0..1, see REACHED
-    memory_bytes_per_s: float  # of the device's own memory
-    link_bytes_per_s: float  # one way, from a device to its neighbour (NVLink, ICI)
-    link_latency_s: float  # of a message to a neighbour
-    task_s: float  # to start a task or a tick, its work not included
-    memory_gib: float | None = None  # that programs can use; None: a share of the machine's
+    peak_flops: dict[str, Positive]  # dense FLOP/s by dtype of compute
+    reached: dict[str, Positive]  # shares of the peaks, 0..1, see REACHED
+    memory_bytes_per_s: Positive  # of the device's own memory
+    link_bytes_per_s: Positive  # one way, from a device to its neighbour (NVLink, ICI)
+    link_latency_s: NotNegative  # of a message to a neighbour
+    task_s: NotNegative  # to start a task or a tick, its work not included
+    memory_gib: Positive | None = None  # that programs can use; None: a share of the machine's
     # of hosts: {host_devices: 8, bytes_per_s: 50e9, latency_s: 2e-5}; None: links join all devices
     network: Any = None
     # of NVIDIA GPUs: for their compiler, and tiles of matrix products; as in conf/hardware/h100
     cuda: Any = None
-    power_w: float | None = None  # maximum of one device, by its maker; None: unknown
+    power_w: Positive | None = None  # maximum of one device, by its maker; None: unknown
+
+    KEY = "hardware"
 
     @property
     def hosts(self) -> Network | None:
@@ -96,10 +107,7 @@ class Hardware:
         return self.cuda is not None
 
     def check(self) -> None:
-        for key in ("memory_bytes_per_s", "link_bytes_per_s", "memory_gib", "power_w"):
-            above_zero(f"hardware.{key}", getattr(self, key))
-        for dtype, flops in self.peak_flops.items():
-            above_zero(f"hardware.peak_flops.{dtype}", flops)
+        super().check()
         if not self.peak_flops:
             raise ConfigError("hardware.peak_flops={} has no dtype. Give it one: {bfloat16: 1e14}.")
         if "flops" not in self.reached:
@@ -107,15 +115,10 @@ class Hardware:
             raise ConfigError(f"{missing}, the share that matrix products reach.")
         for key, share in self.reached.items():
             choice("hardware.reached", key, REACHED)
-            above_zero(f"hardware.reached.{key}", share)
             # attention kernels may skip half of the pairs
             if share > 1 and not key.startswith("attention"):
                 raise ConfigError(f"hardware.reached.{key}={share} must lie in (0, 1].")
-        for key in ("link_latency_s", "task_s"):
-            at_least(f"hardware.{key}", getattr(self, key), 0)
         if self.hosts is not None:
-            at_least("hardware.network.host_devices", self.hosts.host_devices, 1)
-            above_zero("hardware.network.bytes_per_s", self.hosts.bytes_per_s)
-            at_least("hardware.network.latency_s", self.hosts.latency_s, 0)
+            domains("hardware.network", self.hosts)
         if self.gpu is not None:
             self.gpu.check()

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import Annotated
 
-from ppctl.config.field_checks import Count, Settings, one_of
+from ppctl.config.field_checks import Settings, one_of, up_to
 from ppctl.schedule.mesh_axes import AXES, STAGE_AXES, MeshSizes, axes_record, axes_text, mesh_text
 
 OUTER = (name for name in AXES if name not in STAGE_AXES)
+Devices = Annotated[int, up_to(2**17, "the largest machines have about 100,000 accelerators")]
 ORDERS = ("auto", *map("-".join, permutations(OUTER)))
 
 
 @dataclass
-class Mesh(axes_record(kind=Count), Settings):
+class Mesh(axes_record(kind=Devices), Settings):
     """Devices along each axis. `mesh=2x4x2` is dp x pp x fsdp; two more sizes are tp and cp."""
 
     # axes that go over hosts (slices, of TPUs) first; auto: pp-dp-fsdp over several

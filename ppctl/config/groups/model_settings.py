@@ -14,12 +14,13 @@ from ppctl.config.field_checks import (
     Positive,
     Rate,
     Settings,
-    above_zero,
     at_least,
     choice,
+    domains,
     dotted,
     one_of,
     record_of,
+    up_to,
 )
 from ppctl.errors import ConfigError
 
@@ -53,10 +54,13 @@ FAMILIES = {
 }
 
 
+Stretch = Annotated[float, partial(at_least, least=1)]
+
+
 class Linear(NamedTuple):
     """Wavelengths stretched by factor (Chen et al. 2023)."""
 
-    factor: float
+    factor: Stretch
 
 
 class Llama3(NamedTuple):
@@ -64,10 +68,10 @@ class Llama3(NamedTuple):
     below original_max_position_embeddings/high_freq_factor unchanged, mixed between them.
     """
 
-    factor: float
-    original_max_position_embeddings: int  # tokens of a sequence before
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    factor: Stretch
+    original_max_position_embeddings: Count  # tokens of a sequence before
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
 
 
 class Yarn(NamedTuple):
@@ -76,11 +80,11 @@ class Yarn(NamedTuple):
     attention_factor, None: 1 + log(factor)/10.
     """
 
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
+    factor: Stretch
+    original_max_position_embeddings: Count
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    attention_factor: Positive | None = None
 
 
 Scaling = Linear | Llama3 | Yarn
@@ -92,6 +96,8 @@ BELOW = {"low_freq_factor": "high_freq_factor", "beta_slow": "beta_fast"}
 
 
 Theta = Annotated[float, partial(at_least, least=1.0)]
+VocabSize = Annotated[int, up_to(2**24, "a head of that many logits fits no device")]
+SeqLen = Annotated[int, up_to(2**20, "a sequence is read whole")]
 
 
 @dataclass
@@ -117,10 +123,10 @@ class Rope:
         return record_of("model.rope.scaling", SCALINGS[str(kind)], values, but=("rope_type",))
 
     def check(self) -> None:
-        values = {} if self.record is None else self.record._asdict()
-        for key, value in values.items():
-            above_zero(f"model.rope.scaling.{key}", value)
-        at_least("model.rope.scaling.factor", values.get("factor"), 1.0)
+        if self.record is None:
+            return
+        domains("model.rope.scaling", self.record)
+        values = self.record._asdict()
         for low, high in BELOW.items():
             if low in values and values[low] >= values[high]:
                 raise ConfigError(
@@ -134,7 +140,8 @@ class Layered(Settings):
     """A model that consists of layers."""
 
     name: str = "???"
-    num_layers: Count = 8  # divided over the stages
+    # divided over the stages
+    num_layers: Annotated[int, up_to(4096, "each is given to a stage by itself")] = 8
 
     KEY = "model"
 
@@ -147,12 +154,14 @@ class Transformer(Layered):
     d_model: Count = 128  # width of the residual stream
     num_heads: Count = 4
     num_kv_heads: Count | None = None  # None: num_heads
-    head_dim: Count | None = None  # width of a head; None: d_model/num_heads
-    mlp_width: Count | None = None  # hidden width of the MLP; None: 4*d_model
+    # width of a head; None: d_model/num_heads
+    head_dim: Annotated[int, up_to(2**16, "each head is on one device")] | None = None
+    # hidden width of the MLP; None: 4*d_model
+    mlp_width: Annotated[int, up_to(2**30, "no device holds a column of it")] | None = None
     # gelu (by tanh) | gelu_exact | silu; gated, three matrices: swiglu | geglu | geglu_exact
     activation: Annotated[str, one_of(*PLAIN, *GATED)] = "gelu"
-    vocab_size: Count | None = None  # None: the data set's
-    seq_len: Count = 128  # tokens a sequence
+    vocab_size: VocabSize | None = None  # None: the data set's
+    seq_len: SeqLen = 128  # tokens a sequence
     tied: bool = False  # head shares the embedding's weights
     # norms, biases and scale of the embedding: llama | qwen2 | qwen3 | gemma2 | gemma3
     family: Annotated[str, one_of(*FAMILIES)] = "llama"
@@ -268,7 +277,7 @@ class CustomModel(UserFunction, Layered):
     name: str = "custom"
     # of a Network: marks (between stage_boundary calls) | auto (clustered)
     layers: Annotated[str, one_of("marks", "auto")] = "marks"
-    seq_len: Count | None = None  # tokens a sequence, of data that are text
+    seq_len: SeqLen | None = None  # tokens a sequence, of data that are text
     mixes_examples: bool = False  # whether examples of a microbatch may depend on each other
 
 

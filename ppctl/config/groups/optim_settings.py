@@ -56,8 +56,6 @@ class Optim(Settings):
                     f"optim.{field.name}={value} is of adapters, and optim.train={self.train} "
                     "trains none. Leave it out, or use optim.train=lora."
                 )
-        if self.lora_targets == []:
-            raise ConfigError("optim.lora_targets=[] trains nothing. Use null for all linear maps.")
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, ClassVar
 
 from ppctl.config.field_checks import (
     Count,
@@ -57,7 +57,9 @@ class Run(Settings):
         None  # of data.batch_size each; None: 4, or as many as are held out
     )
     # of metrics: tensorboard, wandb, mlflow
-    trackers: Any = field(default_factory=lambda: ["tensorboard"])
+    trackers: list[Annotated[str, one_of("tensorboard", "wandb", "mlflow")]] = field(
+        default_factory=lambda: ["tensorboard"]
+    )
     profile: str | None = None  # traced steps: N (and the next one), or FIRST-LAST
     timeline: bool = False  # measure the tasks of one step (executor=mpmd): run.dir/timeline/
     # off: one process | explicit: several, by the settings below | auto: by Slurm, ...
@@ -72,12 +74,10 @@ class Run(Settings):
 
     KEY = "run"
     EVAL_BATCHES: ClassVar[int] = 4  # of eval_batches=None, where so many are held out
-    TRACKERS: ClassVar[tuple[str, ...]] = ("tensorboard", "wandb", "mlflow")
 
     def check(self) -> None:
         super().check()
         self._check_profile()
-        self._check_trackers()
         self._check_directory()
         self._check_processes()
 
@@ -106,17 +106,6 @@ class Run(Settings):
                 f"the last step (run.num_steps={self.num_steps}, the first is 0). Use earlier "
                 "steps, or a larger run.num_steps."
             )
-
-    def _check_trackers(self) -> None:
-        trackers: Any = self.trackers
-        names = cast("list[object]", trackers) if isinstance(trackers, list) else [None]
-        if any(name not in self.TRACKERS for name in names):
-            raise ConfigError(
-                f"run.trackers={trackers} is not a list of {', '.join(self.TRACKERS)}. Use "
-                "run.trackers=[tensorboard,wandb], or run.trackers=[] for none."
-            )
-        if len(set(names)) < len(names):
-            raise ConfigError(f"run.trackers={trackers} names one twice. Name each once.")
 
     def _check_directory(self) -> None:
         parts = {part.strip() for part in self.name.split("/")}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from ppctl.config.field_checks import Count, Natural, Positive, Settings, one_of
+from ppctl.config.field_checks import Count, Natural, Positive, Settings, one_of, up_to
 from ppctl.errors import ConfigError
 
 VOCAB = ("whole", "parallel")
+MaxChunks = Annotated[int, up_to(64, "each number of chunks is searched")]
 
 
 @dataclass
@@ -47,7 +48,8 @@ class Chunked(Schedule):
     """A family whose ranks hold `num_chunks` stages each (looped_bfs, interleaved_zb, gis)."""
 
     name: str = "looped_bfs"
-    num_chunks: Count = 2  # stages a rank
+    # stages a rank
+    num_chunks: Annotated[int, up_to(1024, "each is a stage, with a layer at least")] = 2
 
 
 @dataclass
@@ -62,7 +64,8 @@ class Hanayo(Schedule):
     """Hanayo: each rank holds two stages a wave."""
 
     name: str = "hanayo"
-    num_waves: Count = 1  # times down the ranks and back up
+    # times down the ranks and back up
+    num_waves: Annotated[int, up_to(512, "each is two stages of a rank")] = 1
 
 
 @dataclass
@@ -73,7 +76,7 @@ class Auto(Schedule):
     # cap of a rank, in activations of one microbatch through 1/p of the model; None: mesh.pp
     max_activations: Positive | None = None
     max_memory_gib: Positive | None = None  # cap of a device, weights included, instead
-    max_chunks: Count = 4  # stages a rank, at most
+    max_chunks: MaxChunks = 4  # stages a rank, at most
 
     def check(self) -> None:
         super().check()
