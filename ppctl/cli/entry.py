@@ -65,11 +65,9 @@ def main(argv: list[str] | None = None) -> int:
     except ElsewhereError as error:
         return error.exit_code
     except PpctlError as error:
-        _debug()
         show_error(error.kind, _one_line(str(error)), argv)
         return error.exit_code
     except KeyboardInterrupt:
-        _debug()
         show_error(INTERRUPTED, "interrupted.", argv)
         return 130
     except Exception as error:
@@ -141,8 +139,6 @@ def _end_at_once(number: int, frame: FrameType | None) -> None:
     """
     if "jax" not in sys.modules:
         raise KeyboardInterrupt
-    if _is_debugging():
-        traceback.print_stack(frame)
     if os.isatty(2):
         os.write(2, b"\x1b[?25h")  # a spinner hides the cursor
     show_error(INTERRUPTED, "interrupted.", sys.argv, in_handler=True)
@@ -267,16 +263,6 @@ def _difference(part: str, value: Any, default: Any, only: str) -> str:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def _debug() -> None:
-    """Print the traceback of the exception being handled if PPCTL_DEBUG is set."""
-    if _is_debugging():
-        traceback.print_exc()
-
-
-def _is_debugging() -> bool:
-    return os.environ.get("PPCTL_DEBUG", "0") not in ("", "0")
 
 
 def show_error(kind: str, message: str, words: Sequence[str], *, in_handler: bool = False) -> None:

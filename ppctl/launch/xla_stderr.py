@@ -26,8 +26,6 @@ GONE = re.compile(r"tasks are unhealthy[^:]*:\s*([\s\S]*?)\s*The tasks have cras
 
 def divert(process: int | str) -> None:
     """Let all that is written past Python to standard output or error go through `readable`."""
-    if os.environ.get("PPCTL_DEBUG", "0") not in ("", "0"):
-        return
     sys.stdout.flush()
     sys.stderr.flush()
     read, write = os.pipe()

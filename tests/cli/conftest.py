@@ -18,7 +18,6 @@ class StandIn(types.ModuleType):
 @pytest.fixture
 def in_empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PPCTL_DEBUG", raising=False)
     return tmp_path
 
 

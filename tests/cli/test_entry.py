@@ -70,14 +70,6 @@ def test_a_bug_keeps_its_traceback_and_says_so(served, capsys, monkeypatch):
     assert "ppctl: this is a bug in ppctl, not in your request: RuntimeError: boom" in err
 
 
-def test_debug_shows_the_traceback_of_a_wrong_request(capsys, monkeypatch):
-    monkeypatch.setenv("PPCTL_DEBUG", "1")
-    assert cli.main(["train", "model.layrs=3"]) == 2
-    err = capsys.readouterr().err
-    assert "Traceback" in err
-    assert err.splitlines()[-1].startswith("ppctl: model.layrs is not a setting")
-
-
 def test_a_wrong_request_loads_no_jax_and_is_fast():
     code = (
         "import sys; from ppctl.cli import main; c = main(['train', 'model.layrs=3']); print(c, "

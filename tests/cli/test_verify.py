@@ -125,10 +125,6 @@ def test_the_reference_verifies_itself(capsys):
 @pytest.mark.slow
 def test_bench_compares_every_remat_setting_with_the_reference(monkeypatch, capsys):
     monkeypatch.setattr(bench, "ROUNDS", 2)
-    monkeypatch.setattr(bench, "GROWTH", (2, 4, 8))
-    monkeypatch.setattr(
-        bench, "LOOPED_WHOLE", ("gpipe", "1f1b")
-    )  # which are compared below; each is compiled 3 times
     assert bench.bench(TINY, as_json=True) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in found["steps"]] == [
@@ -139,5 +135,3 @@ def test_bench_compares_every_remat_setting_with_the_reference(monkeypatch, caps
     ]
     assert found["steps"][0]["cpu_ratio"] == 1
     assert all(row["cpu_s"] > 0 and row["temp_bytes"] > 0 for row in found["steps"])
-    grown = {row["name"]: row["temp_ratio"] for row in found["growth"]}
-    assert grown["gpipe"] > grown["1f1b"]

@@ -93,8 +93,6 @@ def test_bench_shows_dispatch_and_the_compile_time_of_spmd(monkeypatch, capsys):
         True,
     ]
     assert all(row["temp_bytes"] > 0 and row["compile_cpu_s"] > 0 for row in rows.values())
-    [grown] = found["growth"]
-    assert (grown["name"], grown["temp_ratio"]) == ("1f1b", 1.0)
 
 
 def test_a_step_takes_as_long_as_its_dispatch_where_that_is_the_longer_part(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from ppctl.config import Config, Schedule, Spmd, Uniform
+from ppctl.config import Config, Spmd
 from ppctl.reports.terminal_output import OutputConsole, show_json, show_table
 from ppctl.schedule.families.registry import LOOPED_WHOLE
 from ppctl.training.pipeline.engines.engine_protocol import Engine
@@ -23,7 +23,6 @@ from ppctl.training.pipeline.job_checks import check_room
 
 Tree = Any
 ROUNDS = 9
-GROWTH = (8, 16, 64)  # microbatches at which programs are compared
 COLUMNS = {  # of the table of steps: key, scale, format
     "CPU s": ("cpu_s", (1, ".3f")),
     "/ reference": ("cpu_ratio", (1, ".2f")),
@@ -58,33 +57,15 @@ def bench(config: Config, *, as_json: bool) -> int:
         requests["executor=spmd"] = replace(config, executor=Spmd(remat=executor.remat))
     candidates = [prepare(name, assemble(each)) for name, each in reversed(requests.items())][::-1]
     steps = time_steps(candidates)
-
-    # 2. programs of more microbatches
-    families = (
-        LOOPED_WHOLE
-        if executor.ENGINE.in_ticks
-        else (schedule.name,) * executor.ENGINE.is_pipelined
-    )
-    growth = [grow(config, name) for name in families]
+    # 2. the output
     if as_json:
         device = jax.devices()[0].device_kind
-        show_json({"steps": steps, "growth": growth, "rounds": ROUNDS, "device": device})
-    else:
-        schedule, mesh = config.schedule, config.mesh.text
-        what = f"{schedule.name}, {schedule.num_microbatches} microbatches, mesh={mesh}"
-        _show(what, executor.remat, steps, growth)
-    return 0
-
-
-def _show(what: str, remat: str, steps: list[dict[str, Any]], growth: list[dict[str, Any]]) -> None:
-    console = OutputConsole()
+        show_json({"steps": steps, "rounds": ROUNDS, "device": device})
+        return 0
+    what = f"{schedule.name}, {schedule.num_microbatches} microbatches, mesh={config.mesh.text}"
     title = f"one train step ({what}), medians of {ROUNDS} rounds"
-    show_table(console, title, ("", *COLUMNS), map(_row, steps))
-    few, some, many = GROWTH
-    title = f"the program at {many} microbatches of the same size (remat={remat})"
-    columns = ("", f"compile CPU s / at {few}", f"temp memory / at {some}")
-    ratios = ((row["name"], row["compile_ratio"], row["temp_ratio"]) for row in growth)
-    show_table(console, title, columns, ((name, f"{c:.2f}", f"{t:.2f}") for name, c, t in ratios))
+    show_table(OutputConsole(), title, ("", *COLUMNS), map(_row, steps))
+    return 0
 
 
 def _row(step: dict[str, Any]) -> list[str]:
@@ -98,7 +79,9 @@ def prepare(name: str, job: TrainingJob) -> BenchStep:
     """Return the compiled step of a job and what it runs on."""
     check_room(job.pipe)
     engine, num_tasks = job.pipe.engine, None
-    temp_bytes, compile_cpu_s = _compile(job)
+    began = time.process_time()
+    temp_bytes = engine.compile(evaluate=False).temp_bytes
+    compile_cpu_s = time.process_time() - began
     batch = engine.batches.put(next(job.data.batches()))
     if job.pipe.execution.engine.dispatches_tasks:
         num_tasks = sum(map(len, job.pipe.schedule.ranks))
@@ -139,26 +122,3 @@ def time_steps(candidates: Sequence[BenchStep]) -> list[dict[str, Any]]:
         }
         rows.append(row)
     return rows
-
-
-def grow(config: Config, family: str) -> dict[str, Any]:
-    """Return how a family's compile CPU s and temp memory grow with microbatches."""
-    examples = config.data.batch_size // config.schedule.num_microbatches
-    compiled = {}
-    for num_microbatches in GROWTH:
-        is_own = family == config.schedule.name
-        schedule = config.schedule if is_own else Schedule(name=family)
-        schedule = replace(schedule, num_microbatches=num_microbatches)
-        data = replace(config.data, batch_size=examples * num_microbatches)
-        request = replace(config, schedule=schedule, data=data, partition=Uniform())
-        temp_bytes, cpu_s = _compile(assemble(request))
-        compiled[num_microbatches] = cpu_s, temp_bytes
-    few, some, many = (compiled[m] for m in GROWTH)
-    return {"name": family, "compile_ratio": many[0] / few[0], "temp_ratio": many[1] / some[1]}
-
-
-def _compile(job: TrainingJob) -> tuple[int, float]:
-    """Return (planned bytes of temporaries on one device, CPU s of trace and compile)."""
-    began = time.process_time()
-    footprint = job.pipe.engine.compile(evaluate=False)
-    return footprint.temp_bytes, time.process_time() - began

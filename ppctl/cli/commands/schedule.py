@@ -50,8 +50,8 @@ NOTES = "\n".join(
     ]
 )
 FORMAT = (
-    "text (default), html, svg, pdf, png, json, csv or perfetto. compare: all but perfetto; list: "
-    "nor html; curves: text, svg, pdf, png, json"
+    "text (default), html, svg, pdf, png, json, csv or perfetto. compare: not the last two; "
+    "curves: nor html; list: json"
 )
 OF_CURVES = ("ranks", "microbatches", "kept_mb")  # options
 MOST_SIZES = 1024  # of an axis of curves
@@ -116,7 +116,8 @@ def _show(words: _Words) -> int:
 
     form = _format(words, schedule_show.SHOW_FORMATS)
     if not words.names:
-        return schedule_show.show(_compose(words.args, words.overrides), form, words.out)
+        drawing = schedule_show.draw(_compose(words.args, words.overrides))
+        return schedule_show.show_drawing(drawing, form, words.out)
     path = _one_file("show", words.names)
     bad = next((word for word in words.overrides if not word.startswith("costs")), None)
     if bad:
@@ -137,7 +138,7 @@ def _list(words: _Words) -> int:
     config = _compose(words.args, words.overrides)
     given = {word.partition("=")[0] for word in words.overrides}
     form = _format(words, schedule_show.LIST_FORMATS)
-    return schedule_show.list_families(config, _families(config, given), form, words.out)
+    return schedule_show.list_families(config, _families(config, given), form)
 
 
 def _compare(words: _Words) -> int:
@@ -299,16 +300,13 @@ def _format(words: _Words, known: Sequence[str]) -> str:
     args, out = words.args, words.out
     if args.json and args.format not in (None, "json"):
         raise ConfigError(f"--json and --format {args.format} exclude each other.")
-    form = "json" if args.json else args.format
-    if form is None and out is not None:
-        form = {".txt": "text"}.get(out.suffix, out.suffix[1:])
-        if form not in known:
-            use = f"Add --format, one of {', '.join(known)}."
-            raise ConfigError(f"--out {out}: its ending is not a format. {use}")
-    form = form or "text"
-    if form not in known:
+    ending = "text" if out is None else out.suffix[1:]
+    form = "json" if args.json else args.format or ending
+    files = [each for each in known if each != "text"]
+    if form not in (known if out is None else files):
+        option = f"--out {out}" if form == ending and out is not None else f"--format {form}"
         hint = did_you_mean(form, known)
-        raise ConfigError(f"--format {form} is not one of {', '.join(known)}.{hint}")
+        raise ConfigError(f"{option} is not one of {', '.join(known)}; text is printed.{hint}")
     if form in ("pdf", "png") and out is None:
         raise ConfigError(f"--format {form} is not text. Add --out FILE.{form}.")
     return form

@@ -9,15 +9,13 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
-
 from ppctl import config as settings
-from ppctl.cli.subcommands.schedule_show import check_size, costs_on, costs_text, deliver, print_on
+from ppctl.cli.subcommands.schedule_show import check_size, costs_on, costs_text, deliver
 from ppctl.config.schedule_from_config import label, schedule_of
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.reports.charts.image_charts import FORMS, Panel, panels
 from ppctl.reports.charts.schedule_drawing import number_text
-from ppctl.reports.terminal_output import show_lines, show_table
+from ppctl.reports.terminal_output import OutputConsole, show_lines, show_table
 from ppctl.schedule.simulator import simulate
 
 FORMATS = ("text", "json", *FORMS)
@@ -106,7 +104,8 @@ def show_curves(found: CurveGrid, form: str, out: Path | None) -> int:
         content = {"title": found.title, "over": found.over, "kept_mb": found.kept_mb}
         return deliver(json.dumps(content | {"cells": cells, "refused": refused}) + "\n", out)
     if form == "text":
-        return print_on(lambda console: _tables(console, found), out)
+        _show_tables(found)
+        return 0
     drawn = len(found.lines) * max(1, len(found.kept_mb))
     if drawn > MOST_LINES:
         axis = "--microbatches" if found.over == "ranks" else "--ranks"
@@ -151,8 +150,9 @@ def _panels(found: CurveGrid) -> Iterator[Panel]:
     yield Panel("memory of all ranks", unit, total)
 
 
-def _tables(console: Console, found: CurveGrid) -> None:
+def _show_tables(found: CurveGrid) -> None:
     """Print a table for each figure: a row for each size on the x axis, a column for each line."""
+    console = OutputConsole()
     show_lines(console, found.title)
     for panel in _panels(found):
         write = (lambda y: f"{y:.1%}") if panel.is_share else number_text

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import inspect
-import io
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-
-from rich.console import Console
 
 from ppctl import config as settings
 from ppctl.config.schedule_from_config import read, schedule_of
@@ -28,7 +24,7 @@ from ppctl.reports.charts.schedule_drawing import (
     row,
 )
 from ppctl.reports.charts.text_chart import show_gantt, show_schedules_table
-from ppctl.reports.terminal_output import OutputConsole, show_lines, write_file
+from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, write_file
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES, advice
 from ppctl.schedule.ir import Schedule
@@ -38,32 +34,25 @@ from ppctl.schedule.search.placement_costs import CostsOf, Placed
 from ppctl.schedule.simulator import simulate
 
 SHOW_FORMATS = tuple(DRAWN_AS)
-COMPARE_FORMATS = ("text", "html", *FORMS, "json", "csv")
-LIST_FORMATS = ("text", *FORMS, "json", "csv")
-FILE_WIDTH = 200  # columns of a text file
-
-
-def show(request: settings.ScheduleConfig, form: str, out: Path | None) -> int:
-    """Draw the requested schedule, in one of SHOW_FORMATS, to a file or to stdout."""
-    return show_drawing(draw(request), form, out)
+COMPARE_FORMATS = ("text", "html", *FORMS, "json")
+LIST_FORMATS = ("text", "json")
 
 
 def show_drawing(drawing: Drawing, form: str, out: Path | None) -> int:
     """Draw one schedule in one of SHOW_FORMATS, to a file or to stdout."""
-    if form == "text" and out is None:
-        return print_on(lambda console: show_gantt(console, drawing), out)
+    if form == "text":
+        show_gantt(OutputConsole(), drawing)
+        return 0
     return deliver(DRAWN_AS[form](drawing), out)
 
 
 def show_comparison(configs: Sequence[settings.ScheduleConfig], form: str, out: Path | None) -> int:
     """Show several schedules in one table, in one of COMPARE_FORMATS; html and figures: charts."""
-    title = f"{len(configs)} schedules, {_size_of(configs[0])}"
     drawings = list(map(draw, configs))
-    rows = list(map(row, drawings))
     if form == "text":
-        return print_on(lambda console: show_schedules_table(console, title, rows), out)
-    if form == "csv":
-        return deliver(_rows_csv(rows), out)
+        title = f"{len(configs)} schedules, {_size_of(configs[0])}"
+        show_schedules_table(OutputConsole(), title, list(map(row, drawings)))
+        return 0
     if form == "html":
         return deliver(schedules_page(drawings), out)
     if form in FORMS:
@@ -72,55 +61,30 @@ def show_comparison(configs: Sequence[settings.ScheduleConfig], form: str, out: 
 
 
 def list_families(
-    request: settings.ScheduleConfig,
-    each: Sequence[settings.ScheduleConfig],
-    form: str,
-    out: Path | None,
+    request: settings.ScheduleConfig, each: Sequence[settings.ScheduleConfig], form: str
 ) -> int:
     """Show every family at the size of `request`, with its formulas, or why it is refused."""
-    rows, drawings, refused, order = [], [], {}, list(FAMILIES)
+    # 1. the families
+    rows, refused, order = list[Row](), dict[str, str](), list(FAMILIES)
     for one in each:
         check_size(one)
     for one in sorted(each, key=lambda one: order.index(one.schedule.name)):
         try:
-            drawings.append(draw(one))
-            rows.append(row(drawings[-1], *_formulas(one)))
+            rows.append(row(draw(one), *_formulas(one)))
         except ScheduleError as error:
             refused[one.schedule.name] = " ".join(str(error).split())
-    if form in FORMS:
-        return deliver(image(drawings, form), out)
-    title = f"{_size_of(request)}, {costs_text(request.costs)}"
-    return _show_rows(title, rows, refused, form, out)
-
-
-def _show_rows(
-    title: str, rows: Sequence[Row], refused: dict[str, str], form: str, out: Path | None
-) -> int:
-    """Show a table of `rows`, the formulas of their families, and why others were refused."""
-    stated = {row.schedule: formulas(row.schedule) for row in rows if row.schedule in FAMILIES}
+    stated = {row.schedule: formulas(row.schedule) for row in rows}
+    # 2. their table
     if form == "json":
-        documents = [asdict(row) | {"formulas": stated.get(row.schedule)} for row in rows]
-        return deliver(json.dumps({"schedules": documents, "refused": refused}) + "\n", out)
-    if form == "csv":
-        return deliver(_rows_csv(rows), out)
-    width = max(map(len, stated), default=0)
-
-    def draw_on(console: Console) -> None:
-        show_schedules_table(console, title, rows, formulas=True)
-        texts = [f"{family:{width}}  {text}" for family, text in stated.items()]
-        show_lines(console, *texts, "", *refused.values())
-
-    return print_on(draw_on, out)
-
-
-def _rows_csv(rows: Sequence[Row]) -> str:
-    """Return a table as CSV, without notes; unknown values are empty."""
-    names = [field.name for field in fields(Row) if field.name != "notes"]
-    out = io.StringIO()
-    lines = csv.writer(out, lineterminator="\n")
-    lines.writerow(names)
-    lines.writerows([getattr(row, name) for name in names] for row in rows)
-    return out.getvalue()
+        documents = [asdict(row) | {"formulas": stated[row.schedule]} for row in rows]
+        show_json({"schedules": documents, "refused": refused})
+        return 0
+    console, width = OutputConsole(), max(map(len, stated), default=0)
+    title = f"{_size_of(request)}, {costs_text(request.costs)}"
+    show_schedules_table(console, title, rows, formulas=True)
+    texts = [f"{family:{width}}  {text}" for family, text in stated.items()]
+    show_lines(console, *texts, "", *refused.values())
+    return 0
 
 
 def check_file(path: Path) -> int:
@@ -204,16 +168,6 @@ def costs_text(costs: settings.Costs) -> str:
 
 def _size_of(request: settings.ScheduleConfig) -> str:
     return f"{request.mesh.pp} ranks, {request.schedule.num_microbatches} microbatches"
-
-
-def print_on(draw_on: Callable[[Console], None], out: Path | None) -> int:
-    """Call `draw_on(console)`, on the terminal or in a text file."""
-    if out is None:
-        draw_on(OutputConsole())
-        return 0
-    text = io.StringIO()
-    draw_on(Console(file=text, width=FILE_WIDTH, color_system=None))
-    return deliver(text.getvalue(), out)
 
 
 def deliver(content: str | bytes, out: Path | None) -> int:
