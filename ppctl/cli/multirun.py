@@ -38,14 +38,9 @@ class SweepRequest:
     check: Check
 
     @property
-    def varied(self) -> list[str]:
-        """The keys that have several values."""
-        return [key for key, override in self.by_key.items() if override.is_sweep_override()]
-
-    def fixed(self) -> list[str]:
-        """Return the overrides that all jobs share."""
-        shared = ((key, o) for key, o in self.by_key.items() if not o.is_sweep_override())
-        return [one_value(key, override) for key, override in shared]
+    def varied(self) -> dict[str, Override]:
+        """The overrides of several values, by key."""
+        return {key: each for key, each in self.by_key.items() if each.is_sweep_override()}
 
     def job(self, index: int, overrides: list[str]) -> Job:
         """Return the job of these overrides, with a refusal if they are impossible together.
@@ -100,9 +95,10 @@ def compose_sweep(
         _require("optuna", "hydra/sweeper=optuna", "optuna")
         from ppctl.cli.optuna_sweeper import study_of
 
-        study = study_of(request, sweeper, directory)
+        fixed = [one_value(*each) for each in by_key.items() if each[0] not in request.varied]
+        study = study_of(sweeper, request.varied, fixed, directory, request.job)
     else:
-        for each in (by_key[key] for key in request.varied):
+        for each in request.varied.values():
             if not each.is_discrete_sweep():
                 raise ConfigError(
                     f"{each.input_line}: a sweep needs a list of values, KEY=a,b. Or let values be "

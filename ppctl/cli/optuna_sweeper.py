@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from optuna import distributions
 from optuna.distributions import BaseDistribution
 
-from ppctl.cli.multirun import SweepRequest
 from ppctl.config.groups.sweep_settings import Search
 from ppctl.errors import ConfigError
 from ppctl.launch.sweep.optuna_study import OptunaStudy
+from ppctl.launch.sweep.sweep_jobs import Job
 
 
-def study_of(request: SweepRequest, search: Search, directory: Path) -> OptunaStudy:
+def study_of(
+    search: Search,
+    varied: Mapping[str, Override],
+    fixed: Sequence[str],
+    directory: Path,
+    make: Callable[[int, list[str]], Job],
+) -> OptunaStudy:
     """Return the study of a sweep, stored in its directory.
 
-    ConfigError for values without a distribution, or a metric that the jobs would not record.
+    varied: the overrides of several values; fixed: those that all jobs share. ConfigError for
+    values without a distribution, or a metric that the jobs would not record.
     """
-    space = {key: distribution(request.by_key[key]) for key in request.varied}
-    study = OptunaStudy(search, space, request.fixed(), directory, request.job)
+    space = {key: distribution(override) for key, override in varied.items()}
+    study = OptunaStudy(search, space, fixed, directory, make)
     configs = [sample.config for sample in study.samples() if sample.config is not None]
     if search.metric == "eval_loss" and not all(config.run.eval_every for config in configs):
         fault = "hydra.sweeper.metric=eval_loss: run.eval_every=null evaluates nothing."
