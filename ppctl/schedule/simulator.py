@@ -13,6 +13,8 @@ from ppctl.schedule.search.placement_costs import peak_activations, peak_bytes
 
 __all__ = ["Timeline", "peak_activations", "simulate"]
 
+MOST_TASKS = 500_000  # of one simulation and one chunk a rank, about a second
+
 
 @dataclass(frozen=True)
 class Timeline:

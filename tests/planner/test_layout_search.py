@@ -17,13 +17,13 @@ from ppctl.planner.cost.planned_step import Machine, Microbatch, ParamBytes
 from ppctl.planner.cost.roofline import Link, ModelWork, Op, PieceWork, Speed
 from ppctl.planner.cost.step_time import costs_of_stages
 from ppctl.planner.search import layout_candidate as candidates
+from ppctl.planner.search.layout_candidate import along
 from ppctl.planner.search.layout_search import LayoutSearch, ascending, uncollected
 from ppctl.planner.search.layout_space import DeviceModel, Space
 from ppctl.schedule.engine_traits import BY_TASKS, IN_TICKS
 from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.remat import Remat
-from ppctl.schedule.search.extrapolated_cost import along
 
 EPSILON = 1 + 1e-9
 ENGINES = {"spmd": IN_TICKS, "mpmd": BY_TASKS}

@@ -21,7 +21,7 @@ from support.all_families import (
 
 from ppctl.cli.choices import schema_of
 from ppctl.errors import ScheduleError
-from ppctl.schedule.families.registry import FAMILIES, LOOPED_WHOLE, ON_RING, advice, build
+from ppctl.schedule.families.registry import FAMILIES, LOOPED_WHOLE, ON_RING, build
 from ppctl.schedule.ir import Task, split_backward
 from ppctl.schedule.simulator import simulate
 from ppctl.schedule.tick_lowering import ticks
@@ -214,34 +214,6 @@ def test_the_config_of_a_family_has_its_knobs_and_no_others(family):
     # group_size is an argument of ppctl.build_schedule only
     assert config.knobs() == {k: v for k, v in FAMILIES[family].knobs.items() if k != "group_size"}
     assert bool(config.knobs()) == (family in KNOBS)
-
-
-# --- advice and refusals ------------------------------------------------------------------------
-
-
-def test_v_half_and_v_min_without_a_split_backward_are_advised_against():
-    for family, slower in (("v_half", "1.25"), ("v_min", "1.79")):
-        schedule = build(family, 8, 32)
-        assert advice(schedule, UNIT) is None
-        said = advice(schedule, FUSED)
-        takes = f"{family} takes {slower} times as long as 1f1b"
-        assert said.startswith(f"{takes} without weight gradients of their own")
-        assert said.endswith("Use schedule=1f1b.")
-        assert "\n" not in said
-
-
-def test_hanayo_is_advised_against_where_interleaved_is_faster():
-    assert advice(build("hanayo", 8, 32), UNIT) == (
-        "hanayo takes 1.23 times as long as interleaved at these costs (130.5 s against 106.5 s). "
-        "Use schedule=interleaved schedule.num_chunks=2."
-    )
-    assert (
-        advice(build("hanayo", 8, 32), replace(UNIT, input_grad_s=0.5, weight_grad_s=0.5)) is None
-    )
-
-
-def test_most_families_have_nothing_against_them():
-    assert {f for f in FAMILIES if advice(build(f, 4, 8), UNIT) is not None} == {"hanayo"}
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,11 @@ from ppctl.reports.charts.schedule_drawing import (
 from ppctl.reports.charts.text_chart import show_gantt, show_schedules_table
 from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, write_file
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.families.registry import FAMILIES, advice
+from ppctl.schedule.families.registry import FAMILIES
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.search.auto_choice import GIB, Choice
-from ppctl.schedule.search.extrapolated_cost import MOST_TASKS
 from ppctl.schedule.search.placement_costs import CostsOf, Placed
-from ppctl.schedule.simulator import simulate
+from ppctl.schedule.simulator import MOST_TASKS, simulate
 
 SHOW_FORMATS = tuple(DRAWN_AS)
 COMPARE_FORMATS = ("text", "html", *FORMS, "json")
@@ -141,9 +140,7 @@ def drawing_of(
     schedule: Schedule, costs: settings.Costs, label: str, choice: Choice | None = None
 ) -> Drawing:
     """Return the drawing of a schedule with these costs."""
-    seconds = costs_of(costs)
-    drawing = drawing_of_timeline(label, simulate(schedule, seconds))
-    return replace(drawing, advice=advice(schedule, seconds), choice=choice)
+    return replace(drawing_of_timeline(label, simulate(schedule, costs_of(costs))), choice=choice)
 
 
 def costs_of(costs: settings.Costs) -> Costs:

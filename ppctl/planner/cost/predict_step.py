@@ -40,8 +40,7 @@ from ppctl.schedule.families.registry import BASELINE, build
 from ppctl.schedule.ir import PART_KINDS
 from ppctl.schedule.mesh_axes import COPY_AXES, MeshSizes
 from ppctl.schedule.partition.partition import Partition
-from ppctl.schedule.search.extrapolated_cost import MOST_TASKS
-from ppctl.schedule.simulator import Timeline
+from ppctl.schedule.simulator import MOST_TASKS, Timeline
 from ppctl.schedule.timeline import timeline_at
 from ppctl.training.pipeline.job import TrainingJob
 from ppctl.training.pipeline.pipeline import Pipeline

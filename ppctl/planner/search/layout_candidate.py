@@ -28,7 +28,6 @@ from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.partition.cut_layers import divided_evenly as divided
 from ppctl.schedule.partition.partition import explicit
 from ppctl.schedule.remat import Remat
-from ppctl.schedule.search.extrapolated_cost import along
 from ppctl.schedule.search.placement_costs import Ledger
 from ppctl.schedule.tick_lowering import TickPacking, fastest, in_shape, packings
 from ppctl.schedule.vocabulary_parallel import with_parts, with_vocabulary
@@ -298,6 +297,20 @@ def _partition(
     layers: tuple[float, ...], rank_of: tuple[int, ...], embed: float, head: float
 ) -> tuple[int, ...]:
     return tuple(map(len, divided(layers, rank_of, embed=embed, head=head)))
+
+
+def along(
+    numbers: Sequence[int], values: Sequence[Mapping[Any, float]], wanted: float
+) -> Mapping[Any, float]:
+    """Return the values at one or two numbers of microbatches, extrapolated linearly to `wanted`.
+
+    >>> along([2, 4], [{"a": 1.0}, {"a": 2.0}], 8)
+    {'a': 4.0}
+    """
+    if len(numbers) == 1:
+        return values[0]
+    share, (first, last) = (wanted - numbers[0]) / (numbers[1] - numbers[0]), values
+    return {name: first[name] + share * (last[name] - first[name]) for name in first}
 
 
 def shorter(num_ranks: int, wanted: int, num_chunks: int) -> list[int]:

@@ -14,8 +14,7 @@ from ppctl.reports.charts.palette import INK, shade
 from ppctl.reports.charts.schedule_drawing import KIND_NAMES, Drawing, picked, reasons
 from ppctl.reports.page_kit import asset, filled, page, soft, text
 from ppctl.schedule.ir import ALL_KINDS, KINDS, PART_KINDS
-from ppctl.schedule.search.extrapolated_cost import MOST_TASKS
-from ppctl.schedule.simulator import Timeline
+from ppctl.schedule.simulator import MOST_TASKS, Timeline
 
 
 def schedules_page(drawings: Sequence[Drawing]) -> str:

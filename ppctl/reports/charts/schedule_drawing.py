@@ -34,7 +34,6 @@ class Drawing:
     lower_bound_s: float  # makespan of any order of its tasks
     period_bound_s: float
     peak_bounds: tuple[float, ...]  # activations of each rank, in any order with this period
-    advice: str | None = None  # against it, at these costs
     choice: Choice | None = None  # by schedule=auto
 
     @property
@@ -131,11 +130,10 @@ def row(drawing: Drawing, formula_s: float | None = None, peak_formula: float | 
 
 
 def reasons(drawing: Drawing) -> list[str]:
-    """Return lines on the choice of schedule=auto and on what speaks against this schedule."""
-    lines = [] if drawing.advice is None else [drawing.advice]
+    """Return lines on the choice of schedule=auto."""
     choice = drawing.choice
     if choice is None:
-        return lines
+        return []
     tried, within = choice.num_blocks
     blocks = f" and {tried} of {within} V-shaped building blocks" if within else ""
     gap = "at which it stands" if choice.is_proven else f"{choice.gap_fraction:.1%} below"
@@ -149,7 +147,7 @@ def reasons(drawing: Drawing) -> list[str]:
         choices.append(f"best published one: {_named(choice.best_published)}")
     if others:
         choices.append(f"next: {'; '.join(map(_named, others))}")
-    return choices + lines
+    return choices
 
 
 def _named(candidate: FoundSchedule) -> str:
@@ -176,7 +174,7 @@ def drawing_document(drawing: Drawing) -> dict[str, Any]:
     timeline, schedule = drawing.timeline, drawing.schedule
     return {
         "schedule": schedule.name,
-        **picked(drawing, "label", "lower_bound_s", "advice"),
+        **picked(drawing, "label", "lower_bound_s"),
         "period_lower_bound_s": drawing.period_bound_s,
         **picked(schedule, "num_ranks", "num_microbatches", "num_chunks", "rank_of"),
         "costs": asdict(timeline.costs),

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ppctl.errors import ConfigError
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.formulas import Formula, FormulaInputs
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.simulator import simulate
 from ppctl.schedule.tick_lowering import runs_on_ring
 
 SAMPLE_SIZE = (4, 8)  # ranks and microbatches of each family's sample: all families serve them
@@ -33,29 +31,14 @@ def each_num_chunks(max_chunks: int) -> Sequence[KnobValues]:
     return [{"num_chunks": v} for v in range(2, max_chunks + 1)]
 
 
-def where_slower(
-    schedule: Schedule, rival: Schedule, costs: Costs, why: str, remedy: str
-) -> str | None:
-    """Return the advice where `schedule` takes longer than `rival`: makespans and the remedy."""
-    try:
-        slow_s, rival_s = (simulate(each, costs).makespan_s for each in (schedule, rival))
-    except ConfigError:  # the costs are of another number of stages
-        return None
-    if slow_s <= rival_s:
-        return None
-    times = f"{slow_s / rival_s:.2f} times as long as {rival.name} {why}"
-    seconds = f"{slow_s:.4g} s against {rival_s:.4g} s"
-    return f"{schedule.name} takes {times} ({seconds}). Use {remedy}."
-
-
 @dataclass(frozen=True)
 class Family:
     """One schedule family. `generate(num_ranks, num_microbatches, **knobs)` makes its schedules.
 
     published: year and month of the paper, the order of tables. bubble_s, peak: the closed forms of
-    the generator's docstring, None where they do not hold. advise: a line against a schedule at
-    given costs, or None. searched_knobs: from the most chunks a rank to the knobs that searches
-    try. also_called: names in papers and other tools, compared with a wrong name.
+    the generator's docstring, None where they do not hold. searched_knobs: from the most chunks a
+    rank to the knobs that searches try. also_called: names in papers and other tools, compared with
+    a wrong name.
     """
 
     name: str
@@ -63,7 +46,6 @@ class Family:
     published: str
     bubble_s: Formula
     peak: Formula
-    advise: Callable[[Schedule, Costs], str | None] = lambda schedule, costs: None
     searched_knobs: Callable[[int], Sequence[KnobValues]] = lambda max_chunks: [{}]
     also_called: tuple[str, ...] = ()
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ppctl.schedule.families.family import Family
 from ppctl.schedule.families.formulas import fill_and_drain_s
-from ppctl.schedule.families.stage_placement import loop
-from ppctl.schedule.ir import Schedule, Task
+from ppctl.schedule.families.looped_bfs import looped_bfs
+from ppctl.schedule.ir import Schedule
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -13,11 +15,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     p = num_ranks, m = num_microbatches, F and B = seconds of a microbatch through 1/p of the model.
     Source: Huang et al. 2019, arXiv 1811.06965, figure 2c.
     """
-    ranks: list[tuple[Task, ...]] = []
-    for r in range(num_ranks):
-        forwards = [Task(r, "F", m) for m in range(num_microbatches)]
-        ranks.append((*forwards, *(Task(r, "B", m) for m in reversed(range(num_microbatches)))))
-    return Schedule("gpipe", tuple(ranks), loop(num_ranks), num_microbatches)
+    return replace(looped_bfs(num_ranks, num_microbatches, num_chunks=1), name="gpipe")
 
 
 FAMILIES = (Family("gpipe", gpipe, "2018-11", bubble_s=fill_and_drain_s, peak=lambda s: s.m),)

@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import heapq
 
-from ppctl.schedule.costs import Costs
-from ppctl.schedule.families.family import Family, where_slower
+from ppctl.schedule.families.family import Family
 from ppctl.schedule.families.formulas import FormulaInputs, only_if, peak_of_1f1b, require_at_least
-from ppctl.schedule.families.interleaved import interleaved
 from ppctl.schedule.families.stage_placement import waves
 from ppctl.schedule.ir import Schedule, Task
 
@@ -48,16 +46,6 @@ def _run_tick(ready: list[list[tuple[bool, int, Task]]], ranks: list[list[Task]]
     return [task for _, task in ran]
 
 
-def interleaved_is_faster(schedule: Schedule, costs: Costs) -> str | None:
-    """Advise interleaved 1F1B on as many chunks where it is faster."""
-    if schedule.num_microbatches % schedule.num_ranks:
-        return None
-    chunks = schedule.num_chunks
-    rival = interleaved(schedule.num_ranks, schedule.num_microbatches, num_chunks=chunks)
-    remedy = f"schedule={rival.name} schedule.num_chunks={chunks}"
-    return where_slower(schedule, rival, costs, "at these costs", remedy)
-
-
 def _is_even(s: FormulaInputs) -> bool:
     """Return whether F = B, transfers are free and rounds of p microbatches are full."""
     f, i, w = s.fiw
@@ -72,7 +60,6 @@ FAMILIES = (
         published="2023-08",
         bubble_s=only_if(_is_even, lambda s: (s.p - 1) * s.work_s / (2 * s.num_waves)),
         peak=peak_of_1f1b,
-        advise=interleaved_is_faster,
         searched_knobs=lambda max_chunks: [{"num_waves": w} for w in range(1, max_chunks // 2 + 1)],
     ),
 )

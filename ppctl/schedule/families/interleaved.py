@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 
 from ppctl.schedule.families.family import WARMUP_HOPS, Family, KnobValues
@@ -26,40 +25,47 @@ def interleaved(
     ScheduleError unless num_microbatches is a multiple of p.
     Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2; h by simulation.
     """
-    name = "interleaved"
-    require_at_least(name, "num_chunks", num_chunks, 1)
-    require_multiple_of_ranks(name, num_microbatches, num_ranks)
-    task, total = task_order(num_ranks, num_microbatches, num_chunks)
-    ranks: list[tuple[Task, ...]] = []
+    require_at_least("interleaved", "num_chunks", num_chunks, 1)
+    require_multiple_of_ranks("interleaved", num_microbatches, num_ranks)
+    return alternating("interleaved", num_ranks, num_microbatches, num_chunks, warmup_hops)
+
+
+def alternating(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    warmup_hops: float = 1,
+    *,
+    is_split: bool = False,
+) -> Schedule:
+    """Return the schedule of ranks that alternate forwards and backwards after a warm-up.
+
+    Rank r's warm-up is floor(h(p-1-r)) + (V-1)p chunks. Backwards run the chunks from the last to
+    the first. is_split: a backward is an I, and its W follows h*r backwards later.
+
+    >>> [" ".join(map(str, tasks)) for tasks in alternating("1f1b", 2, 2).ranks]
+    ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']
+    """
+    order = chunk_order(num_microbatches, num_chunks, num_ranks)
+    total, ranks = len(order), list[tuple[Task, ...]]()
     for r in range(num_ranks):
-        hops = hops_floor(name, warmup_hops, num_ranks - 1 - r)
-        warmup = min(total, hops + (num_chunks - 1) * num_ranks)
-        tasks = [task(r, "F", k) for k in range(warmup)]
-        for k in range(warmup, total):
-            tasks += [task(r, "F", k), task(r, "B", k - warmup)]
-        tasks += [task(r, "B", k) for k in range(total - warmup, total)]
+        forwards = [Task(chunk * num_ranks + r, "F", m) for chunk, m in order]
+        last = (num_chunks - 1) * num_ranks + 2 * r  # of stages of an F and a B in the same place
+        kind: Kind = "I" if is_split else "B"
+        backwards = [Task(last - stage, kind, m) for stage, _, m in forwards]
+        warmup = hops_floor(name, warmup_hops, num_ranks - 1 - r) + (num_chunks - 1) * num_ranks
+        # with few microbatches a delay longer than r only puts W past the end of the others' work
+        delay = min(int(warmup_hops * r), r + max(0, total - num_ranks)) if is_split else total
+        tasks = forwards[:warmup]
+        for k, backward in enumerate(backwards):
+            tasks += [*forwards[warmup + k : warmup + k + 1], backward]
+            if k >= delay:
+                tasks.append(backwards[k - delay]._replace(kind="W"))
+        if is_split:
+            tasks += [task._replace(kind="W") for task in backwards[max(0, total - delay) :]]
         ranks.append(tuple(tasks))
     return Schedule(name, tuple(ranks), loop(num_ranks, num_chunks), num_microbatches)
-
-
-def task_order(
-    num_ranks: int, num_microbatches: int, num_chunks: int
-) -> tuple[Callable[[int, Kind, int], Task], int]:
-    """Return (the k-th task of a kind on a rank, how many there are).
-
-    Backwards run the chunks from the last to the first.
-
-    >>> task, total = task_order(2, 2, 2)
-    >>> [str(task(1, "F", k)) for k in range(total)], str(task(1, "B", 0))
-    (['1F0', '1F1', '3F0', '3F1'], '3B0')
-    """
-    forwards = chunk_order(num_microbatches, num_chunks, num_ranks)
-
-    def task(rank: int, kind: Kind, k: int) -> Task:
-        chunk, m = forwards[k]
-        return Task((chunk if kind == "F" else num_chunks - 1 - chunk) * num_ranks + rank, kind, m)
-
-    return task, len(forwards)
 
 
 def chunk_order(num_microbatches: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:

@@ -4,12 +4,11 @@ from ppctl.schedule.families.family import WARMUP_HOPS, Family
 from ppctl.schedule.families.formulas import (
     FormulaInputs,
     fill_and_drain_s,
-    hops_floor,
     only_if,
     peak_of_1f1b,
 )
-from ppctl.schedule.families.stage_placement import loop
-from ppctl.schedule.ir import Schedule, Task
+from ppctl.schedule.families.interleaved import alternating
+from ppctl.schedule.ir import Schedule
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -18,7 +17,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     Bubble (p-1)(F+B); peak activations min(m, p-r) on rank r: p at most, whatever m.
     Source: PipeDream-flush, arXiv 2006.09503; DAPPLE, Fan et al. 2021, arXiv 2007.01045.
     """
-    return _alternating("1f1b", num_ranks, num_microbatches, warmup_hops=1)
+    return alternating("1f1b", num_ranks, num_microbatches)
 
 
 def eager_1f1b(num_ranks: int, num_microbatches: int, *, warmup_hops: float = 2) -> Schedule:
@@ -29,19 +28,7 @@ def eager_1f1b(num_ranks: int, num_microbatches: int, *, warmup_hops: float = 2)
     of the same step, and those of 1F1B with h = 1.
     Source: Zhuang et al. 2022, arXiv 2211.05322 (h = 2); the h between by simulation.
     """
-    return _alternating("eager_1f1b", num_ranks, num_microbatches, warmup_hops)
-
-
-def _alternating(name: str, num_ranks: int, num_microbatches: int, warmup_hops: float) -> Schedule:
-    ranks: list[tuple[Task, ...]] = []
-    for r in range(num_ranks):
-        warmup = min(num_microbatches, hops_floor(name, warmup_hops, num_ranks - 1 - r))
-        tasks = [Task(r, "F", m) for m in range(warmup)]
-        for m in range(warmup, num_microbatches):
-            tasks += [Task(r, "F", m), Task(r, "B", m - warmup)]
-        tasks += [Task(r, "B", m) for m in range(num_microbatches - warmup, num_microbatches)]
-        ranks.append(tuple(tasks))
-    return Schedule(name, tuple(ranks), loop(num_ranks), num_microbatches)
+    return alternating("eager_1f1b", num_ranks, num_microbatches, warmup_hops=warmup_hops)
 
 
 def _alternation_s(s: FormulaInputs) -> float:

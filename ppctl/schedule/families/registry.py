@@ -20,7 +20,6 @@ from typing import Any
 
 from ppctl.errors import ScheduleError
 from ppctl.schedule import families
-from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.family import Family
 from ppctl.schedule.families.formulas import require_at_least
 from ppctl.schedule.ir import Schedule
@@ -103,11 +102,3 @@ def build(name: str, num_ranks: int, num_microbatches: int, **knobs: Any) -> Sch
     ['1F0', '1B0', '1F1', '1B1']
     """
     return family(name, **knobs).build(num_ranks, num_microbatches)
-
-
-def advice(schedule: Schedule, costs: Costs) -> str | None:
-    """Return a line against `schedule` at these costs, or None.
-
-    >>> advice(build("zb_v", 4, 8), Costs())
-    """
-    return FAMILIES[schedule.name].advise(schedule, costs) if schedule.name in FAMILIES else None

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-from ppctl.schedule.costs import Costs
-from ppctl.schedule.families.family import Family, where_slower
+from ppctl.schedule.families.family import Family
 from ppctl.schedule.families.formulas import only_if
-from ppctl.schedule.families.one_f_one_b import one_f_one_b
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.search.building_blocks import repeated, squeezed
 
@@ -38,17 +36,6 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     return squeezed("v_min", priority, num_microbatches, cap)
 
 
-def needs_split_backward(schedule: Schedule, costs: Costs) -> str | None:
-    """Advise 1F1B where no weight gradients can fill the gaps."""
-    if costs.weight_grad_s != 0:
-        return None
-    if isinstance(costs.forward_s, tuple) or isinstance(costs.input_grad_s, tuple):
-        return None  # costs of these stages do not hold for another placement
-    rival = one_f_one_b(schedule.num_ranks, schedule.num_microbatches)
-    why = "without weight gradients of their own"
-    return where_slower(schedule, rival, costs, why, f"schedule={rival.name}")
-
-
 FAMILIES = (
     Family(
         "v_half",
@@ -59,7 +46,6 @@ FAMILIES = (
             lambda s: (3 * s.p - 7) / 2 * s.fiw[0],
         ),
         peak=only_if(lambda s: s.m >= s.p >= 4, lambda s: (s.p + 2) // 2),
-        advise=needs_split_backward,
     ),
     Family(
         "v_min",
@@ -70,6 +56,5 @@ FAMILIES = (
             lambda s: (2 * s.p - (2.5 if s.p % 3 else 3.5)) * s.fiw[0],
         ),
         peak=only_if(lambda s: s.m >= s.p >= 4, lambda s: (s.p + 4) // 3),
-        advise=needs_split_backward,
     ),
 )

@@ -9,8 +9,8 @@ from ppctl.schedule.families.formulas import (
     require_multiple_of_ranks,
     zero_bubble_s,
 )
-from ppctl.schedule.families.interleaved import task_order
-from ppctl.schedule.families.stage_placement import RankProgram, loop, v_shape
+from ppctl.schedule.families.interleaved import alternating
+from ppctl.schedule.families.stage_placement import RankProgram, v_shape
 from ppctl.schedule.ir import Kind, Schedule, Task
 from ppctl.schedule.search.building_blocks import squeezed
 
@@ -22,7 +22,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     num_ranks; I and W are the input- and weight-gradient halves of a backward.
     Source: Qi et al. 2023, arXiv 2401.10241, section 2.1.
     """
-    return _split_1f1b("zb_h1", num_ranks, num_microbatches, num_chunks=1, hops=1)
+    return alternating("zb_h1", num_ranks, num_microbatches, is_split=True)
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -32,7 +32,7 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     2p-1. Peak activations min(m, 2p-1) on every rank. p = num_ranks.
     Source: Qi et al. 2023, arXiv 2401.10241, section 2.2.
     """
-    return _split_1f1b("zb_h2", num_ranks, num_microbatches, num_chunks=1, hops=2)
+    return alternating("zb_h2", num_ranks, num_microbatches, warmup_hops=2, is_split=True)
 
 
 def interleaved_zb(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedule:
@@ -45,29 +45,7 @@ def interleaved_zb(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2
     """
     require_at_least("interleaved_zb", "num_chunks", num_chunks, 1)
     require_multiple_of_ranks("interleaved_zb", num_microbatches, num_ranks)
-    return _split_1f1b("interleaved_zb", num_ranks, num_microbatches, num_chunks, hops=1)
-
-
-def _split_1f1b(
-    name: str, num_ranks: int, num_microbatches: int, num_chunks: int, hops: int
-) -> Schedule:
-    """Interleaved 1F1B of I and W: warm-up hops(p-1-r) + (V-1)p chunks, W hops*r after I."""
-    task, total = task_order(num_ranks, num_microbatches, num_chunks)
-    ranks: list[tuple[Task, ...]] = []
-    for r in range(num_ranks):
-        warmup = min(total, hops * (num_ranks - 1 - r) + (num_chunks - 1) * num_ranks)
-        # with few microbatches a delay longer than r only puts W past the end of the others' work
-        delay = min(hops * r, r + max(0, total - num_ranks))
-        tasks = [task(r, "F", k) for k in range(warmup)]
-        for k in range(total):
-            if warmup + k < total:
-                tasks.append(task(r, "F", warmup + k))
-            tasks.append(task(r, "I", k))
-            if k >= delay:
-                tasks.append(task(r, "W", k - delay))
-        tasks += [task(r, "W", k) for k in range(max(0, total - delay), total)]
-        ranks.append(tuple(tasks))
-    return Schedule(name, tuple(ranks), loop(num_ranks, num_chunks), num_microbatches)
+    return alternating("interleaved_zb", num_ranks, num_microbatches, num_chunks, is_split=True)
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:

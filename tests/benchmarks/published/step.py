@@ -31,13 +31,12 @@ from ppctl.planner.cost.roofline import Link, ModelWork, Op, PieceWork
 from ppctl.planner.cost.step_time import StepTime, costs_of_stages
 from ppctl.planner.cost.target_devices import speed_of
 from ppctl.planner.cost.task_flops import work_of
-from ppctl.planner.search.layout_candidate import shorter
+from ppctl.planner.search.layout_candidate import along, shorter
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import BASELINE, FAMILIES
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.mesh_axes import COPY_AXES, MeshSizes
 from ppctl.schedule.remat import Remat
-from ppctl.schedule.search.extrapolated_cost import along
 from ppctl.schedule.search.placement_costs import peak_activations
 from ppctl.training.pipeline.job import open_data, stack_for
 from ppctl.training.pipeline.known_hardware import known
