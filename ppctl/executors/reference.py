@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from ppctl.model.layer_inputs import LOSS, LayerInputs
 from ppctl.model.layer_reports import divided_by
 from ppctl.model.random_keys import KEYS
-from ppctl.model.stack import Stack, divisor
+from ppctl.model.stack import Stack, divisor, metric_means, number_of
 from ppctl.model.trainable_parameters import trained_part, with_trained
 from ppctl.schedule.remat import Remat
 
@@ -38,10 +38,10 @@ def reference(
     params: parameters in natural order; batch: {"inputs", "targets"}, arrays [batch, ...], and
     "keys" of examples (`ppctl.model.random_keys`) for layers with a key.
 
-    losses: {"loss": the mean over the batch, name: an attached loss, over the same number}. `dtype`
-    is that of compute; gradients have the parameters', and are None for frozen ones. remat: none |
-    layer (the backward recomputes each layer) | full (the whole model). Up to `unroll` layers are
-    unrolled, and layers that differ.
+    losses: {"loss": the mean over the batch, name: an attached loss, over the same number, or a
+    metric of the head}. `dtype` is that of compute; gradients have the parameters', and are None
+    for frozen ones. remat: none | layer (the backward recomputes each layer) | full (the whole
+    model). Up to `unroll` layers are unrolled, and layers that differ.
     Without with_grads the function returns (loss, number of losses in the mean).
     ConfigError for another remat.
     """
@@ -69,7 +69,7 @@ def reference(
 
     def loss_only(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
         loss, number = loss_of(LayerInputs())(params, batch)
-        return loss / divisor(number), number
+        return loss / divisor(number), number_of(number)
 
     return loss_only
 
@@ -101,9 +101,9 @@ def _accumulated(
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (loss, number, trained))
         (loss, number, grads), _ = jax.lax.scan(add, zeros, microbatches)
         # 3. the means
-        number = divisor(number)
+        metrics, number = metric_means(number), divisor(number)
         layers, attached = inputs.separate(grads["layers"])
-        losses = {LOSS: loss / number}
+        losses = {LOSS: loss / number} | metrics
         losses |= {name: a.sum() / number.astype(a.dtype) for name, a in attached.items()}
         return losses, divided_by(grads | {"layers": layers}, number, stack.options.updates)
 

@@ -191,12 +191,25 @@ def num_examples(inputs: Tree) -> int:
     return jax.tree.leaves(inputs)[0].shape[0]
 
 
-def divisor(number: jax.Array) -> jax.Array:
+def divisor(number: Tree) -> jax.Array:
     """Return the divisor of sums over `number` losses for their mean: 1 for 0.
 
-    So a batch without targets, such as of prompts only, has loss 0 and gradient 0.
+    So a batch without targets, such as of prompts only, has loss 0 and gradient 0. number: of
+    losses, or that of a head with metrics: {"number", name: (weighted sum of values, of weights)}.
     """
+    number = number_of(number)
     return jnp.where(number == 0, 1, number)
+
+
+def number_of(number: Tree) -> jax.Array:
+    """Return the number of losses, also from that of a head with metrics."""
+    return number["number"] if isinstance(number, dict) else number
+
+
+def metric_means(number: Tree) -> dict[str, jax.Array]:
+    """Return the mean of each metric that a head counts next to the number of losses."""
+    sums = number if isinstance(number, dict) else {}
+    return {name: a[0] / divisor(a[1]) for name, a in sums.items() if name != "number"}
 
 
 def init(stack: Stack, seed: int) -> Tree:

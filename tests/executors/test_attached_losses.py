@@ -191,6 +191,9 @@ def test_a_loss_outside_of_layers_is_refused():
         ppctl.PpctlError, match=r"attach_loss\(early\) stands in the embedding, and"
     ):
         one_step(replace(stack, embed=early))
+    named = {"metrics": {"size": lambda y, batch: y[:, 0]}}
+    with pytest.raises(ppctl.PpctlError, match="metrics has 'size', the name of an attached loss"):
+        one_step(replace(stack, outputs=lambda e, x: x @ e["out"]), **named)
 
 
 def test_a_loss_of_integers_before_the_first_layer_is_refused():

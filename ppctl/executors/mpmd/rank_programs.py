@@ -189,7 +189,7 @@ def prepare_rank(
     for name, (acc, part) in parts.items():
         found[name], found[acc] = [part], [zeros(model.trained_embed_head(part))]
     if here.vocab_parts or here.has_last:
-        found["losses"] = [tuple(jnp.zeros((1, *a.shape), a.dtype) for a in model.losses)]
+        found["losses"] = [jax.tree.map(lambda a: jnp.zeros((1, *a.shape), a.dtype), model.losses)]
     if KEYS in program.writes:
         number = model.num_examples * model.num_microbatches
         first = number * jax.lax.axis_index(DATA_AXES)

@@ -270,10 +270,10 @@ class Device:
         head, targets = self.stack.head, self.microbatch("targets", m)
         if not self.ticks.has_backward:
             loss, number = head(self.embed_head, y, targets)
-            return y, (sums[0] + loss, sums[1] + number, *sums[2:])
+            return y, (*jax.tree.map(jnp.add, sums[:2], (loss, number)), *sums[2:])
         args = self.embed_head, y, targets, sums[2], self.stack.trains("embed_head")
         gy, total, loss, number = add_head_grads(head, *args)
-        return gy, (sums[0] + loss, sums[1] + number, total, *sums[3:])
+        return gy, (*jax.tree.map(jnp.add, sums[:2], (loss, number)), total, *sums[3:])
 
     def _with_embedding(self, gx: jax.Array, m: jax.Array, total: Tree) -> tuple[None, Tree]:
         """Return (None, sums with the embedding's gradient of microbatch m)."""

@@ -28,7 +28,7 @@ from ppctl.executors.spmd.tick_programs import run_fb_ticks, run_op_ticks
 from ppctl.executors.stage.stage import LayerSlots
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.layer_reports import divided_by
-from ppctl.model.stack import Stack, divisor
+from ppctl.model.stack import Stack, divisor, metric_means, number_of
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.mesh_axes import AXES, DATA_AXES, RANK_AXES
 from ppctl.schedule.tick_lowering import Ticks
@@ -43,7 +43,8 @@ def spmd(
 
     params: parameters in staged form (`Layout.to_staged`). batch: {"inputs", "targets"}, global
     arrays [batch, ...], and "keys" of examples for layers with a key. losses: {"loss": the mean
-    over the batch, name: an attached loss, over the same number}; gradients have the parameters'
+    over the batch, name: an attached loss, over the same number, or a metric of the head};
+    gradients have the parameters'
     layout, sharding and dtype, and are None for frozen ones. With ticks of forwards only
     (`schedule.ticks.forward_only`) the function returns (loss, number of losses in the mean).
 
@@ -70,10 +71,10 @@ def spmd(
             loss, number = jax.lax.psum((losses.pop(LOSS), number), AXES)
             losses = {LOSS: loss} | jax.lax.psum(losses, "pp")
             if grads is None:
-                return losses[LOSS] / divisor(number), number
+                return losses[LOSS] / divisor(number), number_of(number)
             mean = lambda a: a / divisor(number).astype(a.dtype)  # noqa: E731
             grads = divided_by(grads, divisor(number), stack.options.updates)
-            return jax.tree.map(mean, losses), grads
+            return jax.tree.map(mean, losses) | metric_means(number), grads
 
         return jax.shard_map(
             local,

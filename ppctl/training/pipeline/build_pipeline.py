@@ -37,7 +37,7 @@ from ppctl.training.pipeline.mixing import few_examples
 from ppctl.training.pipeline.network_optimizers import network_optimizer
 from ppctl.training.pipeline.optimizers import init_state
 from ppctl.training.pipeline.pipeline import Pipeline
-from ppctl.training.pipeline.unpipelined.whole_model import Metric
+from ppctl.training.pipeline.unpipelined.head_metrics import Metric, with_metrics
 
 Tree = Any
 
@@ -74,7 +74,8 @@ def pipeline(
         partition: uniform | balanced (by FLOPs) | the number of layers of each stage.
         vocab: whole (embedding and head on first and last stage) | parallel (on all ranks).
         dtype, clip_norm: Of compute; at which the global norm is clipped, None: no clipping.
-        metrics: Functions (outputs, batch) -> values [examples, ...] | (values, weights), by name.
+        metrics: Functions (outputs, {"targets"}) -> values [examples, ...] | (values, weights), by
+            name, whose means steps and evaluations report.
         lr_schedule, seed: The learning rate of a step, to report; of `init` and random keys.
         options: Settings of the executor (remat, gather, ...) and of the schedule (num_chunks=2).
     """
@@ -89,7 +90,10 @@ def pipeline(
     work = _work(stack, shapes, dtype, schedule, plan, vocab, execution)
     plan, lowered, execution, costs, costs_of_layers = work
     layers_of = request.partition_for(partition, stack.num_layers, plan, costs_of_layers)
+    functions = dict(metrics or {})
+    counted = with_metrics(stack, functions, shapes, dtype)
     divided, shards, auto = request.divided(stack, execution, mesh, shapes)
+    divided = counted if divided is stack else divided  # in a divided stage no outputs are whole
     layout = Layout(mesh, layers_of, plan.rank_of, shards, auto)
     # 3. the state, and the engine that runs its steps
     on_layers = _on_layers(stack, layout, optim.clipped(optimizer, clip_norm), execution)
@@ -97,11 +101,12 @@ def pipeline(
     shown = model_of(stack, divided, states, shapes, plan.num_microbatches, execution, dtype)
     request.check_split(stack, plan, layers_of, shown, execution)
     shown.check_reports()
+    for name in functions.keys() & {*shown.inputs.losses}:
+        raise ConfigError(f"metrics has {name!r}, the name of an attached loss. Use another name.")
     how = on_layers, lr_schedule, execution, clip_norm, costs
-    engine = make_engine(stack, shown, states, plan, lowered, shapes, *how)
+    engine = make_engine(shown, states, plan, lowered, shapes, *how)
     parts = states, on_layers, dtype, shapes, engine, shown, lr_schedule
-    few, functions = few_examples(batch, shapes), dict(metrics or {})
-    return Pipeline(stack, *work, *parts, few, functions).with_checked_metrics()
+    return Pipeline(stack, *work, *parts, few_examples(batch, shapes), functions)
 
 
 def _initial(stack: Stack, optimizer: ModelOptimizer) -> Callable[[int], Tree]:

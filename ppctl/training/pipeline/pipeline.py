@@ -41,7 +41,8 @@ from ppctl.training.pipeline.engines.train_states import States, shardings_of
 from ppctl.training.pipeline.execution import Execution
 from ppctl.training.pipeline.layer_optimizers import ModelOptimizer
 from ppctl.training.pipeline.mixing import MOST_BYTES, few_examples, refuse_mixing
-from ppctl.training.pipeline.unpipelined.whole_model import Metric, WholeModel, of_author
+from ppctl.training.pipeline.unpipelined.head_metrics import Metric
+from ppctl.training.pipeline.unpipelined.whole_model import WholeModel, of_author
 
 Tree = Any
 
@@ -131,8 +132,10 @@ class Pipeline:
     def step(self, state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, dict[str, jax.Array]]:
         """Return (next state, metrics) of one train step.
 
-        metrics: "loss", "grad_norm" (before clipping), "lr" where an lr_schedule was given, and the
-        losses that layers attach, by name.
+        metrics: "loss", "grad_norm" (before clipping), "lr" where an lr_schedule was given, the
+        losses that layers attach, by name, and the metrics of the request, of the step's forwards.
+        Metrics are missing where tp, cp or vocab=parallel divides the head, so that no device has
+        whole outputs: `evaluate` has them.
 
         Compiled at the first call, unless `compile` did it. The state's memory is reused.
         """
@@ -250,11 +253,6 @@ class Pipeline:
             )
         few = few_examples(examples, self.batch_shapes)
         return refuse_mixing(name, self.stack, few, self.dtype)
-
-    def with_checked_metrics(self) -> Pipeline:
-        """Return this; ConfigError for a metric that fails or has no value for each example."""
-        self._whole.check_metrics(self.states.natural["params"], self.batch_shapes)
-        return self
 
     def _try_examples(self) -> None:
         if "examples" in self._done:

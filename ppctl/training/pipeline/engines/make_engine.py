@@ -34,7 +34,6 @@ Loss = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]  # params, batch -> l
 
 
 def make_engine(
-    stack: Stack,
     model: Model,
     states: States,
     schedule: Schedule,
@@ -48,8 +47,8 @@ def make_engine(
 ) -> Engine:
     """Return the engine that runs a schedule.
 
-    stack: the whole model; model: as one device computes it; shapes: of a global batch; clip_norm:
-    of the optimizer's clipping; costs: relative, of tasks.
+    model: as one device computes it; shapes: of a global batch; clip_norm: of the optimizer's
+    clipping; costs: relative, of tasks.
     """
     how = optimizer, lr_schedule
     # 1. mpmd
@@ -64,13 +63,13 @@ def make_engine(
         return Mpmd(*arguments)
     # 2. the reference
     if lowered is None:
-        functions, held = _by_reference(stack, model, states.layout, execution), {}
+        functions, held = _by_reference(model, states.layout, execution), {}
     # 3. spmd
     else:
         functions = _in_ticks(model, states.layout, schedule, lowered, execution, costs)
         gather = tick_options(states.layout, execution, model.dtype).gather
         held = spmd_bytes(model, states.layout, lowered, gather, states.staged["params"]["layers"])
-    options = execution.xla_flags, stack.takes_key
+    options = execution.xla_flags, model.stack.takes_key
     return OneProgram(states, shapes, *functions, *how, held, *options)
 
 
@@ -104,9 +103,7 @@ def model_of(
     return found
 
 
-def _by_reference(
-    stack: Stack, model: Model, layout: Layout, execution: Execution
-) -> tuple[LossAndGrads, Loss]:
+def _by_reference(model: Model, layout: Layout, execution: Execution) -> tuple[LossAndGrads, Loss]:
     """Return the functions of gradients and of evaluation without a pipeline.
 
     The reference takes layers only in natural order.
@@ -117,7 +114,7 @@ def _by_reference(
         return losses, layout.to_staged(grads)
 
     how = {"num_microbatches": model.num_microbatches, "remat": execution.remat}
-    of = partial(reference, stack, **how, dtype=model.dtype)
+    of = partial(reference, model.stack, **how, dtype=model.dtype)
     return gradients, lambda params, batch: of(with_grads=False)(layout.to_natural(params), batch)
 
 

@@ -35,6 +35,7 @@ from ppctl.executors.mpmd.rank_programs import (
 from ppctl.executors.mpmd.rank_trees import Division
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.random_keys import SEED, key_of_seed
+from ppctl.model.stack import metric_means, number_of
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporaries, by_part
@@ -69,7 +70,8 @@ class Mpmd:
         self.states, self.batch_shapes, self.model = states, batch_shapes, model
         self.training, self.evaluation = schedules
         rate = ("lr",) if lr_schedule is not None else ()
-        self.metric_names = (LOSS, "grad_norm", *rate, *model.inputs.losses)
+        metrics = jax.eval_shape(metric_means, model.losses[1])
+        self.metric_names = (LOSS, "grad_norm", *rate, *model.inputs.losses, *metrics)
         # 2. stages and ranks
         have_embed_head, are_alike = model.own_embed_head is None, model.stack.are_alike
         how = {"are_alike": are_alike, "have_embed_head": have_embed_head}
@@ -196,7 +198,7 @@ class Mpmd:
 
     def loss(self, state: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
         found = self.walk("loss").run(self.given.values(state, batch))
-        return found["loss", self.read_at], found["number", self.read_at]
+        return found["loss", self.read_at], number_of(found["number", self.read_at])
 
     def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         found = self.walk("grads").run(self.given.values(state, batch))

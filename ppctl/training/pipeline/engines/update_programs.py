@@ -19,7 +19,7 @@ from ppctl.executors.mpmd.rank_programs import with_shared
 from ppctl.executors.parameter_layout import sharded_over, tree_specs
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.layer_reports import divided_by, without_counted
-from ppctl.model.stack import divisor
+from ppctl.model.stack import divisor, metric_means
 from ppctl.schedule.mesh_axes import RANK_AXES
 from ppctl.training.pipeline.optimizers import (
     Optimizer,
@@ -77,8 +77,8 @@ class UpdatePrograms:
         return P() if is_number else None
 
     def _mean(self, _: ProgramId, *losses: Tree) -> tuple:
-        total = lambda parts: jax.lax.psum(sum(a[0] for a in parts), self.axes)  # noqa: E731
-        loss, number = map(total, zip(*losses, strict=True))
+        total = lambda *parts: jax.lax.psum(sum(a[0] for a in parts), self.axes)  # noqa: E731
+        loss, number = jax.tree.map(total, *losses)
         return loss / divisor(number), number
 
     def _scaled(self, grads: Tree, number: jax.Array, shared: Sequence[Tree]) -> Tree:
@@ -111,6 +111,7 @@ class UpdatePrograms:
         numbers: dict[str, Any] = {LOSS: loss, "grad_norm": norm, "number": number}
         if self.lr_schedule is not None:
             numbers["lr"] = self.lr_schedule(step)
+        numbers |= metric_means(number)
         return (numbers | {name: a / divisor(number) for name, a in total.items()},)
 
     def _update(
@@ -133,6 +134,5 @@ class UpdatePrograms:
     def _try(self, program: ProgramId, *reads: Tree) -> tuple:
         """Return the update that holds if the norm turns out to need no clipping."""
         *given, number = reads
-        return self._update(
-            program, *given, {"number": number, "grad_norm": jnp.zeros_like(number)}
-        )
+        numbers = {"number": number, "grad_norm": jnp.zeros_like(divisor(number))}
+        return self._update(program, *given, numbers)

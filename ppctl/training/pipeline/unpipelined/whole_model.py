@@ -18,16 +18,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.errors import ConfigError
 from ppctl.executors.compiler_options import cpu_options
 from ppctl.executors.reference import by_example, outputs_of, reference
 from ppctl.model.random_keys import SEED, key_of_seed, with_example_keys
 from ppctl.model.stack import Stack, divisor, init, num_examples
-from ppctl.training.pipeline.user_code import call_user_code
+from ppctl.training.pipeline.unpipelined.head_metrics import Metric, metric_sums
 
 Tree = Any
-Metric = Callable[[Tree, Tree], Any]  # outputs, batch -> values, or (values, weights)
-RESERVED = ("loss", "grad_norm", "lr")  # metrics of a step
 
 
 @dataclass(frozen=True)
@@ -57,26 +54,6 @@ class WholeModel:
         totals = jax.tree.map(lambda *parts: sum(parts[1:], start=parts[0]), *sums)
         return {name: total / divisor(weight) for name, (total, weight) in totals.items()}
 
-    def check_metrics(self, params: Tree, batch: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-        """Raise ConfigError for a metric that fails, or returns no value for each example.
-
-        params, batch: shapes.
-        """
-        if not self.metrics:
-            return
-        if self.stack.options.outputs is None:
-            raise ConfigError("metrics need the outputs of the model. Give the Stack outputs=...")
-        for name, metric in self.metrics.items():
-            if name in RESERVED or not isinstance(name, str) or not callable(metric):
-                raise ConfigError(
-                    f"metrics has {name!r}: {type(metric).__name__}. Give functions by names other "
-                    f"than {', '.join(RESERVED)}."
-                )
-        size = self.mesh.size * self.num_examples
-        shape = lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype)  # noqa: E731
-        valid = jax.ShapeDtypeStruct((size,), bool)
-        jax.eval_shape(self._sums_of, params, jax.tree.map(shape, dict(batch)), valid)
-
     @cached_property
     def _predict(self) -> Callable[[Tree, Tree], Tree]:
         return jax.jit(outputs_of(self.stack, dtype=self.dtype))
@@ -93,11 +70,7 @@ class WholeModel:
         total = lambda a: jnp.where(valid, a, 0).sum()  # noqa: E731
         sums = {"loss": (total(losses), total(numbers))}
         for name, metric in self.metrics.items():
-            wide = jnp.promote_types(self.dtype, jnp.float32)
-            values, weights = _values(name, metric, outputs, batch, wide)
-            counts = valid.reshape(-1, *(1,) * (values.ndim - 1))
-            weights = jnp.where(counts, weights, 0)
-            sums[name] = (jnp.where(weights == 0, 0, values * weights).sum(), weights.sum())
+            sums[name] = metric_sums(name, metric, outputs, batch["targets"], self.dtype, valid)
         return sums
 
     def _groups(self, batch: Mapping[str, np.ndarray]) -> Iterator[tuple[Tree, jax.Array]]:
@@ -123,24 +96,6 @@ def of_author(stack: Stack, tree: Tree) -> Tree:
     is_form = lambda node: isinstance(node, dict) and {*node} == {"embed_head", "layers"}  # noqa: E731
     whole = lambda a: network.from_parts(jax.tree.map(jnp.asarray, a)) if is_form(a) else a  # noqa: E731
     return jax.tree.map(whole, tree, is_leaf=is_form)
-
-
-def _values(
-    name: str, metric: Metric, outputs: Tree, batch: Tree, dtype: jnp.dtype
-) -> tuple[jax.Array, jax.Array]:
-    """Return a metric's values and weights [examples, ...] in a dtype."""
-    call = partial(metric, outputs, batch)
-    found = call_user_code(f"metric {name}", "metric(outputs, batch)", call)
-    values, weights = found if isinstance(found, tuple) and len(found) == 2 else (found, 1)
-    values = jnp.asarray(values)
-    number = num_examples(batch["inputs"])
-    shape = values.shape
-    if not shape or shape[0] != number:
-        raise ConfigError(
-            f"metric {name} returns the shape {shape} for {number} examples. Return a value for "
-            f"each example or token, [{number}, ...], without their mean."
-        )
-    return values.astype(dtype), jnp.broadcast_to(jnp.asarray(weights, dtype), shape)
 
 
 def initial_params(stack: Stack, seed: int) -> Tree:
