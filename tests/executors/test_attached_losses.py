@@ -192,8 +192,9 @@ def test_a_loss_outside_of_layers_is_refused():
     ):
         one_step(replace(stack, embed=early))
     named = {"metrics": {"size": lambda y, batch: y[:, 0]}}
-    with pytest.raises(ppctl.PpctlError, match="metrics has 'size', the name of an attached loss"):
-        one_step(replace(stack, outputs=lambda e, x: x @ e["out"]), **named)
+    with pytest.raises(ppctl.PpctlError, match="metrics has 'size', an attached"):
+        options = replace(stack.options, outputs=lambda e, x: x @ e["out"])
+        one_step(replace(stack, options=options), **named)
 
 
 def test_a_loss_of_integers_before_the_first_layer_is_refused():

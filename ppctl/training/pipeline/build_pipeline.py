@@ -25,10 +25,7 @@ from ppctl.schedule.ir import Schedule
 from ppctl.schedule.tick_lowering import Ticks, ticks
 from ppctl.training.pipeline import optimizers as optim
 from ppctl.training.pipeline import pipeline_request as request
-from ppctl.training.pipeline.call_checks import (
-    checked_numbers,
-    checked_parts,
-)
+from ppctl.training.pipeline.call_checks import checked_optimizer, floating, whole_number
 from ppctl.training.pipeline.engines.make_engine import make_engine, model_of
 from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.execution import Execution, check_lowering, execution_of
@@ -80,8 +77,8 @@ def pipeline(
         options: Settings of the executor (remat, gather, ...) and of the schedule (num_chunks=2).
     """
     # 1. the request
-    optimizer, seed, dtype = checked_parts(model, mesh, optimizer, seed, dtype)
-    clip_norm, num_microbatches = checked_numbers(clip_norm, num_microbatches)
+    optimizer = checked_optimizer(optimizer, model, mesh, clip_norm)
+    seed, dtype = whole_number("seed", seed, 0), floating("dtype", dtype)
     execution, knobs = execution_of(executor, mesh, options)
     shapes = request.shapes_of(batch)
     plan = request.schedule_for(schedule, mesh, num_microbatches, knobs, shapes)
@@ -90,23 +87,18 @@ def pipeline(
     work = _work(stack, shapes, dtype, schedule, plan, vocab, execution)
     plan, lowered, execution, costs, costs_of_layers = work
     layers_of = request.partition_for(partition, stack.num_layers, plan, costs_of_layers)
-    functions = dict(metrics or {})
-    counted = with_metrics(stack, functions, shapes, dtype)
-    divided, shards, auto = request.divided(stack, execution, mesh, shapes)
-    divided = counted if divided is stack else divided  # in a divided stage no outputs are whole
+    counting = with_metrics(stack, metrics or {}, shapes, dtype)
+    divided, shards, auto = request.divided(counting, execution, mesh, shapes)
     layout = Layout(mesh, layers_of, plan.rank_of, shards, auto)
     # 3. the state, and the engine that runs its steps
     on_layers = _on_layers(stack, layout, optim.clipped(optimizer, clip_norm), execution)
     states = States(layout, _initial(stack, on_layers), seed)
     shown = model_of(stack, divided, states, shapes, plan.num_microbatches, execution, dtype)
     request.check_split(stack, plan, layers_of, shown, execution)
-    shown.check_reports()
-    for name in functions.keys() & {*shown.inputs.losses}:
-        raise ConfigError(f"metrics has {name!r}, the name of an attached loss. Use another name.")
-    how = on_layers, lr_schedule, execution, clip_norm, costs
-    engine = make_engine(shown, states, plan, lowered, shapes, *how)
+    how = shapes, on_layers, lr_schedule, execution, clip_norm, costs
+    engine = make_engine(shown, states, plan, lowered, *how)
     parts = states, on_layers, dtype, shapes, engine, shown, lr_schedule
-    return Pipeline(stack, *work, *parts, few_examples(batch, shapes), functions)
+    return Pipeline(stack, *work, *parts, few_examples(batch, shapes), metrics or {})
 
 
 def _initial(stack: Stack, optimizer: ModelOptimizer) -> Callable[[int], Tree]:

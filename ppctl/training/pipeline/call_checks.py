@@ -27,10 +27,10 @@ NUMBERS = "biuf"  # kinds of NumPy's dtypes that a batch may have, besides bfloa
 X64 = 'call jax.config.update("jax_enable_x64", True) first'
 
 
-def checked_parts(
-    model: Any, mesh: Any, optimizer: Any, seed: Any, dtype: Any
-) -> tuple[optax.GradientTransformation, int, jnp.dtype]:
-    """Return the last three; ConfigError for arguments of `ppctl.pipeline` of other types."""
+def checked_optimizer(
+    optimizer: Any, model: Any, mesh: Any, clip_norm: float | None
+) -> optax.GradientTransformation:
+    """Return the optimizer; ConfigError for arguments of other types, or a wrong norm."""
     if not isinstance(model, Stack | Network):
         what = "a ppctl.Stack or a ppctl.Network"
         raise ConfigError(f"The model is {_short(model)}, not {what}. Use ppctl.transformer(...).")
@@ -41,7 +41,10 @@ def checked_parts(
             f"optimizer={_short(optimizer)} is no optax.GradientTransformation. Use one, such as "
             "optax.adamw(1e-3)."
         )
-    return optimizer, whole_number("seed", seed, 0), floating("dtype", dtype)
+    is_number = isinstance(clip_norm, Real) and 0 < clip_norm < float("inf")  # NaN fails
+    if clip_norm is not None and not is_number:
+        raise ConfigError(f"clip_norm={_short(clip_norm)} must be a finite number above 0.")
+    return optimizer
 
 
 def whole_number(name: str, value: Any, least: int) -> int:
@@ -59,19 +62,6 @@ def whole_number(name: str, value: Any, least: int) -> int:
             f"{name}={_short(value)} is not a whole number from {least} to {LARGEST}. Use one."
         )
     return number
-
-
-def checked_numbers(
-    clip_norm: float | None, num_microbatches: int | None
-) -> tuple[float | None, int | None]:
-    """Return both; ConfigError for a norm that is not finite and above 0, or no whole number."""
-    if clip_norm is not None:
-        is_number = isinstance(clip_norm, Real) and 0 < clip_norm < float("inf")  # NaN fails
-        if not is_number:
-            raise ConfigError(f"clip_norm={_short(clip_norm)} must be a finite number above 0.")
-    if num_microbatches is not None:
-        num_microbatches = whole_number("num_microbatches", num_microbatches, 1)
-    return clip_norm, num_microbatches
 
 
 def floating(name: str, dtype: Any) -> jnp.dtype:

@@ -76,6 +76,8 @@ def _schedule_for(
     num_microbatches: int | None,
     knobs: Mapping[str, float],
 ) -> Schedule:
+    if num_microbatches is not None:
+        num_microbatches = whole_number("num_microbatches", num_microbatches, 1)
     if isinstance(schedule, str):
         schedule, knobs = family(schedule, **knobs), {}
     if isinstance(schedule, FamilyWithKnobs) and not knobs:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ppctl.errors import ConfigError
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.parameter_layout import Layout, layer_specs, shapes_on_device
 from ppctl.executors.reference import reference
@@ -99,7 +100,11 @@ def model_of(
     shards = layout.own_embed_head(embed_head), specs, auto_specs
     model = stack.in_shards(divided), embed_head, layer, microbatch, *sizes, *shards
     found = Model(*model, in_order=_is_gpu(layout), parts=divided.parts)
-    _ = found.inputs  # refuses losses attached in embedding and head
+    counted = found.losses[1]
+    for name in found.inputs.losses:  # refuses those attached in embedding and head
+        if isinstance(counted, dict) and name in counted:
+            raise ConfigError(f"metrics has {name!r}, an attached loss's name. Use another name.")
+    found.check_reports()
     return found
 
 
