@@ -192,8 +192,8 @@ def test_a_loss_outside_of_layers_is_refused():
     ):
         one_step(replace(stack, embed=early))
     named = {"metrics": {"size": lambda y, batch: y[:, 0]}}
+    options = replace(stack.options, outputs=lambda e, x: x @ e["out"])
     with pytest.raises(ppctl.PpctlError, match="metrics has 'size', an attached"):
-        options = replace(stack.options, outputs=lambda e, x: x @ e["out"])
         one_step(replace(stack, options=options), **named)
 
 
