@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from ppctl.model.network import Network, stage_boundary
     from ppctl.model.random_keys import dropout
     from ppctl.model.stack import DividedStack, Stack, StackOptions, VocabularyParts
-    from ppctl.planner.plan_pipeline import PipelinePlan, plan
+    from ppctl.planner.cost.predict_step import PipelinePlan
+    from ppctl.planner.plan_pipeline import plan
     from ppctl.planner.search.tune_pipeline import TunedLayout, tune
     from ppctl.reports.charts.draw_schedule import draw
     from ppctl.schedule.costs import Costs
@@ -90,7 +91,8 @@ _HOMES = {  # public names by module
     "model.network": "Network stage_boundary",
     "model.random_keys": "dropout",
     "model.stack": "DividedStack Stack StackOptions VocabularyParts",
-    "planner.plan_pipeline": "PipelinePlan plan",
+    "planner.cost.predict_step": "PipelinePlan",
+    "planner.plan_pipeline": "plan",
     "planner.search.tune_pipeline": "TunedLayout tune",
     "reports.charts.draw_schedule": "draw",
     "schedule.costs": "Costs",

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 
-from ppctl.config import Config
 from ppctl.config.schedule_from_config import label
 from ppctl.executors.axes_over_hosts import over_hosts
 from ppctl.executors.device_mesh import hosts_text
@@ -24,7 +23,7 @@ from ppctl.planner.cost.assumptions import assumptions
 from ppctl.planner.cost.op_times import OpTimes, op_times
 from ppctl.planner.cost.planned_step import Step
 from ppctl.planner.cost.predict_step import (
-    JobPrediction,
+    PipelinePlan,
     job_costs,
     predict_job,
     target_of,
@@ -38,7 +37,7 @@ from ppctl.schedule.costs import Costs
 from ppctl.schedule.partition.cut_layers import improved
 from ppctl.schedule.partition.partition import Partition
 from ppctl.training.pipeline.jax_start import MOST_MEMORY_FRACTION
-from ppctl.training.pipeline.job import TrainingJob, assemble, model_flops, unit_of_work
+from ppctl.training.pipeline.job import TrainingJob, model_flops, unit_of_work
 from ppctl.training.pipeline.mfu import mfu
 from ppctl.training.pipeline.pipeline import Pipeline
 
@@ -112,21 +111,15 @@ class Prediction:
     proposal: Proposal | None  # a better partition
 
 
-def predict(config: Config) -> Prediction:
-    """Return the prediction for a request. ConfigError or ScheduleError for what cannot be."""
-    return predicted(assemble(config, only_planned=True))
-
-
 def predicted(job: TrainingJob) -> Prediction:
     """Return the prediction for a job."""
     config, plan, pipe = job.config, job.config.plan, job.pipe
     unit, count = unit_of_work(job)
     step_tokens = count if unit == "tokens_per_s" else None
     check_tokens("plan.tokens", plan.tokens, step_tokens)
-    found = predict_job(job)
-    target, flops = target_of(job), model_flops(job)
-    peak, hardware = target.peak_flops, target.known_hardware
-    step_s = None if found.time is None else found.time.total_s
+    found, target, flops = predict_job(job), target_of(job), model_flops(job)
+    peak, step_s = target.peak_flops, found.step_s
+    of_tokens = plan.tokens, step_tokens, step_s, pipe.mesh.size, target.known_hardware
     return Prediction(
         request=RequestText.of(job),
         schedule=label(config.schedule),
@@ -139,13 +132,13 @@ def predicted(job: TrainingJob) -> Prediction:
         num_parameters=pipe.num_parameters,
         step_flops=flops.full,
         devices=_devices_text(job, target),
-        hardware=None if hardware is None else hardware.name,
+        hardware=found.hardware,
         step_time_s=step_s,
-        per_step_overhead_s=None if found.time is None else found.time.overhead_s,
+        per_step_overhead_s=found.overhead_s,
         unknown=found.unknown,
         unit=unit,
         tokens_per_s=None if step_s is None else count / step_s,
-        token_budget=token_budget(plan.tokens, step_tokens, step_s, pipe.mesh.size, hardware),
+        token_budget=token_budget(*of_tokens),
         mfu_fraction=mfu(flops.full, step_s, peak),
         mfu_causal_fraction=mfu(flops.causal, step_s, peak),
         predicted_bytes=found.total_bytes,
@@ -183,7 +176,7 @@ def _stages(job: TrainingJob, costs: Costs | None) -> dict[str, Any]:
     return {"stages": tuple(stages), "transfer_s": None if costs is None else costs.transfer_s}
 
 
-def _memory(job: TrainingJob, target: Target, found: JobPrediction) -> dict[str, Any]:
+def _memory(job: TrainingJob, target: Target, found: PipelinePlan) -> dict[str, Any]:
     """Return Prediction's fields of memory, as compiled with plan.compile."""
     # 1. the memory of each rank
     memory, needed, compile_s, refusal = found.memory, found.total_bytes, None, None
@@ -240,7 +233,7 @@ def _fit(
 def _limit(target: Target, refusal: str | None) -> DeviceLimit | None:
     """Return the memory of a device; where the compiler refuses, what it says there is."""
     stated = None if refusal is None else AVAILABLE.search(refusal)
-    if target.memory_gib is None and stated is not None:
+    if target.plan.memory_gib is None and stated is not None:
         return DeviceLimit(round(float(stated[1]) * UNITS[stated[2]]), "stated by the compiler")
     return target.limit
 
@@ -252,7 +245,7 @@ def _devices_text(job: TrainingJob, target: Target) -> str:
     as these name them: "64 x h100 (described), 8 hosts: pp over 8".
     """
     mesh, number, topology = job.pipe.mesh, target.number, target.topology
-    is_there = target.compiles if topology is not None else not target.is_away
+    is_there = target.plan.compiles if topology is not None else not target.is_away
     if is_there:
         return ", ".join(filter(None, (f"{number} x {target.kind}", hosts_text(mesh))))
     hardware = target.known_hardware

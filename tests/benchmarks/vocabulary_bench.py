@@ -55,16 +55,14 @@ def simulated(pipe):
     """Return the makespan of ranks that run free, by FLOPs, in forwards of a layer."""
     relative = relative_costs(pipe.stack, pipe.batch_shapes, pipe.dtype, recompute=True)
     free, layer = PieceTimes(0.0, 0.0, 0.0), PieceTimes(1.0, 1.0, 1.0)
-    third = (
-        4 * relative.head / 3 / (pipe.schedule.vocab_parts or 1)
-    )  # of a layer 4: it runs again in the backward
+    parts = pipe.schedule.vocab_parts
+    third = 4 * relative.head / 3 / (parts or 1)  # of a layer 4: it runs again in the backward
     op_times = OpTimes(
         free, layer, PieceTimes(third, third, third), task_s=0.0, hop_s=0.0, overhead_s=0.0
     )
+    op_times = op_times.in_parts(parts) if parts else op_times
     sizes = [len(layers) for layers in pipe.partition]
-    costs = costs_of_stages(
-        op_times, sizes, keeps_input=False, vocab_parts=pipe.schedule.vocab_parts
-    )
+    costs = costs_of_stages(op_times, sizes, keeps_input=False)
     return simulate(pipe.schedule, costs).makespan_s
 
 

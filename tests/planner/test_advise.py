@@ -9,7 +9,7 @@ from support.selection import full
 from ppctl import config
 from ppctl.planner import make_plan as advise
 from ppctl.planner.cost.op_times import op_times
-from ppctl.planner.cost.predict_step import job_costs, predict_job, step_of, target_of, time_of
+from ppctl.planner.cost.predict_step import job_costs, predict_job, step_of, time_of
 from ppctl.training.pipeline.job import assemble
 from ppctl.training.pipeline.known_hardware import known
 
@@ -29,7 +29,7 @@ def built(asked):
 
 
 def proposed(job):
-    return advise.propose(job.pipe, step_of(job, target_of(job).machine))
+    return advise.propose(job.pipe, step_of(job))
 
 
 def with_layers(asked, sizes):
@@ -49,7 +49,7 @@ def partitions(num_layers, num_stages):
 def test_the_proposal_is_the_fastest_of_all_partitions(remat):
     asked = replace(REQUEST, executor=config.Mpmd(remat=remat))
     job = built(asked)
-    step, found = step_of(job, target_of(job).machine), proposed(job)
+    step, found = step_of(job), proposed(job)
 
     def seconds(partition):
         sizes = [len(layers) for layers in partition]

@@ -73,7 +73,7 @@ QUICK = ("interleaved full", "uneven zb_h2", "dp, fsdp, bfloat16", "one rank", "
 )
 def test_every_part_is_what_its_arrays_take(asked):
     job = assemble(asked)
-    held = array_bytes(step_of(job, None), job.pipe.ticks.num_slots)
+    held = array_bytes(step_of(job), job.pipe.ticks.num_slots)
     shapes = job.pipe.memory()[0]
     assert held.keys() == shapes.keys()
     for part, size in shapes.items():

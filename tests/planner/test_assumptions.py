@@ -12,7 +12,7 @@ from ppctl.model.parallel import StageAxes
 from ppctl.planner.cost.assumptions import assumptions
 from ppctl.planner.cost.predict_step import target_of
 from ppctl.planner.cost.task_flops import work_of
-from ppctl.planner.search.device_models import DividedModels
+from ppctl.planner.search.device_models import stage_divisions
 from ppctl.training.pipeline.job import assemble
 from ppctl.training.pipeline.known_hardware import known
 
@@ -104,15 +104,14 @@ def test_collectives_that_xla_puts_in_are_said_not_to_be_counted():
     assert work.flops(4) == whole.flops(4) / 2
 
 
-def test_a_search_does_not_take_them_for_free(monkeypatch):
+def test_a_search_does_not_take_them_for_free():
     request = replace(OF_ITS_OWN, mesh=config.Mesh(1, 2), hardware=known()["h100"])
     pipe = assemble(request, only_planned=True).pipe
-    shapes = pipe.states.natural, pipe.batch_shapes, pipe.dtype
-    models = DividedModels(pipe.stack, *shapes, StageAxes())
-    monkeypatch.setattr(DividedModels, "__call__", lambda *sizes: pytest.fail("counted"))
+    counted = lambda *sizes: pytest.fail("counted")
+    of_model = counted, pipe.stack, pipe.model.x, StageAxes()
     message = r"tune.tp: 2 has XLA divide this model .* Use tune.tp=\[1\]"
     with pytest.raises(ConfigError, match=message):
-        models.divisions({"tp": [2], "cp": None}, 4, 8)
+        stage_divisions(*of_model, {"tp": [2], "cp": None}, 4, 8)
 
 
 def test_speeds_and_links_are_those_that_seconds_are_counted_with():

@@ -46,7 +46,13 @@ def request(num_devices=16, hardware="h100", **run):
 def script(launcher, asked, path):
     file = path / f"tuned{LAUNCHERS[launcher].suffix}"
     hosts = hosts_for(launcher, asked.hardware, asked.mesh.num_devices)
-    write_job_script(launcher, asked, job_words(launcher, asked, "tuned"), hosts, file)
+    write_job_script(
+        launcher,
+        f"mesh=1x1 of {asked.mesh.num_devices} v5e",
+        job_words(launcher, asked, "tuned"),
+        hosts,
+        file,
+    )
     return file.read_text()
 
 
@@ -109,7 +115,7 @@ def test_the_numbers_of_a_jobset_are_the_layouts_and_kubernetes_takes_it(
 
 def test_a_jobset_has_a_name_of_dns(tmp_path):
     file = tmp_path / "My_Run.jobset.yml"
-    write_job_script("kubernetes", request(), [], Hosts(2, 8), file)
+    write_job_script("kubernetes", "mesh=1x2", [], Hosts(2, 8), file)
     assert yaml.safe_load(file.read_text())["metadata"]["name"] == "my-run"
 
 

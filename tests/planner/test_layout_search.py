@@ -13,24 +13,30 @@ import pytest
 from support.selection import full_except
 
 from ppctl.planner.cost import step_time
-from ppctl.planner.cost.planned_step import Machine, Microbatch, ParamBytes
+from ppctl.planner.cost.planned_step import (
+    Machine,
+    Microbatch,
+    ParamBytes,
+    PlannedLayout,
+    Step,
+)
 from ppctl.planner.cost.roofline import Link, ModelWork, Op, PieceWork, Speed
 from ppctl.planner.cost.step_time import costs_of_stages
 from ppctl.planner.search import layout_candidate as candidates
 from ppctl.planner.search.layout_candidate import along
 from ppctl.planner.search.layout_search import LayoutSearch, ascending, uncollected
-from ppctl.planner.search.layout_space import DeviceModel, Space
+from ppctl.planner.search.layout_space import Space
 from ppctl.schedule.engine_traits import BY_TASKS, IN_TICKS
 from ppctl.schedule.families.registry import FAMILIES, build
-from ppctl.schedule.mesh_axes import MeshSizes
+from ppctl.schedule.mesh_axes import STAGE_AXES, MeshSizes
 from ppctl.schedule.remat import Remat
 
 EPSILON = 1 + 1e-9
 ENGINES = {"spmd": IN_TICKS, "mpmd": BY_TASKS}
 
 
-def some(seed):
-    """(space, models, machine) of a small search; of every second one the devices share cores.
+def some(seed, num_layers=None):
+    """(space, step_of) of a small search; of every second one the devices share cores.
 
     Every third may divide stages over tp and cp: then a device has its part of the work, and sends.
     Of every odd one the vocabulary may be divided over ranks.
@@ -69,8 +75,9 @@ def some(seed):
     )
     size = choose.choice([4, 8])
     executor = choose.choice(["spmd", "mpmd"])
-    space = Space(size, choose.randint(6, 9), 2 * size, example_bytes=8, engine=ENGINES[executor])
-    models = {MeshSizes(): DeviceModel(work, params)}
+    num_layers = choose.randint(6, 9) if num_layers is None else num_layers
+    space = Space(size, num_layers, 2 * size, example_bytes=8, engine=ENGINES[executor])
+    models = {MeshSizes(): (work, params)}
     if seed % 3 == 0:
         models |= {
             MeshSizes(tp=tp, cp=cp): divided(models[MeshSizes()], tp, cp)
@@ -80,13 +87,16 @@ def some(seed):
     space = replace(
         space,
         divisions=tuple(models),
-        gather=gather,
         vocab=("whole", "parallel") if seed % 2 else ("whole",),
     )
-    by_parts = lambda division, vocab_parts=0: (
-        in_parts(models[division], vocab_parts) if vocab_parts else models[division]
-    )
-    return space, by_parts, machine
+
+    def step_of(mesh, microbatch, vocab_parts):
+        model, share = models[mesh.only(STAGE_AXES)], -(-space.num_layers // mesh.pp)
+        model = in_parts(model, vocab_parts) if vocab_parts else model
+        layout = PlannedLayout(mesh, share, share, vocab_parts)
+        return Step(*model, layout, microbatch, machine, gather)
+
+    return space, step_of
 
 
 def divided(model, tp, cp):
@@ -103,15 +113,13 @@ def divided(model, tp, cp):
             )
         )
 
-    work = model.work
+    work, params = model
     pieces = {
         name: shared((piece.forward, piece.input_grad, piece.weight_grad))
         for name, piece in (("embed", work.embed), ("layer", work.layer), ("head", work.head))
     }
-    params = replace(
-        model.params, layer=model.params.layer // tp, embed_head=model.params.embed_head // tp
-    )
-    return DeviceModel(replace(work, **pieces, x_bytes=work.x_bytes // cp), params)
+    params = replace(params, layer=params.layer // tp, embed_head=params.embed_head // tp)
+    return replace(work, **pieces, x_bytes=work.x_bytes // cp), params
 
 
 def in_parts(model, ranks):
@@ -125,8 +133,9 @@ def in_parts(model, ranks):
             )
         )
 
-    work = replace(model.work, embed=part(model.work.embed), head=part(model.work.head))
-    return DeviceModel(work, replace(model.params, embed_head=-(-model.params.embed_head // ranks)))
+    work, params = model
+    work = replace(work, embed=part(work.embed), head=part(work.head))
+    return work, replace(params, embed_head=-(-params.embed_head // ranks))
 
 
 @cache
@@ -218,10 +227,10 @@ def test_bounds_are_not_above_what_they_bound(seed):
 def test_a_family_is_predicted_with_split_backwards_exactly_where_its_tasks_are_split(
     family, monkeypatch
 ):
-    space, models, machine = some(0)
-    space = replace(space, num_layers=16, engine=ENGINES["mpmd"], families=(family,))
+    space, step_of = some(0, num_layers=16)
+    space = replace(space, engine=ENGINES["mpmd"], families=(family,))
     microbatch = Microbatch(1, 8, space.example_bytes, Remat.LAYER)
-    bounds = LayoutSearch(space, models, machine).bounds(MeshSizes(1, 4, 1), microbatch)
+    bounds = LayoutSearch(space, step_of).bounds(MeshSizes(1, 4, 1), microbatch)
     splits = []
 
     def recorded(*args, split, **kwargs):
@@ -291,16 +300,15 @@ EXTRAPOLATED = ["1f1b", "interleaved", "zb_v", "gpipe", "looped_bfs", "zb_h2", "
     ),
 )
 def test_a_long_schedule_is_extrapolated_from_shorter_ones(family, executor, monkeypatch):
-    space, models, machine = some({"spmd": 4, "mpmd": 1}[executor])
+    space, step_of = some({"spmd": 4, "mpmd": 1}[executor], num_layers=9)
     space = replace(
         space,
         num_devices=4,
-        num_layers=9,
         batch_size=256,
         engine=ENGINES[executor],
         families=(family,),
     )
-    search = LayoutSearch(space, models, machine)
+    search = LayoutSearch(space, step_of)
     layouts = [
         (mesh, m) for mesh, m in space.microbatches if mesh.pp > 1 and m.number > 6 * mesh.pp
     ]

@@ -90,29 +90,29 @@ def test_rows_of_tune_are_those_of_plan_and_train_digit_for_digit(how, seed, mon
 
     def recorded(config, stack, candidate):
         row = as_planned(config, stack, candidate)
-        searched.append((candidate, row[0]))
+        searched.append((candidate, row))
         return row
 
     monkeypatch.setattr(tune_module, "as_planned", recorded)
     words = some(seed) if how == "chosen" else fuzzed(seed, tmp_path)
-    tuned, configs = tune_module.tune_layouts(composed(words))
-    for row, asked in zip(tuned.found.best, configs, strict=True):
-        job = assemble(asked, on_one_device=True, only_planned=True)
+    tuned = tune_module.tune_layouts(composed(words))
+    for row in tuned.found.best:
+        job = assemble(row.request, on_one_device=True, only_planned=True)
         plan, train = predicted(job), predict_step(job)
-        assert plan.partition == row.partition
+        assert plan.partition == row.layout.partition
         assert max(plan.total_bytes) == row.total_bytes == train.memory_bytes
         assert plan.memory_bytes[plan.total_bytes.index(row.total_bytes)] == row.memory
-        assert plan.step_time_s == row.time.total_s == train.step_time_s
-        assert plan.ideal_bubble_fraction == row.ideal_bubble == train.ideal_bubble_fraction
-        assert plan.predicted_bubble_fraction == row.bubble == train.bubble_fraction
+        assert plan.step_time_s == row.step_s == train.step_time_s
+        assert plan.ideal_bubble_fraction == row.plan.ideal_bubble == train.ideal_bubble_fraction
+        assert plan.predicted_bubble_fraction == row.plan.bubble == train.bubble_fraction
 
     # of those that the search handed on, it had the seconds, and bytes that are no more
     for candidate, row in searched:
-        assert candidate.seconds == pytest.approx(row.seconds, rel=1e-9)
+        assert candidate.seconds == pytest.approx(row.step_s, rel=1e-9)
         assert candidate.least_bytes <= row.total_bytes * 1.01, candidate
     if seed == 0:
-        others, _ = tune_module.tune_layouts(composed(limited(words, tuned.found.best[0])))
-        assert tuned.found.best[0] not in others.found.best
+        others = tune_module.tune_layouts(composed(limited(words, tuned.found.best[0])))
+        assert tuned.found.best[0].layout not in [row.layout for row in others.found.best]
 
 
 def test_plan_refuses_what_tune_says_is_a_byte_too_much(capsys):

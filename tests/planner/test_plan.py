@@ -10,13 +10,12 @@ from typing import Any
 
 import jax
 import pytest
-from support.plans import TINY, plan_json, request, said_of
+from support.plans import TINY, plan_json, planned, request, said_of
 from support.selection import full, full_except
 
 from ppctl import cli, config
 from ppctl.cli.commands.plan import plan as run_plan
 from ppctl.executors.model_shapes import shard_bytes, tree_bytes
-from ppctl.planner import make_plan as plan
 from ppctl.planner.show.plan_terminal import costs_text
 from ppctl.reports.terminal_output import size_text
 from ppctl.training.pipeline.engines.engine_protocol import PARTS
@@ -40,7 +39,7 @@ def growth(asked, few, many):
     same size.
     """
     one, other = (
-        plan.predict(request(asked, m, remat="none", plan=COMPILE, model=WIDE)) for m in (few, many)
+        planned(request(asked, m, remat="none", plan=COMPILE, model=WIDE)) for m in (few, many)
     )
     parts = {part: other.memory_bytes[0][part] - size for part, size in one.memory_bytes[0].items()}
     return parts, other.total_bytes[0] - one.total_bytes[0]
@@ -60,7 +59,7 @@ REMATS = [
 
 @pytest.mark.parametrize(("schedule", "remat"), full_except(REMATS, ("zb_h1", "full")))
 def test_the_parts_of_a_compiled_program_add_up_to_what_its_compiler_plans(schedule, remat):
-    found = plan.predict(request(schedule, remat=remat, plan=COMPILE))
+    found = planned(request(schedule, remat=remat, plan=COMPILE))
     job = assemble(request(schedule, remat=remat))
     memory = job.pipe.engine.lower_train_step().compile().memory_analysis()
     sizes = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
@@ -77,9 +76,7 @@ def test_activations_are_what_a_compiled_program_grows_by():
     grown = parts["activations"] + parts["transfers"] + parts["batch"]
     assert (
         parts["activations"]
-        == plan.predict(request("gpipe", 24, remat="none", model=WIDE)).memory_bytes[0][
-            "activations"
-        ]
+        == planned(request("gpipe", 24, remat="none", model=WIDE)).memory_bytes[0]["activations"]
     )
     assert grown == pytest.approx(total, rel=0.02)
     assert abs(parts["temporaries"]) <= 0.02 * total
@@ -87,7 +84,7 @@ def test_activations_are_what_a_compiled_program_grows_by():
 
 def test_state_and_batch_are_what_their_arrays_take():
     asked = request(mesh=config.Mesh(2, 2, 2))
-    found = plan.predict(asked).memory_bytes[0]
+    found = planned(asked).memory_bytes[0]
     job = assemble(asked)
     state, batch = job.pipe.init(), job.pipe.put(next(job.data.batches()))
     device = jax.devices()[0]
@@ -108,7 +105,7 @@ def test_state_and_batch_are_what_their_arrays_take():
 @pytest.mark.parametrize("remat", ["none", full("full")])
 def test_each_rank_of_mpmd_holds_its_own(remat):
     asked = request(executor="mpmd", remat=remat, num_microbatches=8)
-    found = plan.predict(asked)
+    found = planned(asked)
     pipe = assemble(asked).pipe
     state = pipe.init()
     for r, of_rank in enumerate(found.memory_bytes):
@@ -128,7 +125,7 @@ def test_the_parts_of_mpmd_add_up_too_once_compiled(post_validation):
         request("zb_h1", executor="mpmd", remat="none", mesh=SMALL, plan=COMPILE)
     )
     asked.executor.post_validation = post_validation
-    found = plan.predict(asked)
+    found = planned(asked)
     assert found.total_bytes == assemble(asked).pipe.engine.compile(evaluate=False).total_bytes
     for of_rank, total in zip(found.memory_bytes, found.total_bytes, strict=True):
         assert sum(of_rank.values()) == total
@@ -174,24 +171,24 @@ PREDICTED = {
 @pytest.mark.parametrize("asked", full_except(PREDICTED, "spmd none", "mpmd none"))
 def test_what_is_predicted_is_about_what_is_compiled(asked):
     """Temporaries are counted; the programs of tiny models hold more that is not."""
-    found = plan.predict(replace(asked, plan=COMPILE))
+    found = planned(replace(asked, plan=COMPILE))
     assert len(found.predicted_bytes) == len(found.total_bytes)
     assert max(found.predicted_bytes) == pytest.approx(max(found.total_bytes), rel=0.35)
-    assert found.predicted_bytes == plan.predict(asked).total_bytes
+    assert found.predicted_bytes == planned(asked).total_bytes
 
 
 @pytest.mark.parametrize("executor", ["mpmd", full("spmd")])
 def test_nothing_is_compiled_unless_requested(executor, monkeypatch):
     for target in (jax.stages.Lowered,):
         monkeypatch.setattr(target, "compile", lambda *_: pytest.fail("compiled"))
-    found = plan.predict(request(executor=executor))
+    found = planned(request(executor=executor))
     assert found.total_bytes == found.predicted_bytes
     assert [sum(of_rank.values()) for of_rank in found.memory_bytes] == list(found.total_bytes)
     assert (found.is_compiled, found.compile_s) == (False, None)
 
 
 def test_a_limit_below_what_is_predicted_does_not_fit_and_one_above_does(capsys):
-    need = max(plan.predict(request()).total_bytes)
+    need = max(planned(request()).total_bytes)
     tight, enough = (config.Plan(memory_gib=(need + more) / 2**30) for more in (-1, 1))
     code, found = plan_json(capsys, request(plan=tight))
     assert (code, found["fits"], found["limit_bytes"]) == (1, False, need - 1)
@@ -272,7 +269,7 @@ def test_what_is_compiled_is_shown_next_to_what_is_predicted(capsys):
 
 
 def test_costs_to_paste_are_those_of_the_stages_relative_to_a_forward():
-    found = plan.predict(TINY)
+    found = planned(TINY)
     names = "forward_s", "input_grad_s", "weight_grad_s"
     per_rank = {f"costs.{n}": sum(getattr(s, n) for s in found.stages) / 4 for n in names}
     per_rank["costs.transfer_s"] = found.transfer_s

@@ -7,13 +7,12 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from support.plans import plan_json, request, said_of
+from support.plans import plan_json, planned, request, said_of
 
 from ppctl import cli, config
 from ppctl.cli.commands.plan import plan as run_plan
 from ppctl.errors import ConfigError
 from ppctl.executors import described_devices as topology
-from ppctl.planner import make_plan as plan
 from ppctl.training.pipeline import job as training_job
 from ppctl.training.pipeline.engines.one_program import OneProgram
 from ppctl.training.pipeline.known_hardware import known
@@ -42,7 +41,7 @@ def test_a_program_is_compiled_for_described_devices(monkeypatch, capsys):
     with pytest.raises(
         ConfigError, match=r"1\*2\*1 = 2, but plan.topology=v5e:2x2 has 4 devices. Use a mesh"
     ):
-        plan.predict(request(mesh=config.Mesh(1, 2, 1), plan=TOPOLOGY))
+        planned(request(mesh=config.Mesh(1, 2, 1), plan=TOPOLOGY))
 
 
 REFUSED = (
@@ -88,12 +87,12 @@ def test_without_libtpu_it_is_named(capsys):
 def test_a_topology_is_predicted_for_without_its_compiler(name, devices, limit, hosts, monkeypatch):
     monkeypatch.setattr(training_job, "described_mesh", None)  # no compiler is asked
     wanted = config.Plan(compile=False, topology=name)
-    found = plan.predict(request("zb_h1", executor="mpmd", plan=wanted))
+    found = planned(request("zb_h1", executor="mpmd", plan=wanted))
     assert (found.devices, found.is_compiled, found.fits) == (devices, False, True)
     assert limit in str(found.limit_source)
     assert found.step_time_s is not None
     assert {stage.devices for stage in found.stages} == {()}  # no compiler has numbered them
-    here = plan.predict(request("zb_h1", executor="mpmd", hardware=known()[name.partition(":")[0]]))
+    here = planned(request("zb_h1", executor="mpmd", hardware=known()[name.partition(":")[0]]))
     assert (found.memory_bytes, found.predicted_bytes) == (here.memory_bytes, here.predicted_bytes)
     if not hosts:
         assert found.step_time_s == here.step_time_s
@@ -107,18 +106,18 @@ def test_a_topology_of_another_size_is_refused_without_its_compiler():
         ("h100:2x2x1", "write the number of hosts"),
     ):
         with pytest.raises(ConfigError, match=message):
-            plan.predict(request(plan=config.Plan(compile=False, topology=name)))
+            planned(request(plan=config.Plan(compile=False, topology=name)))
 
 
 def test_tp_over_hosts_of_the_hardware_that_is_described_is_refused():
     with pytest.raises(
         ConfigError, match=r"^mesh.tp=16 would go over 2 hosts of 8 devices: .* mesh.tp=8"
     ):
-        plan.predict(request(mesh=config.Mesh(dp=1, pp=1, tp=16), hardware=known()["h100"]))
+        planned(request(mesh=config.Mesh(dp=1, pp=1, tp=16), hardware=known()["h100"]))
 
 
 def test_a_topology_of_unknown_chips_has_memory_but_no_time():
-    found = plan.predict(request(plan=config.Plan(compile=False, topology="v9:2x2")))
+    found = planned(request(plan=config.Plan(compile=False, topology="v9:2x2")))
     assert (found.devices, found.step_time_s, found.fits) == ("4 x v9", None, None)
     assert found.unknown is not None
     assert "nothing is known of plan.topology=v9:2x2" in found.unknown

@@ -14,8 +14,9 @@ from support.selection import full_except
 from ppctl import cli, config
 from ppctl.errors import ConfigError
 from ppctl.executors.mpmd.plan_tasks import TASKS
+from ppctl.planner.cost.op_times import op_times
 from ppctl.planner.cost.planned_step import Machine
-from ppctl.planner.cost.predict_step import times_of
+from ppctl.planner.cost.predict_step import step_of
 from ppctl.planner.cost.roofline import Link, Speed
 from ppctl.planner.rehearsal import rehearse_ranks as rehearse
 from ppctl.planner.rehearsal.rank_on_device import RankOnDevice, RankTimes, in_ticks
@@ -37,6 +38,12 @@ SMALL = config.Config(
     run=config.Run(dtype="float32"),
 )
 FREE = Machine(Speed(1e30, 1e30), Link(0.0, 1e30), None, None, 0.0)  # nothing but tasks takes time
+
+
+def on(machine, job):
+    return replace(step_of(job), machine=machine)
+
+
 REQUESTS = {
     "1f1b": SMALL,
     "the vocabulary on all ranks": replace(
@@ -68,7 +75,7 @@ def times(request, forward_s, backward_s, busy=MANY_CORES):
     }
     ranks = range(job.pipe.schedule.num_ranks)
     ran = {r: RankTimes(Timing(1.0, busy), Timing(0.5, busy), task_s, 100) for r in ranks}
-    return rehearse.Simulated(job, FREE, ran, list(ranks))
+    return rehearse.Simulated(job, on(FREE, job), ran, list(ranks))
 
 
 @pytest.mark.parametrize("name", full_except([*REQUESTS], "1f1b"))
@@ -142,7 +149,7 @@ def test_a_rank_that_is_like_another_takes_its_times_stage_by_stage():
         for kind in ("F", "I", "W")
     }
     ran = {r: RankTimes(Timing(1.0, 1.0), Timing(0.0, 0.0), task_s, 0) for r in (0, 1)}
-    costs = rehearse.Simulated(job, FREE, ran, [0, 1, 1, 1]).costs
+    costs = rehearse.Simulated(job, on(FREE, job), ran, [0, 1, 1, 1]).costs
     assert costs.forward_s == (1.0, 11.0, 11.0, 11.0, 61.0, 61.0, 61.0, 71.0)
     assert costs.weight_grad_s == (3.0, 13.0, 13.0, 13.0, 63.0, 63.0, 63.0, 73.0)
 
@@ -172,10 +179,11 @@ def test_what_devices_of_a_stage_send_is_counted_beside_what_one_of_them_compute
     )
     found = times(asked, 1.0, 2.0, busy=0.25)
     assert found.costs.forward_s[1] == pytest.approx(1.0)
-    slow = replace(found, machine=replace(FREE, link=Link(1.0, 1e30)))  # a second a message
+    link = Link(1.0, 1e30)  # a second a message
+    slow = replace(found, planned=on(replace(FREE, link=link), found.job))
     along_tp, along_cp = 4, 2  # two gathers and two scatters of a block; its keys and its values
     assert slow.costs.forward_s[1] == pytest.approx(1.0 + along_tp + along_cp)
-    layer = times_of(slow.job, slow.machine).layer
+    layer = op_times(slow.planned).layer
     assert slow.costs.seconds("B", 1, 1) == pytest.approx(
         2.0 + layer.input_grad_s + layer.weight_grad_s
     )

@@ -7,10 +7,10 @@ import math
 from dataclasses import replace
 
 import pytest
+from support.plans import planned
 
 from ppctl import cli, config
 from ppctl.errors import ConfigError
-from ppctl.planner import make_plan as plan
 from ppctl.planner.search.token_budget import token_budget
 from ppctl.planner.show.plan_page import plan_page
 from ppctl.training.pipeline.known_hardware import known
@@ -101,7 +101,7 @@ def test_the_page_has_a_card_of_it():
         run=config.Run(dtype="bfloat16"),
         plan=config.Plan(tokens=1e12),
     )
-    found = plan.predict(request)
+    found = planned(request)
     assert found.token_budget is not None
     page = plan_page(found, "no chart", [])
     assert found.token_budget.text in page

@@ -14,8 +14,8 @@ from support.tuning import composed, layout, request
 from ppctl import cli
 from ppctl.planner.cost.predict_step import predict_job
 from ppctl.planner.rehearsal.timed_runs import Timing
-from ppctl.planner.search.layout_search import Found
 from ppctl.planner.search.layout_space import Space
+from ppctl.planner.search.tune_layouts import Found, Tuned
 from ppctl.planner.show import tune_terminal
 from ppctl.reports.terminal_output import size_text
 from ppctl.schedule.mesh_axes import MeshSizes
@@ -167,11 +167,10 @@ def test_where_none_fits_it_says_what_the_smallest_needs(tuned, tmp_path):
     assert tuned("mesh=2x2", f"plan.memory_gib={(need + 1) / 2**30}")[0] == 0
 
 
-def said(best, alone, measured_s=()):
+def said(best, alone):
     """The line about pipelines."""
     found = Found(tuple(best), alone, 9, 0, 9, None)
-    tuned = tune_terminal.Tuned(found, measured_s, 0.1, "4 x host", None, None, 1.0, None)
-    return tune_terminal._about_pipelines(tuned)
+    return tune_terminal._about_pipelines(Tuned(found, 0.1, "4 x host", None, None, 1, None))
 
 
 def test_a_line_says_whether_a_pipeline_is_faster():
@@ -186,10 +185,9 @@ def test_a_line_says_whether_a_pipeline_is_faster():
         "without a pipeline the best is mesh=4x1, 4 microbatches, remat=none: 1.50 times as long."
     )
     # as measured, where both were
-    assert said([one, flat], flat, (3.0, 3.3)).endswith("1.10 times as long.")
-    assert said([flat, one], flat, (3.0, 3.6)).endswith(
-        "the best pipeline takes 1.20 times as long."
-    )
+    one, flat = layout((1, 4, 1), 1.0, measured_s=3.0), layout((4, 1, 1), 1.5, measured_s=3.3)
+    assert said([one, flat], flat).endswith("1.10 times as long.")
+    assert said([flat, one], flat).endswith("the best pipeline takes 0.91 times as long.")
 
 
 # --- measuring ----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.selection import full_except
-from support.tuning import WORDS, composed, layout, request
+from support.tuning import WORDS, composed, request
 
 from ppctl import cli, config
 from ppctl.cli.commands.tune import tune
@@ -35,12 +35,12 @@ def test_the_recipe_is_the_request_found(words, tmp_path):
     asked = composed(shown) if "mlp" in words or "recipes" in words else request(*shown)
     path = tmp_path / "recipes/tuned.yaml"
     assert tune(asked, as_json=True) == 0
-    tuned, configs = tune_layouts(asked)
+    configs = [row.request for row in tune_layouts(asked).found.best]
     name = asked.run.name if asked.run.name != config.Run().name else "tuned"
     uneven = [i for i, found in enumerate(configs) if found.partition.name == "explicit"][:1]
     assert uneven or "num_layers=9" not in words
     for i in (0, len(configs) - 1, *uneven):
-        write_recipe(path, configs[i], tuned.found.best[i], None)
+        write_recipe(path, configs[i], 1.0, None)
         found = composed(["recipes=tuned"], "--config-dir", str(tmp_path))
         run = replace(configs[i].run, name=name, dir=f"runs/{name}")
         assert found == replace(configs[i], run=run)
@@ -61,7 +61,7 @@ def test_a_recipe_keeps_what_its_plan_counts_with(name, tmp_path):
     (tmp_path / "hardware/mine.yaml").write_text("defaults: [h100]\nname: mine\n")
     asked = composed([*WORDS.split(), *COUNTED[name].split()], "--config-dir", str(tmp_path))
     path = tmp_path / "recipes/tuned.yaml"
-    write_recipe(path, asked, layout((1, 4, 1), 1.0), None)
+    write_recipe(path, asked, 1.0, None)
     found = composed(["recipes=tuned"], "--config-dir", str(tmp_path))
     assert found == replace(asked, run=replace(asked.run, name="tuned", dir="runs/tuned"))
     text = path.read_text()

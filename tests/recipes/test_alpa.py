@@ -128,11 +128,9 @@ def test_the_stages_that_the_planner_finds_train_the_same():
         "tune.recipe=null",
     ]
     asked = compose(words, [], ["tune"])
-    tuned, configs = tune_layouts(asked)
-    i = next(
-        i for i, found in enumerate(tuned.found.best) if found.mesh[1] > 1 and min(found.partition)
-    )
-    chosen = configs[i]
+    rows = tune_layouts(asked).found.best
+    is_chosen = lambda found: found.mesh.pp > 1 and min(found.partition)
+    chosen = next(row.request for row in rows if is_chosen(row.layout))
     job = assemble(replace(chosen, run=replace(chosen.run, dtype="float64")))
     state = stepped(job, None, next(job.data.batches()))
     assert (

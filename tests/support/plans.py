@@ -7,6 +7,7 @@ from ppctl import config
 from ppctl.cli.commands.plan import plan as run_plan
 from ppctl.planner import make_plan as plan
 from ppctl.planner.show.plan_terminal import show_plan
+from ppctl.training.pipeline.job import assemble
 
 TINY = config.Config(
     model=config.MLP(num_layers=4, d_model=32),
@@ -37,8 +38,13 @@ def plan_json(capsys, asked):
     return code, json.loads(capsys.readouterr().out)
 
 
+def planned(asked):
+    """The prediction for a request."""
+    return plan.predicted(assemble(asked, only_planned=True))
+
+
 def said_of(asked, capsys):
     """(prediction, what is printed of it)."""
-    found = plan.predict(asked)
+    found = planned(asked)
     show_plan(found)
     return found, capsys.readouterr().out

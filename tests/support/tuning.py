@@ -2,8 +2,10 @@
 
 from ppctl import config
 from ppctl.cli.compose import compose
+from ppctl.planner.cost.predict_step import PipelinePlan
 from ppctl.planner.cost.step_time import StepTime
 from ppctl.planner.search.layout_candidate import Candidate
+from ppctl.planner.search.tune_layouts import Row
 from ppctl.schedule.mesh_axes import MeshSizes
 
 WORDS = (
@@ -23,8 +25,10 @@ def request(*words):
     return composed([*WORDS.split(), *words])
 
 
-def layout(mesh, seconds):
-    time = StepTime(seconds, 0.0, seconds, 1.0)
-    return Candidate(
-        MeshSizes(*mesh), "1f1b", 1, 4, "none", (5,) * mesh[1], time, 0.0, {"parameters": 1}
+def layout(mesh, seconds, measured_s=None):
+    """A row of `ppctl tune`."""
+    time, sizes = StepTime(seconds, 0.0, seconds, 1.0), (5,) * mesh[1]
+    found = Candidate(MeshSizes(*mesh), "1f1b", 1, 4, "none", sizes, time, 0.0, 1, None)
+    return Row(
+        found, PipelinePlan("host", ({"parameters": 1},), None, None, time=time), {}, measured_s
     )

@@ -8,7 +8,7 @@ import pytest
 
 from ppctl import config
 from ppctl.errors import ConfigError
-from ppctl.planner.cost.predict_step import target_devices
+from ppctl.planner.cost.target_devices import Target
 from ppctl.training.pipeline.jax_start import check_memory_fraction, set_memory_fraction
 from ppctl.training.pipeline.known_hardware import known, planned_for
 
@@ -81,7 +81,9 @@ def test_of_a_topology_its_devices_count(topology, is_gpu):
 
 
 def device_limit(asked, device):
-    return target_devices(asked, device, asked.mesh.num_devices, "float32").limit
+    number, fraction = asked.mesh.num_devices, asked.run.memory_fraction
+    target = Target(asked.hardware, device, number, "float32", memory_fraction=fraction)
+    return target.limit
 
 
 def test_a_limit_says_which_share_of_the_memory_it_is_and_what_says_so(monkeypatch):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from support.cuda_plugin import needs_cuda_plugin
+from support.plans import planned
 
 from ppctl import cli, config
 from ppctl.cli.commands.plan import plan as run_plan
@@ -18,7 +19,6 @@ from ppctl.executors import described_devices as topology
 from ppctl.executors.described_devices import described_mesh, has_plugin, target_config
 from ppctl.executors.mpmd import mpmd_runtime as runtime
 from ppctl.model.attention.cudnn_attention import CALLS
-from ppctl.planner import make_plan as plan
 from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.training.pipeline.job import assemble
 from ppctl.training.pipeline.known_hardware import gpu_names, gpu_target, known
@@ -104,7 +104,7 @@ def test_hardware_of_ones_own_is_described_too(monkeypatch):
     mine = replace(
         known()["h100"], name="mine", cuda=known()["h100"].cuda | {"cores": 99}, memory_gib=10.0
     )
-    found = plan.predict(
+    found = planned(
         replace(REQUEST, hardware=mine, plan=replace(REQUEST.plan, topology="mine:1x4"))
     )
     assert "core_count: 99" in asked["target_config"]
@@ -175,7 +175,7 @@ def test_a_gpu_that_cannot_be_is_refused(changes, message):
 
 @needs_cuda_plugin
 def test_a_program_is_compiled_for_gpus():
-    found = plan.predict(REQUEST)
+    found = planned(REQUEST)
     assert found.is_compiled
     assert found.fits
     assert found.devices == "4 x NVIDIA H100 80GB HBM3, 2 processes: pp over 2"
@@ -218,7 +218,7 @@ def test_a_stages_programs_run_cudnns_kernels_once_a_layer(schedule, backward, r
 
 @needs_cuda_plugin
 def test_a_plan_of_mpmd_is_compiled_for_gpus():
-    found = plan.predict(DISPATCHED)
+    found = planned(DISPATCHED)
     assert found.is_compiled
     assert found.fits
     assert len(found.total_bytes) == 4

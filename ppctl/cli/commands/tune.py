@@ -20,18 +20,19 @@ def tune(config: Config, *, as_json: bool) -> int:
     name, launch = config.tune.recipe, config.tune.launch
     path = recipe_path(name)  # refused before the search
     script = None if launch is None or name is None else own_path(name, LAUNCHERS[launch].suffix)
-    tuned, configs = tune_layouts(config)
-    best = tuned.found.best
-    if best and path is not None:
-        measured_s = tuned.measured_s[0] if tuned.measured_s else None
-        write_recipe(path, configs[0], best[0], measured_s)
+    tuned = tune_layouts(config)
+    first = tuned.found.best[0] if tuned.found.best else None
+    if first is not None and path is not None:
+        write_recipe(path, first.request, first.step_s, first.measured_s)
         tuned = replace(tuned, recipe=str(path))
-    if best and name is not None and launch is not None and script is not None:
-        words = job_words(launch, configs[0], name)
-        command = write_job_script(launch, configs[0], words, tuned.hosts, script)
+    if first is not None and name is not None and launch is not None and script is not None:
+        request = first.request
+        layout = f"{request.mesh.text} of {request.mesh.num_devices} {request.hardware.name}"
+        words = job_words(launch, request, name)
+        command = write_job_script(launch, f"mesh={layout}", words, tuned.hosts, script)
         tuned = replace(tuned, job_script=str(script), job_command=command)
-    show_tuned(tuned, configs, as_json=as_json)
-    return 0 if best else 1
+    show_tuned(tuned, as_json=as_json)
+    return int(first is None)
 
 
 def job_words(launch: str, config: Config, name: str) -> list[str]:

@@ -5,12 +5,14 @@ A rehearsal measures tasks instead, and counts only exchanges. Standard library 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
 from ppctl.planner.cost.planned_step import Step
 from ppctl.planner.cost.roofline import Op, PieceWork
+from ppctl.schedule.ir import Kind
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,9 @@ class PieceTimes:
     @property
     def all_s(self) -> float:
         return self.forward_s + self.input_grad_s + self.weight_grad_s
+
+
+FREE = PieceTimes(0.0, 0.0, 0.0)
 
 
 class LayerGathers(NamedTuple):
@@ -52,7 +57,10 @@ class LayerGathers(NamedTuple):
 
 @dataclass(frozen=True)
 class OpTimes:
-    """Seconds of all pieces of a step, for one size of microbatch and one setting of remat."""
+    """Seconds of all pieces of a step, for one size of microbatch and one setting of remat.
+
+    embed, head: of the whole vocabulary, on the first and the last stage; free where it is divided.
+    """
 
     embed: PieceTimes
     layer: PieceTimes
@@ -62,6 +70,28 @@ class OpTimes:
     overhead_s: float  # per step: gathering parameters, reducing gradients, the optimizer
     capacity: float = inf  # devices at full speed at the same time; simulated ones share cores
     gathers: LayerGathers | None = None  # of layers in each task; None: they are whole before it
+    parts: Mapping[Kind, float] = field(
+        default_factory=dict[Kind, float]
+    )  # of a part of the vocabulary, if any
+
+    def in_parts(self, number: int) -> OpTimes:
+        """Return the times where each of `number` ranks has a part of the vocabulary.
+
+        embed and head are those of one part. Of the head's three products S makes one, T two; and
+        each task sums an activation over the ranks, round the ring.
+        """
+        embed, head, summed_s = self.embed, self.head, 2 * (number - 1) / number * self.hop_s
+        parts: dict[Kind, float] = {
+            "E": embed.forward_s + summed_s,
+            "S": head.all_s / 3 + summed_s,
+            "T": head.all_s * 2 / 3 + summed_s,
+            "G": embed.input_grad_s + embed.weight_grad_s + summed_s,
+        }
+        return replace(self, embed=FREE, head=FREE, parts=parts)
+
+    def embed_head_s(self, num_ranks: int) -> float:
+        """Return the seconds of embedding and head of a microbatch, of all ranks together."""
+        return self.embed.all_s + self.head.all_s + num_ranks * sum(self.parts.values())
 
     def forward_s(self, layers: float) -> float:
         """Return the seconds of a forward through so many layers."""
@@ -110,7 +140,7 @@ def op_times(step: Step) -> OpTimes:
 
     # 2. transfers, gathers and per-step overhead
     ranks, x_bytes = step.ring(("pp",)), examples * step.work.x_bytes
-    return OpTimes(
+    times = OpTimes(
         embed=seconds(step.work.embed),
         layer=seconds(layer, again),
         head=seconds(step.work.head),
@@ -120,6 +150,7 @@ def op_times(step: Step) -> OpTimes:
         capacity=inf if machine.cores is None else float(machine.cores),
         gathers=_gathers(step),
     )
+    return times.in_parts(step.layout.vocab_parts) if step.layout.vocab_parts else times
 
 
 def _gathers(step: Step) -> LayerGathers | None:

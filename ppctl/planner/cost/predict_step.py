@@ -10,30 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ppctl.config import Config, Hardware
-from ppctl.errors import ConfigError
 from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
 from ppctl.executors.mpmd.plan_tasks import JOINS, TASKS
 from ppctl.executors.parameter_layout import Shard, is_layer, parameter_of
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.planner.cost.op_times import OpTimes, op_times
-from ppctl.planner.cost.planned_step import (
-    Machine,
-    Microbatch,
-    ParamBytes,
-    PlannedLayout,
-    Step,
-)
+from ppctl.planner.cost.planned_step import Microbatch, ParamBytes, PlannedLayout, Step
 from ppctl.planner.cost.step_bytes import reference_bytes, task_bytes, workspace_bytes
 from ppctl.planner.cost.step_time import StepTime, costs_of, costs_of_stages, step_time
-from ppctl.planner.cost.target_devices import Target
+from ppctl.planner.cost.target_devices import DeviceLimit, Target
 from ppctl.planner.cost.task_flops import work_of
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import BASELINE, build
@@ -50,52 +42,68 @@ Tree = Any
 
 
 @dataclass(frozen=True)
-class JobPrediction:
-    """The prediction for a request before anything is compiled."""
+class PipelinePlan:
+    """The predicted step of a pipeline, before anything is compiled. Made by `ppctl.plan`."""
 
-    memory: tuple[Mapping[str, int], ...]  # of each rank, of one device, by part
-    time: StepTime | None  # by the costs of the request
-    unknown: str | None  # why the time is not known
-    ideal_bubble: float | None  # 0..1; None without a pipeline
-    bubble: float | None  # 0..1: by the same seconds as the time; None where these are not known
-    costs: Costs | None = None  # of the stages' tasks; None where the time is not known
-    step: Step | None = None  # likewise
+    hardware: str | None  # name of the description used; None: the devices are unknown
+    memory: tuple[Mapping[str, int], ...]  # bytes of one device of each rank, by part
+    limit: DeviceLimit | None  # memory of a device; None: unknown
+    ideal_bubble: float | None  # 0..1: equal stages, no transfers; None: no pipeline
+    unknown: str | None = None  # why the seconds, and the next fields, are unknown
+    time: StepTime | None = None
+    bubble: float | None = None  # 0..1: by the seconds of the step
+    costs: Costs | None = field(default=None, repr=False)  # of the stages' tasks
+    step: Step | None = field(default=None, repr=False)
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a train step; None: unknown."""
+        return None if self.time is None else self.time.total_s
+
+    @property
+    def overhead_s(self) -> float | None:
+        """A part of `step_s`: parameters gathered, gradients summed, optimizer."""
+        return None if self.time is None else self.time.overhead_s
 
     @property
     def total_bytes(self) -> tuple[int, ...]:
-        """For each rank."""
+        """Bytes of one device of each rank."""
         return tuple(sum(of_rank.values()) for of_rank in self.memory)
 
+    @property
+    def limit_bytes(self) -> int | None:
+        """Memory of a device; None: unknown."""
+        return None if self.limit is None else self.limit.size_bytes
 
-def predict_job(job: TrainingJob) -> JobPrediction:
+    @property
+    def fits(self) -> bool | None:
+        """Whether every rank's bytes fit a device; None: its memory is unknown."""
+        return None if self.limit is None else max(self.total_bytes) <= self.limit.size_bytes
+
+
+def predict_job(job: TrainingJob) -> PipelinePlan:
     """Return the prediction for a job. ConfigError where the request's hardware is wrong."""
     return predict_pipeline(job.pipe, job.counted_model, target_of(job))
 
 
-def predict_pipeline(pipe: Pipeline, counted: Model, target: Target) -> JobPrediction:
+def predict_pipeline(pipe: Pipeline, counted: Model, target: Target) -> PipelinePlan:
     """Return the prediction for a pipeline. counted: its model with the kernels of the target."""
-    machine, unknown = None, None
-    try:
-        machine = target.machine
-    except ConfigError as error:
-        if isinstance(target.request, Hardware):
-            raise
-        unknown = str(error)
-    step = pipeline_step(pipe, counted, target, machine)
-    memory, ideal = memory_of(pipe, step), pipe.bubble()
-    if machine is None:
-        return JobPrediction(memory, None, unknown, ideal, None)
+    step, hardware = pipeline_step(pipe, counted, target), target.known_hardware
+    name = None if hardware is None else hardware.name
+    known = name, memory_of(pipe, step), target.limit, pipe.bubble()
+    if target.unknown is not None:
+        return PipelinePlan(*known, target.unknown)
     times = op_times(step)
     time, costs = time_of(pipe, times), job_costs(pipe, times)
-    return JobPrediction(memory, time, None, ideal, _bubble(pipe, times, time), costs, step)
+    return PipelinePlan(*known, None, time, _bubble(pipe, times, time), costs, step)
 
 
 def predict_step(job: TrainingJob) -> StepPrediction:
     """Return the prediction for a run, as `ppctl train` prints it."""
-    found, hardware = predict_job(job), target_of(job).known_hardware
-    name = "unknown hardware" if hardware is None else f"hardware={hardware.name}"
-    step_s = None if found.time is None else found.time.total_s
-    return StepPrediction(step_s, max(found.total_bytes), name, found.ideal_bubble, found.bubble)
+    found = predict_job(job)
+    name = "unknown hardware" if found.hardware is None else f"hardware={found.hardware}"
+    bubbles = found.ideal_bubble, found.bubble
+    return StepPrediction(found.step_s, max(found.total_bytes), name, *bubbles)
 
 
 def _bubble(pipe: Pipeline, times: OpTimes, time: StepTime) -> float | None:
@@ -118,33 +126,18 @@ def _bubble(pipe: Pipeline, times: OpTimes, time: StepTime) -> float | None:
 
 def target_of(job: TrainingJob) -> Target:
     """Return the devices that a job's plan is for."""
-    mesh = job.pipe.mesh
-    return target_devices(job.config, mesh.devices.flat[0], mesh.size, str(job.pipe.dtype))
+    config, mesh = job.config, job.pipe.mesh
+    how = config.plan, config.mesh.order, config.executor.xla_flags, config.run.memory_fraction
+    return Target(config.hardware, mesh.devices.flat[0], mesh.size, str(job.pipe.dtype), *how)
 
 
-def target_devices(config: Config, device: Any, number: int, dtype: str) -> Target:
-    """Return the devices of a request; device: an attached one; dtype: of compute."""
-    return Target(
-        config.hardware,
-        device,
-        number,
-        dtype,
-        config.plan.topology,
-        config.plan.compiles,
-        config.mesh.order,
-        config.executor.xla_flags,
-        config.plan.memory_gib,
-        config.run.memory_fraction,
-    )
+def step_of(job: TrainingJob) -> Step:
+    """Return the step of a job on the devices of its plan."""
+    return pipeline_step(job.pipe, job.counted_model, target_of(job))
 
 
-def step_of(job: TrainingJob, machine: Machine | None) -> Step:
-    """Return the step of a job on a machine."""
-    return pipeline_step(job.pipe, job.counted_model, target_of(job), machine)
-
-
-def pipeline_step(pipe: Pipeline, counted: Model, target: Target, machine: Machine | None) -> Step:
-    """Return the step of a pipeline on a machine; counted: its model with the target's kernels."""
+def pipeline_step(pipe: Pipeline, counted: Model, target: Target) -> Step:
+    """Return the step of a pipeline; counted: its model with the target's kernels."""
     execution, model = pipe.execution, pipe.model
     examples, number = model.microbatch["inputs"].shape[0], pipe.schedule.num_microbatches
     example_bytes = tree_bytes(model.microbatch) // examples
@@ -155,17 +148,12 @@ def pipeline_step(pipe: Pipeline, counted: Model, target: Target, machine: Machi
         param_bytes(pipe.states.natural, model, pipe.layout.shards),
         layout_of(pipe),
         Microbatch(examples, number, example_bytes, execution.remat),
-        machine,
+        target.machine if target.unknown is None else None,
         execution.gather,
         execution.unroll,
         adds=target.adds_products and not is_alone,
         casts=number if is_alone else 1,
     )
-
-
-def times_of(job: TrainingJob, machine: Machine | None = None) -> OpTimes:
-    """Return the op times of a job on a machine, None: that of its request."""
-    return op_times(step_of(job, machine or target_of(job).machine))
 
 
 def layout_of(pipe: Pipeline) -> PlannedLayout:

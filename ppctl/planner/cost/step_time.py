@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ppctl.planner.cost.op_times import OpTimes, PieceTimes
+from ppctl.planner.cost.op_times import OpTimes
 from ppctl.schedule.costs import OF_PARTS, Costs
-from ppctl.schedule.ir import Kind, Schedule
+from ppctl.schedule.ir import Schedule
 from ppctl.schedule.lockstep_ticks import Counted, rows_s
 from ppctl.schedule.partition.partition import Partition, stage_costs
 from ppctl.schedule.remat import Remat
@@ -45,13 +45,8 @@ def costs_of(
 ) -> Costs:
     """Return the costs of a schedule's tasks; layer_costs: over their mean, None: all alike."""
     sizes = stage_costs(partition, embed=0.0, head=0.0, layers=layer_costs)
-    return costs_of_stages(
-        op_times,
-        sizes,
-        keeps_input=remat.keeps_input_only,
-        split=schedule.is_split,
-        vocab_parts=schedule.vocab_parts,
-    )
+    how = {"keeps_input": remat.keeps_input_only, "split": schedule.is_split}
+    return costs_of_stages(op_times, sizes, **how)
 
 
 def costs_of_stages(
@@ -60,21 +55,20 @@ def costs_of_stages(
     *,
     keeps_input: bool,
     split: bool = False,
-    vocab_parts: int = 0,
 ) -> Costs:
     """Return the costs of each stage's tasks; sizes: its layers, or their relative cost.
 
     The last stage's forward runs the head forward and backward. With keeps_input (remat=full) it is
     a part of the backward, and the first stage embeds again. split: W is a separate task, not a
-    part of B. vocab_parts: ranks with a part of the vocabulary each (`seconds_of_part`).
+    part of B.
 
-    >>> free, one, two = (PieceTimes(s, s, s) for s in (0.0, 1.0, 2.0))
-    >>> op_times = OpTimes(free, one, two, task_s=0.0, hop_s=0.0, overhead_s=0.0)
+    >>> from ppctl.planner.cost.op_times import FREE, PieceTimes
+    >>> one, two = (PieceTimes(s, s, s) for s in (1.0, 2.0))
+    >>> op_times = OpTimes(FREE, one, two, task_s=0.0, hop_s=0.0, overhead_s=0.0)
     >>> costs_of_stages(op_times, (2, 1), keeps_input=False).forward_s
     (2.0, 7.0)
     """
-    last, free = len(sizes) - 1, PieceTimes(0.0, 0.0, 0.0)
-    embed, head = (free, free) if vocab_parts else (op_times.embed, op_times.head)
+    last, embed, head = len(sizes) - 1, op_times.embed, op_times.head
     forward, input_grad, weight_grad = list[float](), list[float](), list[float]()
 
     # 1. layers, with embedding and head at the ends
@@ -84,7 +78,7 @@ def costs_of_stages(
         if s == 0:
             i += embed.input_grad_s + embed.weight_grad_s
             i += embed.forward_s if keeps_input else 0.0
-        if s == last and keeps_input and not vocab_parts:
+        if s == last and keeps_input and not op_times.parts:
             f, i = 0.0, i + head.all_s
         elif s == last:
             f += head.all_s
@@ -94,24 +88,7 @@ def costs_of_stages(
 
     # 2. parts of the vocabulary
     costs = Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer_s=op_times.hop_s)
-    parts = seconds_of_part(op_times, vocab_parts) if vocab_parts else {}
-    return replace(costs, **{OF_PARTS[kind]: each_s for kind, each_s in parts.items()})
-
-
-def seconds_of_part(op_times: OpTimes, vocab_parts: int) -> dict[Kind, float]:
-    """Return the seconds of each kind of task of a vocabulary part; op_times are those of one part.
-
-    Of the head's three products S makes one, T two; and each task sums an activation over the
-    ranks, round the ring.
-    """
-    embed, head = op_times.embed, op_times.head
-    summed_s = 2 * (vocab_parts - 1) / vocab_parts * op_times.hop_s
-    return {
-        "E": embed.forward_s + summed_s,
-        "S": head.all_s / 3 + summed_s,
-        "T": head.all_s * 2 / 3 + summed_s,
-        "G": embed.input_grad_s + embed.weight_grad_s + summed_s,
-    }
+    return replace(costs, **{OF_PARTS[kind]: s for kind, s in op_times.parts.items()})
 
 
 def step_time(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ppctl.config import AutoHardware, Hardware
+from ppctl.config import AutoHardware, Hardware, Plan
 from ppctl.errors import ConfigError
 from ppctl.planner.cost.planned_step import Machine
 from ppctl.planner.cost.roofline import Link, Speed
@@ -55,12 +55,14 @@ class Target:
     device: Any  # an attached one
     number: int
     dtype: str  # of compute
-    topology: str | None = None
-    compiles: bool = False  # programs too
+    plan: Plan = field(default_factory=Plan)  # topology, memory of a device, what is compiled
     order: str = "auto"  # mesh.order
     xla_flags: str = "auto"
-    memory_gib: float | None = None  # of a device, as requested
     memory_fraction: float | None = None  # of a GPU, as requested
+
+    @property
+    def topology(self) -> str | None:
+        return self.plan.topology
 
     @property
     def kind(self) -> str:
@@ -100,6 +102,17 @@ class Target:
         return None if peak is None else peak * self.number
 
     @property
+    def unknown(self) -> str | None:
+        """Why speeds are unknown; ConfigError where the requested hardware states too little."""
+        try:
+            _ = self.machine
+        except ConfigError as error:
+            if isinstance(self.request, Hardware):
+                raise
+            return str(error)
+        return None
+
+    @property
     def machine(self) -> Machine:
         """The speeds and links of the devices. ConfigError where nothing is known of them."""
         hardware = self.hardware
@@ -130,7 +143,7 @@ class Target:
         Simulated devices share the machine's evenly.
         """
         # 1. as requested, or of described hardware
-        if (gib := self.memory_gib) is not None:
+        if (gib := self.plan.memory_gib) is not None:
             return DeviceLimit(round(gib * GIB), f"plan.memory_gib={gib:g}")
         if isinstance(self.request, Hardware):
             described = self._limit_of(self.request, here=not self.is_away)
@@ -138,7 +151,7 @@ class Target:
                 return described
         if self.topology is not None:
             there = of_topology(self.request, self.topology)
-            if there is None or (there.cuda is None and self.compiles):
+            if there is None or (there.cuda is None and self.plan.compiles):
                 return None  # the compiler for TPUs says it itself
             return self._limit_of(there, here=False)
         device, stated = self.device, None if self.is_away else stated_bytes(self.device)

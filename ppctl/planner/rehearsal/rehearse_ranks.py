@@ -23,7 +23,7 @@ from ppctl.errors import ConfigError
 from ppctl.executors.mpmd.plan_tasks import roles, task_entries
 from ppctl.executors.mpmd.rank_programs import rank_entries, rank_roles
 from ppctl.planner.cost.op_times import OpTimes, PieceTimes, exchange_s, op_times
-from ppctl.planner.cost.planned_step import Machine, Step
+from ppctl.planner.cost.planned_step import Step
 from ppctl.planner.cost.predict_step import (
     job_costs,
     step_of,
@@ -105,8 +105,9 @@ def rehearse(config: Config) -> tuple[Rehearsal, Timeline]:
             "by XLA (sharding of the model), which divides whole programs. Use mesh.tp=1, or "
             "`ppctl plan`."
         )
-    machine = target_of(job).machine  # may refuse: before anything is compiled
-    simulated = Simulated(job, machine, *_run_ranks(job))
+    # unknown hardware is refused before anything is compiled
+    planned = replace(step_of(job), machine=target_of(job).machine)
+    simulated = Simulated(job, planned, *_run_ranks(job))
     return simulated.found, simulated.timeline
 
 
@@ -169,7 +170,7 @@ class Simulated:
     """The whole pipeline, simulated from times of some ranks; ran_as: which one, for each rank."""
 
     job: TrainingJob
-    machine: Machine  # only its links count
+    planned: Step  # of its machine only the links count
     ran: Mapping[int, RankTimes]
     ran_as: Sequence[int]
 
@@ -190,7 +191,7 @@ class Simulated:
         ran = [times.get((stage, kind), usual_s) for kind, usual_s in usual.items()]
         f, i = self._with_gathers(len(self.job.pipe.partition[stage]), *ran)
         of_w = ran[2], sent.seconds("W", s, 1)
-        w = max(of_w) if self.machine.gathers_ahead else sum(of_w)
+        w = max(of_w) if self.planned.known_machine.gathers_ahead else sum(of_w)
         return f + sent.seconds("F", s, 1), i + sent.seconds("I", s, 1), w
 
     def _of_parts(self, kind: Kind) -> tuple[float, ...]:
@@ -274,19 +275,15 @@ class Simulated:
         )
 
     @cached_property
-    def _planned(self) -> Step:
-        return step_of(self.job, self.machine)
-
-    @cached_property
     def _counted(self) -> OpTimes:
         """The op times as `ppctl plan` counts them, for exchanges between ranks."""
-        return op_times(self._planned)
+        return op_times(self.planned)
 
     @cached_property
     def _sent(self) -> Costs:
         """Seconds sent inside each stage's tasks: counted costs on infinite speed."""
-        machine = replace(self.machine, speed=Speed(inf, inf), task_s=0.0)
-        sent = op_times(replace(self._planned, machine=machine))
+        machine = replace(self.planned.known_machine, speed=Speed(inf, inf), task_s=0.0)
+        sent = op_times(replace(self.planned, machine=machine))
         return job_costs(self.job.pipe, replace(sent, gathers=None))
 
     @property
@@ -300,7 +297,7 @@ class Simulated:
     def _op_times(self) -> OpTimes:
         """The overhead and the share of cores of a step; its tasks are `costs`."""
         times = self.ran.values()
-        exchanged_s = exchange_s(self._planned)
+        exchanged_s = exchange_s(self.planned)
         busy = mean(each.tasks.cpu_s / each.tasks.wall_s for each in times)  # cores of a rank
         return replace(
             self._counted,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppctl.config import Config, Hardware
+from ppctl.config import Hardware
 from ppctl.config.config_dirs import ROOT
 from ppctl.errors import ConfigError
 from ppctl.planner.search.tuned_recipe import MARK, writing
@@ -67,9 +67,12 @@ def hosts_for(kind: str, hardware: Hardware, num_devices: int) -> Hosts | None:
 
 
 def write_job_script(
-    kind: str, config: Config, words: Sequence[str], hosts: Hosts | None, path: Path
+    kind: str, layout: str, words: Sequence[str], hosts: Hosts | None, path: Path
 ) -> str:
-    """Write the script, return its start command. words: the request after `ppctl train`."""
+    """Write the script, return its start command.
+
+    layout: in words. words: the request after `ppctl train`.
+    """
     # 1. the values of the template
     launcher, name = LAUNCHERS[kind], path.name.removesuffix(LAUNCHERS[kind].suffix)
     command, request = launcher.command.format(path=path, name=name), shlex.join(words)
@@ -77,8 +80,7 @@ def write_job_script(
         request = request.replace("$", "$$")
         name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40]
     values = {"mark": MARK.removeprefix("# "), "command": command, "request": request}
-    devices = f"{config.mesh.num_devices} {config.hardware.name}"
-    values |= {"name": name or "ppctl", "layout": f"mesh={config.mesh.text} of {devices}"}
+    values |= {"name": name or "ppctl", "layout": layout}
     if hosts is not None:
         values |= {"nodes": str(hosts.number), "devices": str(hosts.devices)}
 

@@ -40,7 +40,7 @@ FEW_RANKS = 16  # at most, to extrapolate by two rounds of microbatches; above b
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its step time and memory: simulated by the search, then as planned."""
+    """A layout with its step time and memory as simulated."""
 
     mesh: MeshSizes
     family: str
@@ -50,9 +50,8 @@ class Candidate:
     partition: tuple[int, ...]  # layers of each stage
     time: StepTime
     recomputed_fraction: float  # of the tasks' work: forwards that backwards recompute
-    memory: Mapping[str, int] = field(compare=False)  # bytes by part, of the device that holds most
-    ideal_bubble: float | None = field(default=None, compare=False)  # 0..1: equal stages
-    bubble: float | None = field(default=None, compare=False)  # predicted as by `ppctl plan`
+    least_bytes: int = field(compare=False)  # of the device that holds most
+    layout: Layout = field(compare=False, repr=False)
     vocab: str = "whole"  # embedding and head, as schedule.vocab
 
     @property
@@ -60,15 +59,15 @@ class Candidate:
         return self.time.total_s
 
     @property
-    def least_bytes(self) -> int:
-        return sum(self.memory.values())
-
-    total_bytes = least_bytes
+    def is_even(self) -> bool:
+        """Whether the partition is the one that partition=uniform makes."""
+        sizes = self.partition
+        return sizes == tuple(sorted(sizes, reverse=True)) and sizes[0] - sizes[-1] <= 1
 
     def is_like(self, other: Candidate) -> bool:
         """Return whether the faster `other`, alike in mesh, microbatches, remat, is as small."""
         mine, others = ((c.mesh, c.num_microbatches, c.remat) for c in (self, other))
-        return mine == others and self.total_bytes >= other.total_bytes
+        return mine == others and self.least_bytes >= other.least_bytes
 
 
 @dataclass(frozen=True)
@@ -121,9 +120,8 @@ class Layout:
 
     def _balanced(self, rank_of: Sequence[int]) -> tuple[int, ...]:
         """Return the layers of each stage, with embedding and head counted in layers."""
-        times, space, embed, head = self.bounds.op_times, self.bounds.space, 0.0, 0.0
-        if not self.bounds.vocab_parts:  # parts are the same on every rank
-            embed, head = (each.all_s / times.layer.all_s for each in (times.embed, times.head))
+        times, space = self.bounds.op_times, self.bounds.space
+        embed, head = (each.all_s / times.layer.all_s for each in (times.embed, times.head))
         layers = space.layer_costs or (1.0,) * space.num_layers
         return _partition(layers, tuple(rank_of), round(embed, 3), round(head, 3))
 
@@ -183,10 +181,10 @@ class Placed:
 
         # 2. bytes
         if space.engine.in_ticks:
-            memory = array_bytes(step, self._along(slots))
-            memory["temporaries"] = workspace_bytes(step)
+            arrays = array_bytes(step, self._along(slots))
+            least_bytes = sum(arrays.values()) + workspace_bytes(step)
         else:
-            memory = {"total": max(self.least_bytes, self._fullest_bytes)}
+            least_bytes = max(self.least_bytes, self._fullest_bytes)
 
         # 3. the share of recomputed forwards
         layout, remat, number = self.layout, step.microbatch.remat, step.microbatch.number
@@ -200,7 +198,8 @@ class Placed:
             self.sizes,
             time,
             again_s * number * copies / time.tasks_s,
-            memory,
+            least_bytes,
+            layout,
             vocab="parallel" if layout.bounds.vocab_parts else "whole",
         )
 

@@ -10,34 +10,21 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import product
 from math import inf
 from typing import Any
 
-from ppctl.planner.cost.planned_step import Machine, Microbatch
+from ppctl.planner.cost.planned_step import Microbatch
 from ppctl.planner.search.layout_candidate import Candidate, Layout, Placed
-from ppctl.planner.search.layout_space import Bounds, DeviceModels, Space
+from ppctl.planner.search.layout_space import Bounds, Space, StepOf
 from ppctl.schedule.axis_table import MESH_AXES
-from ppctl.schedule.mesh_axes import DATA_AXES, STAGE_AXES, MeshSizes
+from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.partition.cut_layers import improved
 from ppctl.schedule.partition.partition import Partition, explicit
 
 MOST_SIMULATIONS = 100  # of one layout's partitions
-
-
-@dataclass(frozen=True)
-class Found:
-    """The best layouts, fastest first, and what was looked at."""
-
-    best: tuple[Candidate, ...]
-    without_pipeline: Candidate | None  # the best one with pp=1
-    num_layouts: int  # mesh x microbatches x remat x schedule
-    num_too_large: int  # of these: no room for state and one microbatch
-    num_simulated: int
-    smallest: Candidate | None  # the one that needs least, where none fits
 
 
 def ascending(
@@ -63,28 +50,25 @@ def ascending(
 
 
 class LayoutSearch:
-    """A search of a space, with the models of its divisions, for a room in bytes."""
+    """A search of a space, by the steps of its meshes, for a room in bytes."""
 
-    def __init__(
-        self, space: Space, models: DeviceModels, machine: Machine, room_bytes: float = inf
-    ):
-        self.space, self.models, self.machine = space, models, machine
+    def __init__(self, space: Space, step_of: StepOf, room_bytes: float = inf):
+        self.space, self.step_of = space, step_of
         self.room_bytes, self.num_simulated = room_bytes, 0
         self.layouts = list(self._layouts())
 
     def bounds(self, mesh: MeshSizes, microbatch: Microbatch, vocab: str = "whole") -> Bounds:
         """Return the lower bounds of a mesh with microbatches."""
         vocab_parts = mesh.pp if vocab == "parallel" else 0
-        model = self.models(mesh.only(STAGE_AXES), vocab_parts)
-        return Bounds.of(self.space, model, self.machine, mesh, microbatch, vocab_parts)
+        return Bounds(self.space, self.step_of(mesh, microbatch, vocab_parts))
 
     def _layouts(self) -> Iterator[Layout]:
         """Yield all with tp in one host; vocabulary parts only where they may gain."""
         for mesh, microbatch in self.space.microbatches:
-            over = self.machine.over(mesh.by_axis)
+            whole, has_pipeline = self.bounds(mesh, microbatch), mesh.pp > 1
+            over = whole.step.known_machine.over(mesh.by_axis)
             if any(over[axis.name] > 1 for axis in MESH_AXES if axis.in_one_host):
                 continue
-            whole, has_pipeline = self.bounds(mesh, microbatch), mesh.pp > 1
             each = [whole] if "whole" in self.space.vocab or not has_pipeline else []
             with_parts = "parallel" in self.space.vocab and has_pipeline
             if with_parts and (not each or whole.may_gain_by_parts):
@@ -132,31 +116,20 @@ class LayoutSearch:
 
     def improved(self, candidate: Candidate) -> Candidate:
         """Return a layout with a faster partition, by simulation (`cut_layers`)."""
-        space, vocab = self.space, candidate.vocab
-        mesh, number = candidate.mesh, candidate.num_microbatches
-        examples = space.batch_size // (mesh.along(DATA_AXES) * number)
-        microbatch = Microbatch(examples, number, space.example_bytes, candidate.remat)
-        bounds = self.bounds(mesh, microbatch, vocab)
-        layout = Layout(bounds, candidate.family, candidate.num_chunks)
         found = {candidate.partition: candidate}
 
         def simulated_s(partition: Partition) -> float:
             sizes = tuple(map(len, partition))
             if sizes not in found:
-                placed = layout.placed(sizes)
+                placed = candidate.layout.placed(sizes)
                 simulated = None if placed is None else self._refined(placed, self.room_bytes)
                 if not isinstance(simulated, Candidate):
                     return inf
                 found[sizes] = simulated
             return found[sizes].seconds
 
-        start = explicit(space.num_layers, len(candidate.partition), candidate.partition)
+        start = explicit(self.space.num_layers, len(candidate.partition), candidate.partition)
         return found[tuple(map(len, improved(start, simulated_s, max_tried=MOST_SIMULATIONS)))]
-
-
-def rank(candidate: Candidate) -> tuple[float, int]:
-    """Return the key of the order: fastest first, of equals the smallest."""
-    return candidate.time.total_s, candidate.total_bytes
 
 
 @contextmanager

@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import NamedTuple
 
 from ppctl.planner.cost.op_times import OpTimes, op_times
-from ppctl.planner.cost.planned_step import Machine, Microbatch, ParamBytes, PlannedLayout, Step
-from ppctl.planner.cost.roofline import ModelWork
+from ppctl.planner.cost.planned_step import Microbatch, Step
 from ppctl.planner.cost.step_bytes import array_bytes
-from ppctl.planner.cost.step_time import seconds_of_part
 from ppctl.schedule.engine_traits import IN_TICKS, EngineTraits
 from ppctl.schedule.families.registry import BASELINE, FAMILIES
 from ppctl.schedule.mesh_axes import DATA_AXES, MeshSizes
@@ -23,14 +20,8 @@ CHUNKS = (2, 4, 8)  # stages a rank, of the families that take a number of them
 LEAST_EMBED_HEAD = 0.05  # share of a rank's layers (time) or memory, to divide the vocabulary
 
 
-class DeviceModel(NamedTuple):
-    """A model as one device of a stage computes and holds it, with the axes that divide it."""
-
-    work: ModelWork
-    params: ParamBytes
-
-
-DeviceModels = Callable[..., DeviceModel]  # of a division, and ranks of a divided vocabulary
+# of a mesh, microbatches, vocabulary parts: the step of ranks with equal shares, rounded up
+StepOf = Callable[[MeshSizes, Microbatch, int], Step]
 
 
 @dataclass(frozen=True)
@@ -42,9 +33,6 @@ class Space:
     batch_size: int
     example_bytes: int  # of the data: inputs and targets
     engine: EngineTraits = IN_TICKS
-    gather: str = "step"  # executor.gather
-    unroll: float = float("inf")  # executor.unroll
-    adds: bool = False  # products of the devices can add to sums
     families: tuple[str, ...] = PREFERRED
     remats: tuple[str, ...] = tuple(map(str, Remat))
     max_chunks: int = 4
@@ -96,29 +84,14 @@ class Space:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds of a mesh with microbatches, whatever its schedule and partition.
-
-    step: of ranks with equal shares, rounded up.
-    """
+    """Lower bounds of a mesh with microbatches, whatever its schedule and partition."""
 
     space: Space
-    mesh: MeshSizes
-    step: Step
+    step: Step  # of ranks with equal shares, rounded up
 
-    @classmethod
-    def of(
-        cls,
-        space: Space,
-        model: DeviceModel,
-        machine: Machine,
-        mesh: MeshSizes,
-        microbatch: Microbatch,
-        vocab_parts: int = 0,
-    ) -> Bounds:
-        """Return the bounds of a mesh; vocab_parts: in the model, too."""
-        share = -(-space.num_layers // mesh.pp)
-        layout, how = PlannedLayout(mesh, share, share, vocab_parts), (space.gather, space.unroll)
-        return cls(space, mesh, Step(*model, layout, microbatch, machine, *how, space.adds))
+    @property
+    def mesh(self) -> MeshSizes:
+        return self.step.layout.mesh
 
     @property
     def vocab_parts(self) -> int:
@@ -140,19 +113,12 @@ class Bounds:
             step = replace(step, params=step.params.with_embed_head_over(pp))
         return sum(array_bytes(step.with_layers(share, share), {"stash": number}).values())
 
-    @cached_property
-    def embed_head_s(self) -> float:
-        """Seconds of embedding and head of a microbatch, of all ranks together."""
-        if self.vocab_parts:
-            return self.mesh.pp * sum(seconds_of_part(self.op_times, self.mesh.pp).values())
-        return self.op_times.embed.all_s + self.op_times.head.all_s
-
     @property
     def may_gain_by_parts(self) -> bool:
         """Whether the whole embedding and head take a share of time or memory that counts."""
         pp = self.mesh.pp
         layers_s = self.space.num_layers * self.op_times.layer.all_s
-        if self.embed_head_s * pp >= LEAST_EMBED_HEAD * layers_s:
+        if self.op_times.embed_head_s(pp) * pp >= LEAST_EMBED_HEAD * layers_s:
             return True
         params = self.step.params.with_embed_head_over(pp)
         layout = replace(self.step.layout, vocab_parts=pp)
@@ -169,7 +135,11 @@ class Bounds:
         """
         # 1. work of a rank
         microbatch, op_times, pp = self.step.microbatch, self.op_times, self.mesh.pp
-        layer, embed_head_s, last_s = op_times.layer, self.embed_head_s, op_times.layer.all_s
+        layer, embed_head_s, last_s = (
+            op_times.layer,
+            op_times.embed_head_s(pp),
+            op_times.layer.all_s,
+        )
         if microbatch.remat.keeps_input_only and not self.vocab_parts:
             last_s -= layer.forward_s  # a layer of the last stage
         speed = (pp - 1) / layer.all_s + 1 / last_s  # layers a second, of all ranks

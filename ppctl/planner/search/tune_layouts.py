@@ -9,11 +9,11 @@ data, batch, executor and optimizer are those of the request.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from math import inf
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +29,16 @@ from ppctl.executors.stage.jaxpr_flops import relative_costs
 from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import Stack, init
 from ppctl.model.trainable_parameters import trained_share
-from ppctl.planner.cost.predict_step import predict_job, target_devices
-from ppctl.planner.cost.target_devices import Target
+from ppctl.planner.cost.planned_step import Microbatch, PlannedLayout, Step
+from ppctl.planner.cost.predict_step import PipelinePlan, predict_job
+from ppctl.planner.cost.target_devices import DeviceLimit, Target
 from ppctl.planner.rehearsal.timed_runs import run_steps
-from ppctl.planner.search.device_models import DividedModels
-from ppctl.planner.search.job_script import hosts_for
+from ppctl.planner.search.device_models import device_models, example, stage_divisions
+from ppctl.planner.search.job_script import Hosts, hosts_for
 from ppctl.planner.search.layout_candidate import Candidate
-from ppctl.planner.search.layout_search import Found, LayoutSearch, rank, uncollected
+from ppctl.planner.search.layout_search import LayoutSearch, uncollected
 from ppctl.planner.search.layout_space import PREFERRED, Space
-from ppctl.planner.search.token_budget import check_tokens, token_budget
-from ppctl.planner.show.tune_terminal import Tuned
+from ppctl.planner.search.token_budget import TokenBudget, check_tokens, token_budget
 from ppctl.schedule.families.registry import BASELINE, FAMILIES, ON_RING, build
 from ppctl.schedule.mesh_axes import STAGE_AXES, MeshSizes
 from ppctl.schedule.remat import Remat
@@ -47,9 +47,11 @@ from ppctl.training.pipeline.execution import Execution
 from ppctl.training.pipeline.jax_start import check_memory_fraction, start_jax
 from ppctl.training.pipeline.job import (
     DEFAULT_DTYPE,
+    TrainingJob,
     assemble,
     batch_shapes,
     make_optimizer,
+    model_flops,
     open_data,
     stack_for,
 )
@@ -57,26 +59,78 @@ from ppctl.training.pipeline.known_hardware import planned_for, resolved
 from ppctl.training.pipeline.optimizers import clipped, init_state
 from ppctl.training.pipeline.pipeline_request import divided_stack, with_vocabulary_of
 
-Planned = tuple[Candidate, Config]  # a layout predicted as by `ppctl plan`, and its request
-T = TypeVar("T")  # a request
+Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
 
-def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
-    """Return the layouts found, best first, and their requests. ConfigError for a bad request."""
+@dataclass(frozen=True)
+class Row:
+    """A layout with its plan, and the request that makes it."""
+
+    layout: Candidate
+    plan: PipelinePlan
+    request: Any  # a Config, or the arguments of `ppctl.pipeline`
+    measured_s: float | None = None  # of a step that was run
+
+    @property
+    def step_s(self) -> float:
+        assert self.plan.step_s is not None, "unknown hardware is not tuned for"
+        return self.plan.step_s
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """Bytes by part, of the device that holds most."""
+        return max(self.plan.memory, key=lambda of_rank: sum(of_rank.values()))
+
+    @property
+    def total_bytes(self) -> int:
+        return max(self.plan.total_bytes)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best layouts, fastest first, and what was looked at."""
+
+    best: tuple[Row, ...]
+    without_pipeline: Row | None  # the best one with pp=1
+    num_layouts: int  # mesh x microbatches x remat x schedule
+    num_too_large: int  # of these: no room for state and one microbatch
+    num_simulated: int
+    smallest_bytes: int | None  # of the layout that needs least, where none fits
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The layouts found, with the request's devices, data and limits."""
+
+    found: Found
+    search_s: float
+    devices: str
+    limit: DeviceLimit | None  # the memory of a device
+    batch_tokens: int | None  # of a step; None if the data are not text
+    step_flops: int | None  # of the model, nothing recomputed; None where no layout fits
+    peak_flops: float | None  # of all devices
+    recipe: str | None = None  # the file
+    token_budget: TokenBudget | None = None  # of plan.tokens, with the first layout
+    hosts: Hosts | None = None  # of tune.launch
+    job_script: str | None = None  # the file
+    job_command: str | None = None  # that starts it
+
+
+def tune_layouts(config: Config) -> Tuned:
+    """Return the layouts found, best first. ConfigError for a bad request."""
     # 1. the hardware, and the memory of a device
-    _check(config)
+    _check(config.executor, config.schedule.vocab, config.tune.schedules)
     tune, num_devices = config.tune, config.tune.devices or config.mesh.num_devices
-    dtype = config.run.dtype or DEFAULT_DTYPE
-    is_away = config.plan.topology is not None
-    start_jax(config.run, dtype, num_devices if tune.measure else 1, is_away=is_away)
-    device = all_devices()[0]
-    there = planned_for(config.hardware, device.device_kind, config.plan.topology)
-    check_memory_fraction(config.run.memory_fraction, device, there)
-    target = target_devices(config, device, num_devices, dtype)
+    dtype, topology = config.run.dtype or DEFAULT_DTYPE, config.plan.topology
+    start_jax(config.run, dtype, num_devices if tune.measure else 1, is_away=topology is not None)
+    device, fraction = all_devices()[0], config.run.memory_fraction
+    there = planned_for(config.hardware, device.device_kind, topology)
+    check_memory_fraction(fraction, device, there)
+    how = config.plan, config.mesh.order, config.executor.xla_flags, fraction
+    target = Target(config.hardware, device, num_devices, dtype, *how)
     if tune.measure:
         _check_attached(target, tune.measure)
     hosts = None if tune.launch is None else hosts_for(tune.launch, target.hardware, num_devices)
-    limit = target.limit
 
     # 2. the model and the search
     data = open_data(config)
@@ -84,29 +138,27 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
     tokens = None if data.vocab_size is None else data.batch_size * batch["inputs"].shape[1]
     check_tokens("plan.tokens", config.plan.tokens, tokens)
     stack = stack_for(target.hardware, config, data, jnp.dtype(dtype), device)
-    room_bytes = inf if limit is None else limit.size_bytes
     optimizer = clipped(make_optimizer(config)[0], config.optim.clip_norm)
-    search = search_of(config, optimizer, stack, batch, target, room_bytes)
+    search = search_of(config.executor, tune, optimizer, stack, batch, target)
     began = time.perf_counter()
-    found, configs = planned(config, stack, search)
+    found = planned_layouts(search, lambda layout: as_planned(config, stack, layout), tune.best)
     search_s = time.perf_counter() - began
 
     # 3. steps of the best
-    found, configs, measured_s = _measured(found, configs, tune.measure)
-    step_s = measured_s[0] if measured_s else found.best[0].time.total_s if found.best else None
-    tuned = Tuned(
+    found = replace(found, best=_measured(found.best, tune.measure))
+    first = found.best[0] if found.best else None
+    step_s = None if first is None else first.measured_s or first.step_s
+    return Tuned(
         found,
-        measured_s,
         search_s,
         f"{num_devices} x {target.hardware.name}",
-        limit,
+        target.limit,
         batch_tokens=tokens,
-        step_flops=data.batch_size * search.models(MeshSizes()).work.flops(stack.num_layers),
+        step_flops=None if first is None else model_flops(_job(first.request)).full,
         peak_flops=target.peak_flops,
         token_budget=token_budget(config.plan.tokens, tokens, step_s, num_devices, target.hardware),
         hosts=hosts,
     )
-    return tuned, configs
 
 
 def _check_attached(target: Target, measure: int) -> None:
@@ -119,79 +171,81 @@ def _check_attached(target: Target, measure: int) -> None:
 
 
 def search_of(
-    config: Config,
+    executor: settings.Reference,
+    tune: settings.Tune,
     optimizer: optax.GradientTransformation,
     stack: Stack,
-    batch: Mapping[str, Any],
+    batch: Shapes,
     target: Target,
-    room_bytes: float,
 ) -> LayoutSearch:
     """Return the search of the layouts to choose from; batch: shapes.
 
-    Of `config` it takes executor and tune.
+    Of `tune` it takes the choices of schedules, divisions, chunks, remat and vocabulary.
     """
     # 1. the model, and how it may be divided
-    executor, tune, machine, dtype = config.executor, config.tune, target.machine, target.dtype
     assert isinstance(executor, Spmd | Mpmd), "others have one layout"
-    params = lambda: init(stack, config.run.seed)  # noqa: E731
-    state = jax.eval_shape(lambda: init_state(params(), optimizer, stack.options.trainable))
+    machine, dtype, limit = target.machine, jnp.dtype(target.dtype), target.limit
+    params = jax.eval_shape(lambda: init(stack, 0))
+    state = jax.eval_shape(lambda: init_state(init(stack, 0), optimizer, stack.options.trainable))
     context = executor.context if isinstance(executor, Mpmd) else "gather"
     axes = StageAxes(sequence_parallel=executor.sequence_parallel, context=context)
-    models = DividedModels(stack, state, batch, jnp.dtype(dtype), axes)
+    models = device_models(stack, state, batch, dtype, axes)
     requested = {name: getattr(tune, name) for name in STAGE_AXES}
-    of_host = machine.host_devices or target.number
-    divisions = models.divisions(requested, target.number, of_host)
+    x = jax.eval_shape(stack.embed, params["embed_head"], example(batch)["inputs"])
+    num_devices = target.number, machine.host_devices or target.number
+    divisions = stage_divisions(models, stack, x, axes, requested, *num_devices)
+
+    def step_of(mesh: MeshSizes, microbatch: Microbatch, vocab_parts: int) -> Step:
+        share = -(-stack.num_layers // mesh.pp)
+        layout = PlannedLayout(mesh, share, share, vocab_parts)
+        how = microbatch, machine, executor.gather, executor.unroll, target.adds_products
+        return Step(*models(mesh.only(STAGE_AXES), vocab_parts), layout, *how)
 
     # 2. the layouts
     batch_size, layer_costs = batch["inputs"].shape[0], None
     if not stack.are_alike:
         recompute = Remat.of(executor.remat).recomputes
-        layer_costs = relative_costs(stack, batch, jnp.dtype(dtype), recompute=recompute).layers
+        layer_costs = relative_costs(stack, batch, dtype, recompute=recompute).layers
     space = Space(
         target.number,
         stack.num_layers,
         batch_size,
         example_bytes=tree_bytes(batch) // batch_size,
         engine=executor.ENGINE,
-        gather=executor.gather,
-        unroll=executor.unroll,
-        adds=target.adds_products,
         families=tuple(tune.schedules or PREFERRED),
         remats=tuple(tune.remat or tune.REMAT),
         max_chunks=tune.max_chunks,
         layer_costs=layer_costs,
-        trained=trained_share(state["params"]["layers"], stack.trains("layers")),
+        trained=trained_share(params["layers"], stack.trains("layers")),
         divisions=tuple(divisions),
-        vocab=_vocab(config, stack, batch),
+        vocab=_vocab(executor, tune.vocab, stack, batch),
     )
-    return LayoutSearch(space, models, machine, room_bytes)
+    return LayoutSearch(space, step_of, inf if limit is None else limit.size_bytes)
 
 
-def _check(config: Config) -> None:
-    if not config.executor.ENGINE.is_pipelined:
+def _check(executor: settings.Reference, vocab: str, families: Sequence[str] | None) -> None:
+    if not executor.ENGINE.is_pipelined:
         raise ConfigError(
             "executor=reference has one layout, on one device. Use executor=spmd or executor=mpmd."
         )
-    if config.schedule.vocab == "parallel":
+    if vocab == "parallel":
         raise ConfigError(
             "schedule.vocab=parallel is of one schedule, and `ppctl tune` chooses schedules. "
             "Leave it out: it is found where it wins, and alone with tune.vocab=[parallel]."
         )
-    runs = ON_RING if config.executor.ENGINE.in_ticks else FAMILIES
-    for family in config.tune.schedules or ():
+    runs = ON_RING if executor.ENGINE.in_ticks else FAMILIES
+    for family in families or ():
         if family not in runs:
             raise ConfigError(
-                f"tune.schedules: executor={config.executor.name} cannot run schedule {family}, "
+                f"tune.schedules: executor={executor.name} cannot run schedule {family}, "
                 f"only {', '.join(runs)}."
             )
 
 
 def _vocab(
-    config: Config, stack: Stack, batch: Mapping[str, jax.ShapeDtypeStruct]
+    executor: Spmd | Mpmd, requested: Sequence[str] | None, stack: Stack, batch: Shapes
 ) -> tuple[str, ...]:
-    """Return choices of schedule.vocab. ConfigError for an impossible one in tune.vocab."""
-    executor, requested = config.executor, config.tune.vocab
-    assert isinstance(executor, Spmd | Mpmd), "others have one layout"
+    """Return choices of schedule.vocab. ConfigError for an impossible one that is requested."""
     execution = Execution(executor.name, Remat.NONE, executor.unroll, executor.gather, False)
     divided = with_vocabulary(build(BASELINE, 2, 1))
     try:  # what a run would say
@@ -203,98 +257,73 @@ def _vocab(
     return tuple(requested or settings.Schedule.VOCAB)
 
 
-def planned(config: Config, stack: Stack, search: LayoutSearch) -> tuple[Found, list[Config]]:
-    """Return a search's layouts, predicted as by `ppctl plan`, and their requests, fastest first.
+def planned_layouts(search: LayoutSearch, plan: Callable[[Candidate], Row], best: int) -> Found:
+    """Return the `best` fastest layouts of a search that fit, each with its plan.
 
-    stack: the model as the hardware runs it.
+    plan: predicts a layout as `ppctl plan` does.
     """
-    return predicted_layouts(search, cache(partial(as_planned, config, stack)), config.tune.best)
-
-
-def predicted_layouts(
-    search: LayoutSearch, predicted: Callable[[Candidate], tuple[Candidate, T]], best: int
-) -> tuple[Found, list[T]]:
-    """Return a search's layouts as predicted, and the requests of the `best` first that fit."""
+    plan = cache(plan)
     with uncollected():
-        rows = _fitting(search.fastest(), search, predicted, best)
-        alone = next((row for row in rows if row[0].mesh.pp == 1), None)
+        rows = _fitting(search.fastest(), search, plan, best)
+        alone = next((row for row in rows if row.layout.mesh.pp == 1), None)
         if alone is None:
             faster = search.fastest(with_pipeline=False)
-            alone = next(iter(_fitting(faster, search, predicted, 1)), None)
-        smallest = None if rows else _smallest(search, predicted)
-    found = Found(
-        tuple(row for row, _ in rows),
-        None if alone is None else alone[0],
-        len(search.layouts),
-        search.num_too_large,
-        search.num_simulated,
-        smallest,
-    )
-    return found, [request for _, request in rows]
+            alone = next(iter(_fitting(faster, search, plan, 1)), None)
+        smallest = None if rows else _smallest(search, plan)
+    counts = len(search.layouts), search.num_too_large, search.num_simulated
+    return Found(tuple(rows), alone, *counts, smallest)
 
 
 def _fitting(
     candidates: Iterator[Candidate],
     search: LayoutSearch,
-    predicted: Callable[[Candidate], tuple[Candidate, T]],
+    plan: Callable[[Candidate], Row],
     number: int,
-) -> list[tuple[Candidate, T]]:
+) -> list[Row]:
     """Return the first layouts that fit as planned, with better partitions, fastest first."""
-    rows = list[tuple[Candidate, T]]()
+    rows = list[Row]()
     for candidate in candidates:
         for partitioned in dict.fromkeys((search.improved(candidate), candidate)):
-            row = predicted(partitioned)
-            if row[0].total_bytes <= search.room_bytes:
+            row = plan(partitioned)
+            if row.total_bytes <= search.room_bytes:
                 rows.append(row)
                 break
         if len(rows) == number:
             break
-    return sorted(rows, key=lambda row: rank(row[0]))
+    return sorted(rows, key=lambda row: (row.step_s, row.total_bytes))
 
 
-def _smallest(
-    search: LayoutSearch, predicted: Callable[[Candidate], tuple[Candidate, Any]]
-) -> Candidate | None:
-    """Return the layout that needs the fewest bytes as planned, None where none is possible."""
-    best: Candidate | None = None
+def _smallest(search: LayoutSearch, plan: Callable[[Candidate], Row]) -> int | None:
+    """Return the fewest bytes that a layout needs as planned, None where none is possible."""
+    least: int | None = None
     for candidate in search.smallest():
-        if best is not None and candidate.least_bytes >= best.total_bytes:
+        if least is not None and candidate.least_bytes >= least:
             break
-        row, _ = predicted(candidate)
-        best = row if best is None or row.total_bytes < best.total_bytes else best
-    return best
+        need = plan(candidate).total_bytes
+        least = need if least is None else min(least, need)
+    return least
 
 
-def as_planned(config: Config, stack: Stack, candidate: Candidate) -> Planned:
-    """Return a layout with the prediction of `ppctl plan` in place of the search's estimates."""
-    # 1. its request
-    sizes = list(candidate.partition)
-    is_uniform = sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
-    schedule = named(candidate.family, candidate.num_microbatches, candidate.num_chunks)
+def as_planned(config: Config, stack: Stack, layout: Candidate) -> Row:
+    """Return a layout with the prediction of `ppctl plan`; stack: as the hardware runs it."""
+    schedule = named(layout.family, layout.num_microbatches, layout.num_chunks)
     request = replace(
         config,
-        mesh=settings.Mesh(**candidate.mesh.by_axis, order=config.mesh.order),
-        schedule=replace(schedule, vocab=candidate.vocab),
-        partition=Uniform() if is_uniform else Explicit(layers=sizes),
-        executor=replace(config.executor, remat=str(candidate.remat)),
+        mesh=settings.Mesh(**layout.mesh.by_axis, order=config.mesh.order),
+        schedule=replace(schedule, vocab=layout.vocab),
+        partition=Uniform() if layout.is_even else Explicit(layers=[*layout.partition]),
+        executor=replace(config.executor, remat=str(layout.remat)),
         tune=settings.Tune(),
     )
     settings.check(request)
-
-    # 2. its prediction
-    job = assemble(request, on_one_device=True, only_planned=True)
-    found = predict_job(replace(job, counted_stack=stack))
-    assert found.time is not None, "unknown hardware is not tuned for"
-    memory = max(found.memory, key=lambda of_rank: sum(of_rank.values()))
-    bubbles = {"ideal_bubble": found.ideal_bubble, "bubble": found.bubble}
-    return replace(candidate, time=found.time, memory=memory, **bubbles), request
+    return Row(layout, predict_job(replace(_job(request), counted_stack=stack)), request)
 
 
-def _measured(
-    found: Found, configs: list[Config], count: int
-) -> tuple[Found, list[Config], tuple[float, ...]]:
-    """Return the first `count` ordered by measured step time, and these seconds."""
-    measured = [(run_steps(assemble(config)).wall_s, i) for i, config in enumerate(configs[:count])]
-    order = [i for _, i in sorted(measured)] + list(range(len(measured), len(configs)))
-    found = replace(found, best=tuple(found.best[i] for i in order))
-    return found, [configs[i] for i in order], tuple(s for s, _ in sorted(measured))
+def _job(request: Config) -> TrainingJob:
+    return assemble(request, on_one_device=True, only_planned=True)
+
+
+def _measured(rows: Sequence[Row], count: int) -> tuple[Row, ...]:
+    """Return the first `count` with and by their measured step times, then the others."""
+    ran = [replace(row, measured_s=run_steps(assemble(row.request)).wall_s) for row in rows[:count]]
+    return (*sorted(ran, key=lambda row: row.measured_s or 0.0), *rows[count:])

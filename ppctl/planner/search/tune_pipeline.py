@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from math import inf
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import optax
 
-from ppctl.config import Config, Mpmd, Spmd, Tune
+from ppctl.config import Mpmd, Plan, Spmd, Tune
 from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import all_devices, repeated_mesh
 from ppctl.model.network import Network
 from ppctl.model.stack import Stack
-from ppctl.planner.cost.predict_step import predict_pipeline
+from ppctl.planner.cost.predict_step import PipelinePlan, predict_pipeline
 from ppctl.planner.cost.target_devices import Target
-from ppctl.planner.plan_pipeline import PipelinePlan, hardware_named, plan_of
+from ppctl.planner.plan_pipeline import hardware_named
 from ppctl.planner.search.layout_candidate import Candidate, knobs_of
-from ppctl.planner.search.tune_layouts import predicted_layouts, search_of
+from ppctl.planner.search.tune_layouts import Row, planned_layouts, search_of
 from ppctl.schedule.families.registry import family
 from ppctl.training.pipeline.build_pipeline import pipeline
 from ppctl.training.pipeline.call_checks import floating, whole_number
@@ -80,8 +79,7 @@ def tune(
         )
     shapes, request = shapes_of(batch), hardware_named(hardware)
     stack, device = layered_stack(model, batch, layers, dtype), all_devices()[0]
-    target = Target(request, device, num_devices, str(dtype), memory_gib=memory_gib)
-    settings = Config(executor=executor, tune=Tune(schedules=schedules and [*schedules], best=best))
+    target = Target(request, device, num_devices, str(dtype), Plan(memory_gib=memory_gib))
 
     # 2. the model as the hardware runs it
     other, counted = described_only(request, device.device_kind), stack
@@ -89,37 +87,21 @@ def tune(
         counted = stack.options.on_device(described_device(other) or device)
 
     # 3. the search
-    limit = target.limit
-    room_bytes = inf if limit is None else limit.size_bytes
-    search = search_of(settings, optimizer, counted, shapes, target, room_bytes)
-    how = {"batch": shapes, "optimizer": optimizer, "dtype": dtype}
-    predict = cache(partial(_predicted, stack, counted, target, executor, how))
-    return tuple(predicted_layouts(search, predict, best)[1])
+    choices = Tune(schedules=schedules and [*schedules], best=best)
+    search = search_of(executor, choices, optimizer, counted, shapes, target)
+    pipelined = partial(pipeline, stack, batch=shapes, optimizer=optimizer, dtype=dtype)
 
+    def planned(layout: Candidate) -> Row:
+        arguments: dict[str, Any] = {
+            "schedule": family(layout.family, **knobs_of(layout.family, layout.num_chunks)),
+            "num_microbatches": layout.num_microbatches,
+            "partition": list(layout.partition),
+            "executor": replace(executor, remat=str(layout.remat)),
+            "vocab": layout.vocab,
+        }
+        pipe = pipelined(repeated_mesh(layout.mesh), **arguments)
+        plan = predict_pipeline(pipe, model_on(pipe, None, counted), target)
+        return Row(layout, plan, arguments)
 
-def _predicted(
-    stack: Stack,
-    counted: Stack,
-    target: Target,
-    executor: Spmd | Mpmd,
-    how: Mapping[str, Any],
-    candidate: Candidate,
-) -> tuple[Candidate, TunedLayout]:
-    """Return a layout with its prediction, and the arguments that make it.
-
-    counted: the model with the target's kernels; how: the other arguments of `ppctl.pipeline`.
-    """
-    knobs = knobs_of(candidate.family, candidate.num_chunks)
-    arguments: dict[str, Any] = {
-        "schedule": family(candidate.family, **knobs),
-        "num_microbatches": candidate.num_microbatches,
-        "partition": list(candidate.partition),
-        "executor": replace(executor, remat=str(candidate.remat)),
-        "vocab": candidate.vocab,
-    }
-    pipe = pipeline(stack, repeated_mesh(candidate.mesh), **arguments, **how)
-    found = predict_pipeline(pipe, model_on(pipe, None, counted), target)
-    assert found.time is not None, "unknown hardware is not tuned for"
-    memory = max(found.memory, key=lambda of_rank: sum(of_rank.values()))
-    row = replace(candidate, time=found.time, memory=memory, bubble=found.bubble)
-    return row, TunedLayout(candidate.mesh.by_axis, arguments, plan_of(found, target))
+    rows = planned_layouts(search, planned, best).best
+    return tuple(TunedLayout(row.layout.mesh.by_axis, row.request, row.plan) for row in rows)

@@ -15,7 +15,6 @@ import yaml
 from ppctl.config import AutoHardware, Config, Hardware, Mesh, Run
 from ppctl.config.config_dirs import ROOT
 from ppctl.errors import ConfigError
-from ppctl.planner.search.layout_candidate import Candidate
 from ppctl.schedule.mesh_axes import TEXT_AXES, positional
 from ppctl.training.pipeline.known_hardware import known
 
@@ -64,12 +63,10 @@ def command_of(path: Path) -> str:
     return f"ppctl train {'' if is_found else '--config-dir . '}recipes={path.stem}"
 
 
-def write_recipe(
-    path: Path, config: Config, candidate: Candidate, measured_s: float | None
-) -> None:
+def write_recipe(path: Path, config: Config, step_s: float, measured_s: float | None) -> None:
     """Write the request of a layout as a recipe."""
     # 1. its head
-    seconds = f"{candidate.time.total_s:.4g} seconds a step as planned"
+    seconds = f"{step_s:.4g} seconds a step as planned"
     seconds += "" if measured_s is None else f", {measured_s:.4g} as measured"
     head = [
         "# @package _global_",

@@ -8,7 +8,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 
-from ppctl.planner.cost.predict_step import timeline_of, times_of
+from ppctl.planner.cost.op_times import op_times
+from ppctl.planner.cost.predict_step import step_of, timeline_of
 from ppctl.planner.make_plan import Prediction
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal
 from ppctl.planner.show.plan_terminal import (
@@ -82,7 +83,7 @@ def picture_of(job: TrainingJob, unknown: str | None) -> Drawing | str:
     reason = too_many_tasks(sum(map(len, schedule.ranks)))
     if reason is not None:
         return reason
-    return drawing_of_timeline(schedule.name, timeline_of(job.pipe, times_of(job)))
+    return drawing_of_timeline(schedule.name, timeline_of(job.pipe, op_times(step_of(job))))
 
 
 def _table(

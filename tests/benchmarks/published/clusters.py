@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from ppctl.cli.compose import compose
 from ppctl.config import Config
-from ppctl.planner.make_plan import Prediction, predict
+from ppctl.planner.make_plan import Prediction, predicted
 from ppctl.planner.search.tune_layouts import tune_layouts
 from ppctl.schedule.partition.partition import layout_text
+from ppctl.training.pipeline.job import assemble
 
 COMMON = (
     "data=synthetic executor=mpmd executor.remat=none run.dtype=bfloat16 hardware=h100 "
@@ -70,18 +71,22 @@ def request(*overrides: str) -> Config:
     return config
 
 
+def plan(config: Config) -> Prediction:
+    return predicted(assemble(config, only_planned=True))
+
+
 def published_and_found(cluster: Cluster) -> tuple[Prediction, Prediction, Config]:
     """Return the prediction of the published layout, of the fastest one that needs no more memory,
     and its request.
     """
-    published = predict(request(cluster.model, cluster.published))
+    published = plan(request(cluster.model, cluster.published))
     room = max(published.total_bytes) / 2**30
     tuned = request(cluster.model, cluster.search, CHOICES, f"plan.memory_gib={room:.4f}")
-    _, configs = tune_layouts(tuned)
+    found = tune_layouts(tuned).found.best[0].request
     return (
         published,
-        predict(replace(configs[0], plan=replace(configs[0].plan, memory_gib=1000.0))),
-        configs[0],
+        plan(replace(found, plan=replace(found.plan, memory_gib=1000.0))),
+        found,
     )
 
 
