@@ -6,9 +6,8 @@ the memory of the compiled program, for attached devices, or for those of plan.t
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
@@ -17,7 +16,6 @@ from typing import Any
 import jax
 
 from ppctl.config.schedule_from_config import label
-from ppctl.executors.axes_over_hosts import over_hosts
 from ppctl.executors.device_mesh import hosts_text
 from ppctl.planner.cost.assumptions import assumptions
 from ppctl.planner.cost.op_times import OpTimes, op_times
@@ -29,7 +27,7 @@ from ppctl.planner.cost.predict_step import (
     target_of,
     time_of,
 )
-from ppctl.planner.cost.target_devices import DeviceLimit, Target
+from ppctl.planner.cost.target_devices import Target
 from ppctl.planner.rehearsal.timed_runs import out_of_memory
 from ppctl.planner.request_text import RequestText
 from ppctl.planner.search.token_budget import TokenBudget, check_tokens, token_budget
@@ -40,9 +38,6 @@ from ppctl.training.pipeline.jax_start import MOST_MEMORY_FRACTION
 from ppctl.training.pipeline.job import TrainingJob, model_flops, unit_of_work
 from ppctl.training.pipeline.mfu import mfu
 from ppctl.training.pipeline.pipeline import Pipeline
-
-AVAILABLE = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT])\)")  # of XLA for TPUs
-UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
@@ -187,7 +182,12 @@ def _memory(job: TrainingJob, target: Target, found: PipelinePlan) -> dict[str, 
             memory, needed, is_compiled = job.pipe.memory(), total, True
 
     # 2. whether it fits
-    limit, fits = _fit(target, needed, refusal, is_compiled=is_compiled)
+    limit = target.limit
+    fits = refusal is None
+    if fits and limit is not None:
+        fits = max(needed) <= limit.size_bytes
+    elif fits and not (is_compiled and target.topology is not None):  # else the compiler accepts it
+        fits = None
     size_bytes, source, fraction = (None, None, None) if limit is None else limit
     most = None if limit is None or max(needed) <= limit.size_bytes else limit.most_bytes
     would_fit = most is not None and max(needed) <= most
@@ -218,47 +218,18 @@ def _compile(pipe: Pipeline) -> tuple[tuple[int, ...] | None, float, str | None]
     return total, time.perf_counter() - began, None
 
 
-def _fit(
-    target: Target, needed: Sequence[int], refusal: str | None, *, is_compiled: bool
-) -> tuple[DeviceLimit | None, bool | None]:
-    """Return (memory of a device, whether the ranks fit); None for what is unknown."""
-    limit = _limit(target, refusal)
-    if refusal is not None:
-        return limit, False
-    if limit is None:  # the compiler for TPUs refuses programs that do not fit
-        return None, True if is_compiled and target.topology is not None else None
-    return limit, max(needed) <= limit.size_bytes
-
-
-def _limit(target: Target, refusal: str | None) -> DeviceLimit | None:
-    """Return the memory of a device; where the compiler refuses, what it says there is."""
-    stated = None if refusal is None else AVAILABLE.search(refusal)
-    if target.plan.memory_gib is None and stated is not None:
-        return DeviceLimit(round(float(stated[1]) * UNITS[stated[2]]), "stated by the compiler")
-    return target.limit
-
-
 def _devices_text(job: TrainingJob, target: Target) -> str:
     """Return the number and kind of the devices, and which axes of the mesh go over hosts, if any.
 
-    Devices that hardware= or plan.topology describes, and for which nothing is compiled, are named
-    as these name them: "64 x h100 (described), 8 hosts: pp over 8".
+    Devices that are only described are named so: "64 x h100 (described)".
     """
-    mesh, number, topology = job.pipe.mesh, target.number, target.topology
-    is_there = target.plan.compiles if topology is not None else not target.is_away
-    if is_there:
-        return ", ".join(filter(None, (f"{number} x {target.kind}", hosts_text(mesh))))
-    hardware = target.known_hardware
+    topology, hardware = target.topology, target.known_hardware
+    if target.plan.compiles if topology is not None else not target.is_away:
+        hosts = hosts_text(job.pipe.mesh)
+        return ", ".join(filter(None, (f"{target.number} x {target.kind}", hosts)))
     if hardware is None:
-        assert topology is not None, "hardware= that is described is known"
-        return f"{number} x {topology.partition(':')[0]}"
-    text, of_host = f"{number} x {hardware.name} (described)", target.host_devices
-    if of_host is None or number <= of_host or number % of_host:
-        return text
-    hosts = number // of_host
-    over = over_hosts(dict(mesh.shape), target.order, hosts)
-    axes = ", ".join(f"{axis} over {n}" for axis, n in over.items() if n > 1)
-    return f"{text}, {hosts} hosts: {axes}"
+        return f"{target.number} x {str(topology).partition(':')[0]}"
+    return f"{target.number} x {hardware.name} (described)"
 
 
 # --- a better partition -------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def test_what_tp_and_cp_cannot_divide_is_refused_before_the_search(words, messag
 
 
 @pytest.mark.full
-def test_where_none_fits_it_says_what_the_smallest_needs(tuned, tmp_path):
+def test_where_none_fits_it_says_what_each_needs_at_least(tuned, tmp_path):
     small = ("mesh=2x2", "--json", "plan.memory_gib=0.0001")
     code, out, _ = tuned(*small)
     need = json.loads(out)["smallest_bytes"]
@@ -160,11 +160,10 @@ def test_where_none_fits_it_says_what_the_smallest_needs(tuned, tmp_path):
     code, out, _ = tuned(*small[:1], *small[2:])
     assert code == 1
     assert out.splitlines()[-1] == (
-        f"none fits: the smallest needs {size_text(need)} a device. Use more devices "
+        f"none fits: each needs {size_text(need)} a device or more. Use more devices "
         "(tune.devices), or a smaller model."
     )
     assert tuned("mesh=2x2", f"plan.memory_gib={(need - 1) / 2**30}")[0] == 1
-    assert tuned("mesh=2x2", f"plan.memory_gib={(need + 1) / 2**30}")[0] == 0
 
 
 def said(best, alone):

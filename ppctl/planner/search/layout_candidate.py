@@ -173,9 +173,8 @@ class Placed:
         for key, schedule in self.schedules:
             counted = None
             if space.engine.in_ticks:
-                lowered_for = step.microbatch.remat, space.trained
-                counted = _rows(*key)[_shape(key, *lowered_for)]
-                slots.append(_slots(key, *lowered_for))
+                counted, num_slots = _in_ticks(key, step.microbatch.remat, space.trained)
+                slots.append(num_slots)
             times.append(vars(step_time(self._op_times, schedule, counted, self.costs, copies)))
         time = StepTime(**self._along(times))
 
@@ -274,21 +273,12 @@ def _packings(*key: Any) -> dict[TickShape, TickPacking]:
 
 
 @cache
-def _rows(*key: *Key) -> dict[TickShape, Counted]:
-    return {shape: packing.counted for shape, packing in _packings(*key).items()}
-
-
-@cache
-def _shape(key: Key, remat: str, trained: float) -> TickShape:
-    """Return the shape of the ticks that the executor lowers to."""
-    return fastest(_rows(*key), task_costs(remat, trained), key[3])
-
-
-@cache
-def _slots(key: Key, remat: str, trained: float) -> Mapping[str, int]:
-    """Return the slots of the rank with most."""
-    packing = _packings(*key)[_shape(key, remat, trained)]
-    return in_shape(_built(*key), packing, Remat.of(remat)).num_slots
+def _in_ticks(key: Key, remat: Remat, trained: float) -> tuple[Counted, Mapping[str, int]]:
+    """Return the rows of the ticks that the executor lowers to, and the slots of a rank."""
+    shapes = _packings(*key)
+    rows: dict[TickShape, Counted] = {shape: each.counted for shape, each in shapes.items()}
+    packing = shapes[fastest(rows, task_costs(remat, trained), key[3])]
+    return packing.counted, in_shape(_built(*key), packing, remat).num_slots
 
 
 @cache

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import product
 from math import inf
@@ -89,30 +88,28 @@ class LayoutSearch:
             if layout.bounds.least_bytes <= self.room_bytes
             and (with_pipeline or layout.bounds.mesh.pp == 1)
         ]
-        best, refined = list[Candidate](), partial(self._refined, room_bytes=self.room_bytes)
-        for candidate in ascending(layouts, lambda item: item.seconds, refined):
+        best = list[Candidate]()
+        for candidate in ascending(layouts, lambda item: item.seconds, self._refined):
             if not any(map(candidate.is_like, best)):
                 best.append(candidate)
                 yield candidate
 
-    def smallest(self) -> Iterator[Candidate]:
-        """Yield all layouts by their `least_bytes`."""
-        refined = partial(self._refined, room_bytes=inf)
-        return ascending(self.layouts, lambda item: item.least_bytes, refined)
+    @property
+    def smallest_bytes(self) -> int | None:
+        """A lower bound of the bytes of every layout; None without any."""
+        return min((layout.least_bytes for layout in self.layouts), default=None)
 
-    def _refined(
-        self, item: Layout | Placed | Candidate, room_bytes: float
-    ) -> Placed | Candidate | None:
+    def _refined(self, item: Layout | Placed | Candidate) -> Placed | Candidate | None:
         """Return the next form of a layout; None if it is impossible or has no room."""
         if isinstance(item, Candidate):
             return item
-        if item.least_bytes > room_bytes:
+        if item.least_bytes > self.room_bytes:
             return None
         if isinstance(item, Layout):
             return item.placed()
         self.num_simulated += 1
         candidate = item.simulated()
-        return candidate if candidate.least_bytes <= room_bytes else None
+        return candidate if candidate.least_bytes <= self.room_bytes else None
 
     def improved(self, candidate: Candidate) -> Candidate:
         """Return a layout with a faster partition, by simulation (`cut_layers`)."""
@@ -122,7 +119,7 @@ class LayoutSearch:
             sizes = tuple(map(len, partition))
             if sizes not in found:
                 placed = candidate.layout.placed(sizes)
-                simulated = None if placed is None else self._refined(placed, self.room_bytes)
+                simulated = None if placed is None else self._refined(placed)
                 if not isinstance(simulated, Candidate):
                     return inf
                 found[sizes] = simulated

@@ -95,7 +95,7 @@ class Found:
     num_layouts: int  # mesh x microbatches x remat x schedule
     num_too_large: int  # of these: no room for state and one microbatch
     num_simulated: int
-    smallest_bytes: int | None  # of the layout that needs least, where none fits
+    smallest_bytes: int | None  # where none fits: at least these are needed
 
 
 @dataclass(frozen=True)
@@ -269,9 +269,8 @@ def planned_layouts(search: LayoutSearch, plan: Callable[[Candidate], Row], best
         if alone is None:
             faster = search.fastest(with_pipeline=False)
             alone = next(iter(_fitting(faster, search, plan, 1)), None)
-        smallest = None if rows else _smallest(search, plan)
     counts = len(search.layouts), search.num_too_large, search.num_simulated
-    return Found(tuple(rows), alone, *counts, smallest)
+    return Found(tuple(rows), alone, *counts, None if rows else search.smallest_bytes)
 
 
 def _fitting(
@@ -291,17 +290,6 @@ def _fitting(
         if len(rows) == number:
             break
     return sorted(rows, key=lambda row: (row.step_s, row.total_bytes))
-
-
-def _smallest(search: LayoutSearch, plan: Callable[[Candidate], Row]) -> int | None:
-    """Return the fewest bytes that a layout needs as planned, None where none is possible."""
-    least: int | None = None
-    for candidate in search.smallest():
-        if least is not None and candidate.least_bytes >= least:
-            break
-        need = plan(candidate).total_bytes
-        least = need if least is None else min(least, need)
-    return least
 
 
 def as_planned(config: Config, stack: Stack, layout: Candidate) -> Row:

@@ -82,9 +82,8 @@ def tune(
     target = Target(request, device, num_devices, str(dtype), Plan(memory_gib=memory_gib))
 
     # 2. the model as the hardware runs it
-    other, counted = described_only(request, device.device_kind), stack
-    if other is not None and stack.options.on_device is not None:
-        counted = stack.options.on_device(described_device(other) or device)
+    other, make = described_only(request, device.device_kind), stack.options.on_device
+    counted = stack if other is None or make is None else make(described_device(other) or device)
 
     # 3. the search
     choices = Tune(schedules=schedules and [*schedules], best=best)
@@ -92,16 +91,21 @@ def tune(
     pipelined = partial(pipeline, stack, batch=shapes, optimizer=optimizer, dtype=dtype)
 
     def planned(layout: Candidate) -> Row:
-        arguments: dict[str, Any] = {
-            "schedule": family(layout.family, **knobs_of(layout.family, layout.num_chunks)),
-            "num_microbatches": layout.num_microbatches,
-            "partition": list(layout.partition),
-            "executor": replace(executor, remat=str(layout.remat)),
-            "vocab": layout.vocab,
-        }
+        arguments = _arguments(layout, executor)
         pipe = pipelined(repeated_mesh(layout.mesh), **arguments)
         plan = predict_pipeline(pipe, model_on(pipe, None, counted), target)
         return Row(layout, plan, arguments)
 
     rows = planned_layouts(search, planned, best).best
     return tuple(TunedLayout(row.layout.mesh.by_axis, row.request, row.plan) for row in rows)
+
+
+def _arguments(layout: Candidate, executor: Spmd | Mpmd) -> dict[str, Any]:
+    """Return the arguments of `ppctl.pipeline` that make a layout."""
+    return {
+        "schedule": family(layout.family, **knobs_of(layout.family, layout.num_chunks)),
+        "num_microbatches": layout.num_microbatches,
+        "partition": list(layout.partition),
+        "executor": replace(executor, remat=str(layout.remat)),
+        "vocab": layout.vocab,
+    }

@@ -50,7 +50,7 @@ def _before(tuned: Tuned) -> Iterator[str]:
     if not found.best:
         least = ""
         if found.smallest_bytes is not None:
-            least = f": the smallest needs {size_text(found.smallest_bytes)} a device"
+            least = f": each needs {size_text(found.smallest_bytes)} a device or more"
         yield f"none fits{least}. Use more devices (tune.devices), or a smaller model."
 
 
