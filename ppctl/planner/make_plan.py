@@ -186,7 +186,9 @@ def _memory(job: TrainingJob, target: Target, found: PipelinePlan) -> dict[str, 
     fits = refusal is None
     if fits and limit is not None:
         fits = max(needed) <= limit.size_bytes
-    elif fits and not (is_compiled and target.topology is not None):  # else the compiler accepts it
+    elif fits and not (
+        is_compiled and target.plan.topology is not None
+    ):  # else the compiler accepts it
         fits = None
     size_bytes, source, fraction = (None, None, None) if limit is None else limit
     most = None if limit is None or max(needed) <= limit.size_bytes else limit.most_bytes
@@ -223,7 +225,7 @@ def _devices_text(job: TrainingJob, target: Target) -> str:
 
     Devices that are only described are named so: "64 x h100 (described)".
     """
-    topology, hardware = target.topology, target.known_hardware
+    topology, hardware = target.plan.topology, target.known_hardware
     if target.plan.compiles if topology is not None else not target.is_away:
         hosts = hosts_text(job.pipe.mesh)
         return ", ".join(filter(None, (f"{target.number} x {target.kind}", hosts)))

@@ -20,7 +20,6 @@ class RequestText:
     stage_axes: tuple[str, ...]  # that divide stages
     num_microbatches: int
     executor: str
-    tokens: float | None = None  # of plan.tokens
 
     @property
     def title(self) -> str:
@@ -38,5 +37,4 @@ class RequestText:
             tuple(mesh.sizes.shown(STAGE_AXES)),
             job.config.schedule.num_microbatches,
             job.config.executor.name,
-            job.config.plan.tokens,
         )

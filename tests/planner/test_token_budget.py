@@ -108,14 +108,6 @@ def test_the_page_has_a_card_of_it():
     assert "MWh at 700 W a GPU" in page
 
 
-def test_where_the_step_is_not_known_neither_are_the_tokens(capsys, monkeypatch):
-    monkeypatch.setattr(
-        "ppctl.training.pipeline.known_hardware.of_device", lambda device_kind: None
-    )
-    assert cli.main(["plan", *WORDS.split(), "plan.tokens=1e12"]) == 0
-    assert "tokens    not known, as the step\n" in capsys.readouterr().out
-
-
 def test_data_that_are_no_text_have_no_tokens(capsys):
     assert (
         cli.main(["plan", "model=mlp", "data=regression", "plan.tokens=5e9", "run.platform=cpu"])

@@ -111,11 +111,9 @@ def rehearsal() -> str:
             min(r, 1),
             0.123456,
             0.01,
-            None,
             (r,),
             (0.0123,),
             (0.0246,),
-            None,
             memory,
             sum(memory.values()),
         )
@@ -138,7 +136,6 @@ def rehearsal() -> str:
         limit_bytes=80 * GIB,
         ranks=ranks,
         analytic_step_time_s=1.1,
-        analytic_per_step_overhead_s=0.01,
     )
     return plan_page.rehearsal_page(found, schedule.timeline)
 

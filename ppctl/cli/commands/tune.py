@@ -8,7 +8,7 @@ from ppctl.cli.config_overrides import request_words
 from ppctl.config import Config
 from ppctl.planner.search.job_script import LAUNCHERS, write_job_script
 from ppctl.planner.search.tune_layouts import tune_layouts
-from ppctl.planner.search.tuned_recipe import own_path, recipe_path, write_recipe
+from ppctl.planner.search.tuned_recipe import own_path, write_recipe
 from ppctl.planner.show.tune_terminal import show_tuned
 from ppctl.training.pipeline.known_hardware import known
 
@@ -18,7 +18,7 @@ POD_RUNS = "/runs"  # mount of the claim in recipes/cluster/jobset.yaml
 def tune(config: Config, *, as_json: bool) -> int:
     """Print the best layouts, write recipe and job script of the first; return 0 if one fits."""
     name, launch = config.tune.recipe, config.tune.launch
-    path = recipe_path(name)  # refused before the search
+    path = None if name is None else own_path(name, ".yaml")  # refused before the search
     script = None if launch is None or name is None else own_path(name, LAUNCHERS[launch].suffix)
     tuned = tune_layouts(config)
     first = tuned.found.best[0] if tuned.found.best else None

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from ppctl.config import Transformer
 from ppctl.planner.cost.planned_step import Machine
 from ppctl.planner.cost.predict_step import target_of
-from ppctl.planner.cost.roofline import Link
 from ppctl.reports.bubble_names import shared_cores_text
 from ppctl.schedule.axis_table import MESH_AXES, Divided
 from ppctl.training.pipeline.built_in_models import attention_kernels
@@ -57,22 +56,21 @@ def _of_the_layout(job: TrainingJob) -> Iterator[str]:
     yield f"equal microbatches ({job.pipe.model.microbatch['inputs'].shape[0]} examples a device)"
     are_alike = job.pipe.stack.are_alike
     yield "equal layers and devices" if are_alike else "layers by their FLOPs, equal devices"
-    if isinstance(job.config.model, Transformer):
-        yield " and ".join(f"attention={kernel} ({KERNELS[kernel]})" for kernel in _kernels(job))
+    if kernels := _kernels(job):
+        yield " and ".join(f"attention={kernel} ({KERNELS[kernel]})" for kernel in kernels)
 
 
 def _kernels(job: TrainingJob) -> tuple[str, ...]:
+    """Return the kernels of the built-in attention, () of other models."""
     model, cp = job.config.model, job.config.mesh.cp
-    assert isinstance(model, Transformer), "other models have no attention of ours"
+    if not isinstance(model, Transformer):
+        return ()
     return attention_kernels(model, cp, job.pipe.dtype, job.counted_device, job.data)
 
 
 def _counted(job: TrainingJob, machine: Machine) -> Iterator[str]:
     speed, kernels = machine.speed, ""
-    has_kernel = isinstance(job.config.model, Transformer) and {"cudnn", "pallas"} & {
-        *_kernels(job)
-    }
-    if has_kernel and speed.attention_forward is not None:
+    if {"cudnn", "pallas"} & {*_kernels(job)} and speed.attention_forward is not None:
         forward, backward = speed.attention_forward, speed.attention_backward or speed.flops_per_s
         kernels = f", {forward / 1e12:.4g} in attention forward, {backward / 1e12:.4g} backward"
     large = "matrix products" if speed.cores is None else "large matrix products"
@@ -89,20 +87,16 @@ def _counted(job: TrainingJob, machine: Machine) -> Iterator[str]:
 
 
 def _links(job: TrainingJob, machine: Machine) -> Iterator[str]:
-    """Yield the speed of each kind of link that axes of the mesh use."""
-    shape, axes_of = job.pipe.mesh.shape, dict[Link, list[str]]()
+    """Yield the speed of the links of each axis of the mesh."""
+    shape = job.pipe.mesh.shape
     links, over = machine.links(shape), machine.over(shape)
-    for axis, size in shape.items():
-        if size > 1:
-            axes_of.setdefault(links[axis], []).append(axis)
-    for link, axes in axes_of.items():
-        is_inner, has_network = link == machine.link, machine.network is not None
-        where = " between hosts" if over[axes[0]] > 1 and has_network else ""
-        if is_inner and has_network and machine.host_devices is not None:
-            where = f" within hosts of {machine.host_devices}"
-        speed, latency = f"{link.bytes_per_s / 1e9:.4g} GB/s", _microseconds(link.latency_s)
-        yield f"{' and '.join(axes)}{where} at {speed} each way and {latency} a message"
-    if axes_of:
+    axes = [axis for axis, size in shape.items() if size > 1]
+    for axis in axes:
+        where, speed = "", f"{links[axis].bytes_per_s / 1e9:.4g} GB/s each way"
+        if machine.network is not None:
+            where = " between hosts" if over[axis] > 1 else " within a host"
+        yield f"{axis}{where} at {speed} and {_microseconds(links[axis].latency_s)} a message"
+    if axes:
         yield "links without contention, rings for collectives"
 
 

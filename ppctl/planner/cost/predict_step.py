@@ -138,15 +138,17 @@ def step_of(job: TrainingJob) -> Step:
 
 def pipeline_step(pipe: Pipeline, counted: Model, target: Target) -> Step:
     """Return the step of a pipeline; counted: its model with the target's kernels."""
-    execution, model = pipe.execution, pipe.model
-    examples, number = model.microbatch["inputs"].shape[0], pipe.schedule.num_microbatches
+    execution, model, schedule = pipe.execution, pipe.model, pipe.schedule
+    examples, number = model.microbatch["inputs"].shape[0], schedule.num_microbatches
     example_bytes = tree_bytes(model.microbatch) // examples
+    sizes = [len(layers) for layers in pipe.partition]
+    largest = execution.engine.rank_layers(sizes, schedule.rank_of)
     # the reference adds whole gradients of a microbatch, and each microbatch casts parameters
     is_alone = not execution.engine.is_pipelined
     return Step(
         work_of(counted),
         param_bytes(pipe.states.natural, model, pipe.layout.shards),
-        layout_of(pipe),
+        PlannedLayout(MeshSizes.of(pipe.mesh.shape), largest, max(sizes), schedule.vocab_parts),
         Microbatch(examples, number, example_bytes, execution.remat),
         target.machine if target.unknown is None else None,
         execution.gather,
@@ -154,14 +156,6 @@ def pipeline_step(pipe: Pipeline, counted: Model, target: Target) -> Step:
         adds=target.adds_products and not is_alone,
         casts=number if is_alone else 1,
     )
-
-
-def layout_of(pipe: Pipeline) -> PlannedLayout:
-    """Return how the model lies on the mesh."""
-    sizes, schedule = [len(layers) for layers in pipe.partition], pipe.schedule
-    largest = pipe.execution.engine.rank_layers(sizes, schedule.rank_of)
-    mesh = MeshSizes.of(pipe.mesh.shape)
-    return PlannedLayout(mesh, largest, max(sizes), schedule.vocab_parts)
 
 
 def param_bytes(state: Tree, model: Model, shards: Mapping[tuple[str, ...], Shard]) -> ParamBytes:

@@ -188,8 +188,3 @@ class ModelWork:
     pending_bytes: dict[str, int]  # handed from a layer's I to W, by remat
     residual_bytes: float = 0.0  # a layer's, read by its backward after recomputation
     head_bytes: Extent = Extent()  # the head's peak
-
-    def flops(self, num_layers: int) -> float:
-        """Return the FLOPs of an example through the model and back, nothing recomputed."""
-        pieces = ((self.embed, 1), (self.layer, num_layers), (self.head, 1))
-        return sum(number * op.flops for piece, number in pieces for op in piece.once)

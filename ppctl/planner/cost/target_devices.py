@@ -61,17 +61,13 @@ class Target:
     memory_fraction: float | None = None  # of a GPU, as requested
 
     @property
-    def topology(self) -> str | None:
-        return self.plan.topology
-
-    @property
     def kind(self) -> str:
         return self.device.device_kind
 
     @cached_property
     def hardware(self) -> Hardware:
         """The description of the devices. ConfigError where nothing is known of them."""
-        return resolved(self.request, self.kind, self.topology)
+        return resolved(self.request, self.kind, self.plan.topology)
 
     @property
     def known_hardware(self) -> Hardware | None:
@@ -93,7 +89,7 @@ class Target:
     @property
     def host_devices(self) -> int | None:
         """The devices of a host; None: all."""
-        return host_devices(self.hardware, self.topology)
+        return host_devices(self.hardware, self.plan.topology)
 
     @property
     def peak_flops(self) -> float | None:
@@ -149,8 +145,8 @@ class Target:
             described = self._limit_of(self.request, here=not self.is_away)
             if described is not None:
                 return described
-        if self.topology is not None:
-            there = of_topology(self.request, self.topology)
+        if self.plan.topology is not None:
+            there = of_topology(self.request, self.plan.topology)
             if there is None or (there.cuda is None and self.plan.compiles):
                 return None  # the compiler for TPUs says it itself
             return self._limit_of(there, here=False)

@@ -60,11 +60,9 @@ class RehearsedRank:
     ran_as: int  # the rank whose run this is: ranks with equal stages run once
     tasks_s: float  # all its tasks, one after the other
     update_s: float  # the norm of its gradients, the optimizer
-    cpu_s: float | None  # CPU seconds of both; None for accelerators
     stages: tuple[int, ...]
     forward_s: tuple[float, ...]  # of a microbatch through each stage, sends in the stage included
     backward_s: tuple[float, ...]  # B, or I and W
-    part_s: float | None  # a microbatch's E, S, T, G of the vocabulary part; None without
     memory_bytes: Mapping[str, int]  # of one device, by part
     total_bytes: int
 
@@ -89,7 +87,6 @@ class Rehearsal:
     limit_bytes: int | None  # memory of a device
     ranks: tuple[RehearsedRank, ...]
     analytic_step_time_s: float  # of `ppctl plan` for the same request
-    analytic_per_step_overhead_s: float
 
 
 def rehearse(config: Config) -> tuple[Rehearsal, Timeline]:
@@ -97,7 +94,13 @@ def rehearse(config: Config) -> tuple[Rehearsal, Timeline]:
 
     ConfigError, ScheduleError or DataError for a bad request, or a rank too large for the device.
     """
-    _check(config)
+    refused = None
+    if not config.executor.ENGINE.is_pipelined:
+        refused = "executor=reference has no ranks. Use executor=spmd or mpmd"
+    elif (how := config.run.distributed) != "off":
+        refused = f"run.distributed={how} joins processes, but one device runs. Leave it out"
+    if refused is not None:
+        raise ConfigError(f"`ppctl rehearse` runs each rank on one device: {refused}.")
     job = assemble(config, on_one_device=True, only_planned=True)
     if job.pipe.layout.auto:
         raise ConfigError(
@@ -109,16 +112,6 @@ def rehearse(config: Config) -> tuple[Rehearsal, Timeline]:
     planned = replace(step_of(job), machine=target_of(job).machine)
     simulated = Simulated(job, planned, *_run_ranks(job))
     return simulated.found, simulated.timeline
-
-
-def _check(config: Config) -> None:
-    refused = None
-    if not config.executor.ENGINE.is_pipelined:
-        refused = "executor=reference has no ranks. Use executor=spmd or mpmd"
-    elif (how := config.run.distributed) != "off":
-        refused = f"run.distributed={how} joins processes, but one device runs. Leave it out"
-    if refused is not None:
-        raise ConfigError(f"`ppctl rehearse` runs each rank on one device: {refused}.")
 
 
 def rank_parts(job: TrainingJob) -> list[RankPart]:
@@ -225,14 +218,13 @@ class Simulated:
         """The rehearsal, as it is printed."""
         # 1. the request and its prediction
         job, pipe, step, target = self.job, self.job.pipe, self.step, target_of(self.job)
-        counted = time_of(pipe, self._counted)
         unit, count = unit_of_work(job)
         flops, peak = model_flops(job), target.peak_flops
 
         # 2. the ranks
-        ranks = tuple(self._rank(r) for r in range(pipe.schedule.num_ranks))
-        copies = pipe.mesh.size // pipe.mesh.shape["pp"]
-        cpu_s = sum(each.cpu_s or 0.0 for each in ranks) * copies
+        ran = [self.ran[r] for r in self.ran_as]
+        cpu_s = sum(each.tasks.cpu_s + each.update.cpu_s for each in ran)
+        copies = self.planned.layout.rank_devices
         return Rehearsal(
             request=RequestText.of(job),
             schedule=label(job.config.schedule),
@@ -240,7 +232,7 @@ class Simulated:
             hardware=target.hardware.name,
             step_time_s=step.total_s,
             per_step_overhead_s=step.overhead_s,
-            step_cpu_s=cpu_s if _is_shared(self.job) else None,
+            step_cpu_s=cpu_s * copies if _is_shared(self.job) else None,
             sent_s=self._sent_s,
             unit=unit,
             tokens_per_s=count / step.total_s,
@@ -248,9 +240,8 @@ class Simulated:
             mfu_causal_fraction=mfu(flops.causal, step.total_s, peak),
             bubble_fraction=self.timeline.bubble_fraction,
             limit_bytes=None if target.limit is None else target.limit.size_bytes,
-            ranks=ranks,
-            analytic_step_time_s=counted.total_s,
-            analytic_per_step_overhead_s=counted.overhead_s,
+            ranks=tuple(map(self._rank, range(len(ran)))),
+            analytic_step_time_s=time_of(pipe, self._counted).total_s,
         )
 
     def _rank(self, rank: int) -> RehearsedRank:
@@ -258,18 +249,14 @@ class Simulated:
         stages = schedule.stages_of[rank]
         memory = {**self.job.pipe.memory()[rank], "temporaries": times.temp_bytes}
         seconds = lambda kind: tuple(self.costs.seconds(kind, s, 1) for s in stages)  # noqa: E731
-        parts = PART_KINDS if schedule.vocab_parts else ()
-        part_s = [self.costs.seconds(kind, rank, 1) for kind in parts]
         return RehearsedRank(
             rank=rank,
             ran_as=self.ran_as[rank],
             tasks_s=times.tasks.wall_s,
             update_s=times.update.wall_s,
-            cpu_s=times.tasks.cpu_s + times.update.cpu_s if _is_shared(self.job) else None,
             stages=stages,
             forward_s=seconds("F"),
             backward_s=seconds("B"),
-            part_s=sum(part_s) if part_s else None,
             memory_bytes=memory,
             total_bytes=sum(memory.values()),
         )

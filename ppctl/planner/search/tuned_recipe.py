@@ -22,13 +22,8 @@ MARK = "# Written by `ppctl tune`, which writes it again when it is run again."
 CHOSEN = ("model", "mesh", "schedule", "partition", "executor", "optim", "data")  # by name
 
 
-def recipe_path(name: str | None) -> Path | None:
-    """Return the path of a recipe. ConfigError for a foreign file, or if it can't be written."""
-    return None if name is None else own_path(name, ".yaml")
-
-
 def own_path(name: str, suffix: str) -> Path:
-    """Return the path of a file of a recipe of this name. ConfigError likewise."""
+    """Return the path of a recipe's file. ConfigError for a foreign file, or if not writable."""
     path = Path("recipes") / f"{name}{suffix}"
     with writing(path, name):
         if path.exists() and MARK not in path.read_text():

@@ -14,10 +14,8 @@ from ppctl.planner.make_plan import Prediction
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal
 from ppctl.planner.show.plan_terminal import (
     ABOUT,
-    LEFT_TO_BACKWARD,
     PARTS,
     fit_text,
-    is_left_to_backward,
     memory_table,
     plan_lines,
     rank_name,
@@ -44,14 +42,13 @@ def plan_page(found: Prediction, picture: Drawing | str, words: Sequence[str]) -
     pipeline = "un-pipelined" if found.ideal_bubble_fraction is None else found.schedule
     bars = [(rank_name(found, r), found.memory_bytes[r]) for r in shown_ranks(found, MOST_BARS)]
     memory = memory_bars(bars, PARTS, found.limit_bytes, ABOUT), _table(*memory_table(found))
-    left = kit.soft(f"{LEFT_TO_BACKWARD}." if is_left_to_backward(found.stages) else "")
     stages = [_table(*table, "stages") for table in stage_tables(found)]
     return kit.page(
         f"Plan: {found.request.title}, {pipeline}",
         kit.verdict(FITS[found.fits], fit_text(found)),
         _table("the step", [], plan_lines(found), "request"),
         kit.section("Memory of one device", *memory),
-        kit.section("Stages", *stages, left),
+        kit.section("Stages", *stages),
         kit.section("The step, as predicted, without per-step overhead", _chart(picture)),
         kit.section("What this assumes", kit.bullets(found.assumes)),
         kit.section("The request", kit.command(shlex.join(["ppctl", "plan", *words]))),

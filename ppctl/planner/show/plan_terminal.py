@@ -36,7 +36,6 @@ REMEDIES = {
 }
 PREDICTED = "total, predicted"
 IN_BACKWARD = "in backward"
-LEFT_TO_BACKWARD = f"{IN_BACKWARD}: with executor.remat=full a part of the last stage's backward"
 MOST_COLUMNS = 8
 MOST_STAGES = 16
 MOST_DEVICES = 8
@@ -57,8 +56,6 @@ def show_plan(found: Prediction) -> None:
     show_lines(console, *(f"{name:<10}{text}" for name, text in plan_lines(found)))
     for table in stage_tables(found):
         show_table(console, *table)
-    if is_left_to_backward(found.stages):
-        show_lines(console, LEFT_TO_BACKWARD)
     show_table(console, *memory_table(found))
     assumed, width = "; ".join(found.assumes), max(console.width - 10, 40)
     for i, text in enumerate(textwrap.wrap(assumed, width, break_long_words=False)):
@@ -91,8 +88,6 @@ def plan_lines(found: Prediction) -> Iterator[tuple[str, str]]:
         yield "costs", costs
     if found.token_budget is not None:
         yield "tokens", found.token_budget.text
-    elif request.tokens is not None:
-        yield "tokens", "not known, as the step"
     if found.proposal is not None:
         layers, ratio = ",".join(map(str, found.proposal.partition)), found.proposal.time_ratio
         partition = f"partition=explicit partition.layers=[{layers}]"
@@ -152,11 +147,6 @@ def stage_table(stages: Sequence[StagePart], submesh: str) -> TextTable:
     title += f" ({len(rows)} of {last + 1})" if len(rows) <= last else ""
     columns = ("stage", "layers", "rank", "submesh", *devices, "forward s", "backward s")
     return TextTable(title, columns, rows)
-
-
-def is_left_to_backward(stages: Sequence[StagePart]) -> bool:
-    """Return whether the last stage's forward runs in its backward (remat=full)."""
-    return bool(stages) and stages[-1].forward_s == 0
 
 
 def _seconds(seconds: float | None) -> str:

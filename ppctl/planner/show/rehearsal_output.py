@@ -10,7 +10,6 @@ from ppctl.reports.terminal_output import OutputConsole, show_lines, show_table,
 
 MOST_RANKS = 16  # of the table on the terminal
 COLUMNS = ("rank", "ran as", "tasks s", "update s", "forward s", "backward s", "memory")
-PART_COLUMN = "part s"  # before the memory, where ranks have parts of a vocabulary
 
 
 def show_rehearsal(found: Rehearsal) -> None:
@@ -56,11 +55,10 @@ def ranks_to_show(found: Rehearsal, most: int) -> tuple[RehearsedRank, ...]:
 
 def rank_table(found: Rehearsal, most: int) -> TextTable:
     """Return a table of up to `most` ranks."""
-    ranks, (*names, memory) = ranks_to_show(found, most), COLUMNS
+    ranks = ranks_to_show(found, most)
     title = "ranks, with seconds of a step, and of a microbatch through each stage"
     title += "" if len(ranks) == len(found.ranks) else f" ({len(ranks)} of {len(found.ranks)})"
-    is_divided = any(each.part_s is not None for each in found.ranks)
-    return TextTable(title, (*names, *[PART_COLUMN] * is_divided, memory), [*map(_row, ranks)])
+    return TextTable(title, COLUMNS, [*map(_row, ranks)])
 
 
 def _row(of_rank: RehearsedRank) -> list[str]:
@@ -72,6 +70,5 @@ def _row(of_rank: RehearsedRank) -> list[str]:
         f"{of_rank.update_s:.4g}",
         seconds(of_rank.forward_s),
         seconds(of_rank.backward_s),
-        *([] if of_rank.part_s is None else [seconds([of_rank.part_s])]),
         size_text(of_rank.total_bytes),
     ]

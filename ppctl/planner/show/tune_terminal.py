@@ -111,14 +111,15 @@ def _schedule_text(layout: Candidate) -> str:
 
 def _about_pipelines(tuned: Tuned) -> str:
     """Return a line: how the best layout compares with the best one that has no pipeline."""
-    first, alone = tuned.found.best[0], tuned.found.without_pipeline
+    best, alone = tuned.found.best, tuned.found.without_pipeline
+    first = best[0]
     if first.layout.mesh.pp == 1:
-        rival, slower = next((row for row in tuned.found.best if row.layout.mesh.pp > 1), None), ""
+        rival, slower = next((row for row in best if row.layout.mesh.pp > 1), None), ""
         if rival is not None:
             slower = f"; the best pipeline takes {_times(first, rival):.2f} times as long"
         mesh = mesh_text(first.layout.mesh.by_axis)
         return f"no pipeline is needed: mesh={mesh} (pp=1) is fastest{slower}."
-    alone = next((row for row in tuned.found.best if row.layout.mesh.pp == 1), alone)
+    alone = next((row for row in best if row.layout.mesh.pp == 1), alone)  # it may be measured
     if alone is None:
         return "without a pipeline (mesh.pp=1) nothing fits."
     layout, ratio = alone.layout, f"{_times(first, alone):.2f} times as long"
