@@ -8,7 +8,7 @@ from ppctl.data.dataset import Batch, DataSet
 from ppctl.data.generated_data import regression, synthetic
 from ppctl.data.mixture import mixture
 from ppctl.data.text_dataset import stdlib, text
-from ppctl.data.token_file import tokens, tokens_by_size
+from ppctl.data.token_file import tokens
 
 BUILDERS: dict[str, Callable[..., DataSet]] = {
     "stdlib": stdlib,
@@ -18,7 +18,6 @@ BUILDERS: dict[str, Callable[..., DataSet]] = {
     "synthetic": synthetic,
     "regression": regression,
 }
-BUILDERS_BY_SIZE = BUILDERS | {"tokens": tokens_by_size}  # as quickly as the sizes can be known
 
-__all__ = ["BUILDERS", "BUILDERS_BY_SIZE", "Batch", "DataSet"]
+__all__ = ["BUILDERS", "Batch", "DataSet"]
 __all__ += ["mixture", "regression", "stdlib", "synthetic", "text"]

@@ -21,15 +21,20 @@ UNREADABLE = (OSError, ValueError, OverflowError, SyntaxError, MemoryError, Recu
 UNREADABLE += (tokenize.TokenError,)
 
 
-def tokens(*, path: str, dtype: str, vocab_size: int | None, **how: Any) -> DataSet:
+def tokens(
+    *, path: str, dtype: str, vocab_size: int | None, sizes_only: bool = False, **how: Any
+) -> DataSet:
     """Return the data set of a flat integer `.npy`, or a raw `.bin` of `dtype` (native order).
 
     `vocab_size` None: the largest id plus one. The file is mapped, and read once from end to end to
-    check its ids. Raises DataError when it is missing, is not what its name says, or holds an id
-    outside 0..vocab_size-1.
+    check its ids, unless only the sizes matter. Raises DataError when it is missing, is not what
+    its name says, or holds an id outside 0..vocab_size-1.
     """
     source = f"data=tokens data.path={path}"
     ids = open_tokens(Path(path).expanduser(), dtype, source)
+    how |= {"name": "tokens", "source": source}
+    if sizes_only:
+        return from_tokens(ids, content="", vocab_size=vocab_size or 1, **how)
     smallest, largest = extremes(ids)
     if smallest < 0:
         raise DataError(f"{source}: holds the negative id {smallest}. Write ids from 0 up.")
@@ -44,16 +49,8 @@ def tokens(*, path: str, dtype: str, vocab_size: int | None, **how: Any) -> Data
             f"Use data.vocab_size={largest + 1} or null, or another data.dtype "
             f"(a .bin is read as {dtype})."
         )
-    how |= {"vocab_size": largest + 1 if vocab_size is None else vocab_size}
-    return from_tokens(ids, name="tokens", source=source, content=digest(ids), **how)
-
-
-def tokens_by_size(*, path: str, dtype: str, vocab_size: int | None, **how: Any) -> DataSet:
-    """Return the data set of `tokens`, for its sizes only: no id is read."""
-    source = f"data=tokens data.path={path}"
-    ids = open_tokens(Path(path).expanduser(), dtype, source)
-    how |= {"vocab_size": vocab_size or 1}
-    return from_tokens(ids, name="tokens", source=source, content="", **how)
+    vocab_size = largest + 1 if vocab_size is None else vocab_size
+    return from_tokens(ids, content=digest(ids), vocab_size=vocab_size, **how)
 
 
 def open_tokens(path: Path, dtype: str, source: str) -> np.ndarray:

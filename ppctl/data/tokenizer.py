@@ -97,23 +97,22 @@ def load_tokenizer(name: str, end_token: str | None) -> Tokenizer:
             f"data.tokenizer={name}: {file} cannot be read ({why}). Use bytes, a tokenizer.json, "
             "or a directory with one, as `ppctl tokenize` writes."
         ) from error
-    settings = tokenizer_settings(file.parent)
+    settings = json_object(file.parent / SETTINGS)
     end_token = end_token or special_token(settings, "eos_token")
     return _loaded(name, text, end_token, chat_template(file.parent, settings))
 
 
-def tokenizer_settings(directory: Path) -> dict[str, Any]:
-    """Return the settings in the tokenizer_config.json of a directory, {} without such a file."""
-    file = directory / SETTINGS
+def json_object(file: Path) -> dict[str, Any]:
+    """Return the values in a JSON file by name, {} without such a file. DataError for others."""
     try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{file} cannot be read ({error}). Restore it, or remove it.") from error
-    if not isinstance(settings, dict):
+    if not isinstance(values, dict):
         raise DataError(f"{file} holds no settings by name. Restore it, or remove it.")
-    return cast("dict[str, Any]", settings)
+    return cast("dict[str, Any]", values)
 
 
 @lru_cache(8)  # parts of a mixture have the same

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from itertools import accumulate, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +29,7 @@ from ppctl.training.run.kept_tokenizer import GENERATION, MODEL_CONFIG, SOURCE
 from ppctl.training.run.saved_run import SavedRun, load_run
 
 Tree = Any
-SHARD_BYTES = 5 * 10**9  # of a file at most, unless one tensor is larger
+SHARD_BYTES = 5 * 10**9  # of a file, without its last tensor, at most
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"  # of PEFT
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 BFLOAT16 = ml_dtypes.bfloat16
@@ -165,14 +167,10 @@ def _write_tensors(out: Path, params: Tree, names: list[Named], dtype: Any) -> I
     from safetensors.numpy import save_file
 
     # 1. the tensors of each shard
-    shards, sizes = [[]], [0]
-    for each in names:
-        size = int(np.prod(each.shape)) * np.dtype(dtype).itemsize
-        if shards[-1] and sizes[-1] + size > SHARD_BYTES:
-            shards.append([])
-            sizes.append(0)
-        shards[-1].append(each)
-        sizes[-1] += size
+    sizes = [int(np.prod(each.shape)) * np.dtype(dtype).itemsize for each in names]
+    numbers = [start // SHARD_BYTES for start in accumulate([0, *sizes[:-1]])]
+    numbered = groupby(zip(numbers, names, strict=True), key=itemgetter(0))
+    shards = [[each for _, each in shard] for _, shard in numbered]
     # 2. the files
     places = dict[str, str]()
     for i, shard in enumerate(shards):

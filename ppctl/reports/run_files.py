@@ -21,6 +21,7 @@ from ppctl.reports import run_status
 RUNNING, BROKEN_OFF, NO_END, NOT_STARTED = "running", "broken off", "no end recorded", "not started"
 INSIDE = ("checkpoints", "tensorboard", "profile", "timeline", "processes")  # hold no runs
 OF_TRACKERS = ("wandb", "mlflow", "mlflow.db")  # written by the trackers' packages; hold links
+NO_RUNS = {*INSIDE, *OF_TRACKERS}
 REMOVED = ".removed-"  # begins the name of a run directory that is being removed
 TRACKERS_FILE = "trackers.json"  # names of the run at its trackers
 MEMORY_FILE = "memory.json"  # bytes of a device by rank and part, as compiled at the last start
@@ -73,26 +74,17 @@ def find_runs(top: Path) -> list[tuple[str, Path]]:
     """
     runs: list[tuple[str, Path]] = []
     seen: set[tuple[int, int]] = set()
-
-    def walk(path: str, name: str) -> None:
-        # 1. each directory once
-        try:
-            info = os.stat(path)
-            entries = sorted(os.scandir(path), key=lambda entry: entry.name)
-        except OSError:
-            return
+    for path, folders, files in os.walk(top, followlinks=True):
+        info = os.stat(path)
+        inner = sorted(name for name in folders if name not in NO_RUNS)
+        folders[:] = [name for name in inner if not name.startswith(REMOVED)]
         if (info.st_dev, info.st_ino) in seen:
-            return
+            folders.clear()
+            continue
         seen.add((info.st_dev, info.st_ino))
-        # 2. a run, and the runs below
-        if _is_run(path, {entry.name for entry in entries}):
-            runs.append((name or Path(path).absolute().name, Path(path)))
-        for entry in entries:
-            is_inner = entry.name in (*INSIDE, *OF_TRACKERS) or entry.name.startswith(REMOVED)
-            if not is_inner and entry.is_dir():
-                walk(entry.path, f"{name}/{entry.name}" if name else entry.name)
-
-    walk(str(top), "")
+        if _is_run(path, {*files}):
+            name = os.path.relpath(path, top)
+            runs.append((Path(path).absolute().name if name == "." else name, Path(path)))
     return runs
 
 

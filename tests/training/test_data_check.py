@@ -1,12 +1,11 @@
 """Whether there is enough data: how many batches an evaluation has."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from ppctl.config import Config, Regression, Run, Tokens
-from ppctl.data import BUILDERS_BY_SIZE
+from ppctl.config import Config, Regression, Run, Tokens, Transformer
 from ppctl.errors import DataError
 from ppctl.training.pipeline.job import num_eval_batches, open_data
 from ppctl.training.pipeline.job_checks import check_evaluations
@@ -49,10 +48,6 @@ def test_a_request_for_more_than_is_held_out_is_refused_with_the_equation():
 
 def test_sizes_are_known_without_reading_the_values(tmp_path):
     np.save(tmp_path / "ids.npy", np.full(1000, -1, np.int32))  # ids that training refuses
-    given = asdict(Tokens(path=str(tmp_path / "ids.npy"), batch_size=4)) | {
-        "seed": 0,
-        "seq_len": 10,
-    }
-    assert BUILDERS_BY_SIZE[given.pop("name")](**given).num_eval_examples == 4
-    given = asdict(ROWS) | {"seed": 0}
-    assert BUILDERS_BY_SIZE[given.pop("name")](**given).num_eval_examples == 25
+    data = Tokens(path=str(tmp_path / "ids.npy"), batch_size=4)
+    config = Config(data=data, model=Transformer(seq_len=10))
+    assert open_data(config, sizes_only=True).num_eval_examples == 4

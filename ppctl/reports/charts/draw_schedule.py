@@ -43,14 +43,15 @@ def draw(schedule: Schedule, path: str | Path, costs: Costs | None = None) -> Pa
     return path
 
 
-def _text(drawing: Drawing) -> str:
+def printed(draw_on: Callable[[Console], None]) -> str:
+    """Return the text that `draw_on` prints on a console of TEXT_WIDTH columns."""
     file = io.StringIO()
-    show_gantt(Console(file=file, width=TEXT_WIDTH, color_system=None), drawing)
+    draw_on(Console(file=file, width=TEXT_WIDTH, color_system=None))
     return file.getvalue()
 
 
 DRAWN_AS: dict[str, Callable[[Drawing], str | bytes]] = {  # the content of a file, by form
-    "text": _text,
+    "text": lambda drawing: printed(lambda console: show_gantt(console, drawing)),
     "html": lambda drawing: schedules_page([drawing]),
     **{form: lambda drawing, form=form: image([drawing], form) for form in FORMS},
     "json": lambda drawing: json.dumps(drawing_document(drawing)) + "\n",

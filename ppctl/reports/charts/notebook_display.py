@@ -9,8 +9,8 @@ import base64
 from collections.abc import Mapping, Sequence
 
 from ppctl.reports.charts.image_charts import MAX_RANKS, MAX_VECTORS, image
-from ppctl.reports.charts.schedule_drawing import Drawing, drawing_of_timeline
-from ppctl.reports.page_kit import text
+from ppctl.reports.charts.schedule_drawing import drawing_of_timeline, title_of
+from ppctl.reports.page_kit import table, text
 from ppctl.reports.terminal_output import size_text
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule
@@ -26,12 +26,13 @@ def schedule_html(schedule: Schedule) -> str:
     >>> schedule_html(build("gpipe", 1024, 1))
     '<p>gpipe: 1024 ranks, 1 microbatch. Too large for a picture here: ppctl.draw makes a page.</p>'
     """
-    num_ranks, number = schedule.num_ranks, schedule.num_microbatches
-    if num_ranks > MAX_RANKS or sum(map(len, schedule.ranks)) > MAX_VECTORS:
-        ranks, each = f"{num_ranks} rank{'s' * (num_ranks != 1)}", "es" * (number != 1)
-        size = f"{schedule.name}: {ranks}, {number} microbatch{each}"
-        return f"<p>{text(size)}. Too large for a picture here: ppctl.draw makes a page.</p>"
-    return _picture(drawing_of_timeline(schedule.name, simulate(schedule, Costs())))
+    if schedule.num_ranks > MAX_RANKS or sum(map(len, schedule.ranks)) > MAX_VECTORS:
+        words = f"{title_of(schedule.name, schedule)}. Too large for a picture here"
+        return f"<p>{text(words)}: ppctl.draw makes a page.</p>"
+    drawing = drawing_of_timeline(schedule.name, simulate(schedule, Costs()))
+    data = base64.b64encode(image([drawing], "svg")).decode()
+    words = text(f"{drawing.title}; {drawing.verdict}")
+    return f'<img alt="{words}" style="{LOOK}" src="data:image/svg+xml;base64,{data}">'
 
 
 def pipeline_html(
@@ -52,13 +53,6 @@ def pipeline_html(
         + [size_text(sizes.get(part, 0)) for part in parts]
         for r, (held, sizes) in enumerate(zip(ranks, memory, strict=True))
     ]
-    head = "".join(f"<th>{text(name)}</th>" for name in heads)
-    body = "".join(f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f"<p>{lines}</p>{table}" + ("" if schedule is None else schedule_html(schedule))
-
-
-def _picture(drawing: Drawing) -> str:
-    data = base64.b64encode(image([drawing], "svg")).decode()
-    words = text(f"{drawing.title}; {drawing.verdict}")
-    return f'<img alt="{words}" style="{LOOK}" src="data:image/svg+xml;base64,{data}">'
+    cells = [[*map(text, row)] for row in rows]
+    listed = table("ranks", [*map(text, heads)], cells)
+    return f"<p>{lines}</p>{listed}" + ("" if schedule is None else schedule_html(schedule))

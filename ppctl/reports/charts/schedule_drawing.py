@@ -66,10 +66,7 @@ class Drawing:
 
     @property
     def title(self) -> str:
-        """Return name and size in words."""
-        num_ranks, number = self.schedule.num_ranks, self.schedule.num_microbatches
-        ranks = f"{num_ranks} rank" + "s" * (num_ranks != 1)
-        return f"{self.label}: {ranks}, {number} microbatch" + "es" * (number != 1)
+        return title_of(self.label, self.schedule)
 
     @property
     def verdict(self) -> str:
@@ -82,6 +79,13 @@ class Drawing:
             f"makespan {makespan} s (at least {least} s), period {period} s, bubble "
             f"{timeline.bubble_fraction:.1%}, peak {peak} activations{_bytes_text(timeline)}"
         )
+
+
+def title_of(label: str, schedule: Schedule) -> str:
+    """Return a label and the schedule's size in words."""
+    num_ranks, number = schedule.num_ranks, schedule.num_microbatches
+    ranks = f"{num_ranks} rank" + "s" * (num_ranks != 1)
+    return f"{label}: {ranks}, {number} microbatch" + "es" * (number != 1)
 
 
 def drawing_of_timeline(label: str, timeline: Timeline) -> Drawing:

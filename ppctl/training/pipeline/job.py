@@ -21,7 +21,7 @@ from ppctl.config import Config
 from ppctl.config.code_digests import Sources, sources
 from ppctl.config.schedule_from_config import Pipeline as ScheduledPipeline
 from ppctl.config.schedule_from_config import pipeline_of, trained_share
-from ppctl.data import BUILDERS, BUILDERS_BY_SIZE, DataSet
+from ppctl.data import BUILDERS, DataSet
 from ppctl.errors import DataError, as_setting, written_as
 from ppctl.executors.described_devices import check_gpu_shape, check_size, described_mesh
 from ppctl.executors.device_mesh import check_hosts, make_mesh, repeated_mesh
@@ -315,7 +315,9 @@ def open_data(config: Config, *, sizes_only: bool = False) -> DataSet:
         given["seq_len"] = config.model.seq_len
     if name == "custom":
         return custom_data(**given)
-    return (BUILDERS_BY_SIZE if sizes_only else BUILDERS)[name](**given)
+    if name == "tokens":  # a file may be long
+        given["sizes_only"] = sizes_only
+    return BUILDERS[name](**given)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 from ppctl.config import Run
 from ppctl.config.groups.data_settings import AnyData
 from ppctl.data.chat_templates import FILE as TEMPLATE
-from ppctl.data.tokenizer import BYTES, FILE, SETTINGS
+from ppctl.data.tokenizer import BYTES, FILE, SETTINGS, json_object
 from ppctl.errors import DataError
 
 SOURCE = "source"  # folder of a run directory with the files that an export copies
@@ -45,12 +45,7 @@ def configured_ends(run_dir: Path) -> tuple[int, ...]:
     generation_config.json comes first, as in `transformers`. DataError if a file cannot be read.
     """
     for file in (run_dir / SOURCE / GENERATION, run_dir / SOURCE / MODEL_CONFIG):
-        if not file.is_file():
-            continue
-        try:
-            ends = ends_of(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, AttributeError) as error:
-            raise DataError(f"{file} cannot be read ({error}). Restore or remove it.") from error
+        ends = ends_of(json_object(file))
         if ends is None:
             what = f"{file}: eos_token_id is no token id and no list of them"
             raise DataError(f"{what}. Correct it, or remove it.")
