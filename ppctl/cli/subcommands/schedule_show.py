@@ -7,8 +7,9 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ppctl import config as settings
 from ppctl.config.schedule_from_config import read, schedule_of
@@ -18,10 +19,9 @@ from ppctl.reports.charts.html_charts import schedules_page
 from ppctl.reports.charts.image_charts import FORMS, image
 from ppctl.reports.charts.schedule_drawing import (
     Drawing,
-    Row,
     drawing_document,
     drawing_of_timeline,
-    row,
+    table_row,
 )
 from ppctl.reports.charts.text_chart import show_gantt, show_schedules_table
 from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, write_file
@@ -50,7 +50,7 @@ def show_comparison(configs: Sequence[settings.ScheduleConfig], form: str, out: 
     drawings = list(map(draw, configs))
     if form == "text":
         title = f"{len(configs)} schedules, {_size_of(configs[0])}"
-        show_schedules_table(OutputConsole(), title, list(map(row, drawings)))
+        show_schedules_table(OutputConsole(), title, list(map(table_row, drawings)))
         return 0
     if form == "html":
         return deliver(schedules_page(drawings), out)
@@ -64,18 +64,18 @@ def list_families(
 ) -> int:
     """Show every family at the size of `request`, with its formulas, or why it is refused."""
     # 1. the families
-    rows, refused, order = list[Row](), dict[str, str](), list(FAMILIES)
+    rows, refused, order = list[dict[str, Any]](), dict[str, str](), list(FAMILIES)
     for one in each:
         check_size(one)
     for one in sorted(each, key=lambda one: order.index(one.schedule.name)):
         try:
-            rows.append(row(draw(one), *_formulas(one)))
+            rows.append(table_row(draw(one), *_formulas(one)))
         except ScheduleError as error:
             refused[one.schedule.name] = " ".join(str(error).split())
-    stated = {row.schedule: formulas(row.schedule) for row in rows}
+    stated = {row["schedule"]: formulas(row["schedule"]) for row in rows}
     # 2. their table
     if form == "json":
-        documents = [asdict(row) | {"formulas": stated[row.schedule]} for row in rows]
+        documents = [row | {"formulas": stated[row["schedule"]]} for row in rows]
         show_json({"schedules": documents, "refused": refused})
         return 0
     console, width = OutputConsole(), max(map(len, stated), default=0)

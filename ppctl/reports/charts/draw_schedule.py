@@ -43,15 +43,14 @@ def draw(schedule: Schedule, path: str | Path, costs: Costs | None = None) -> Pa
     return path
 
 
-def printed(draw_on: Callable[[Console], None]) -> str:
-    """Return the text that `draw_on` prints on a console of TEXT_WIDTH columns."""
+def _text(drawing: Drawing) -> str:
     file = io.StringIO()
-    draw_on(Console(file=file, width=TEXT_WIDTH, color_system=None))
+    show_gantt(Console(file=file, width=TEXT_WIDTH, color_system=None), drawing)
     return file.getvalue()
 
 
 DRAWN_AS: dict[str, Callable[[Drawing], str | bytes]] = {  # the content of a file, by form
-    "text": lambda drawing: printed(lambda console: show_gantt(console, drawing)),
+    "text": _text,
     "html": lambda drawing: schedules_page([drawing]),
     **{form: lambda drawing, form=form: image([drawing], form) for form in FORMS},
     "json": lambda drawing: json.dumps(drawing_document(drawing)) + "\n",

@@ -96,41 +96,28 @@ def drawing_of_timeline(label: str, timeline: Timeline) -> Drawing:
     return Drawing(label, timeline, *bounds, peaks)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One schedule in a table of several. None: unknown, or no formula for these sizes."""
+def table_row(
+    drawing: Drawing, makespan_formula_s: float | None = None, peak_formula: float | None = None
+) -> dict[str, Any]:
+    """Return a drawing as a row by column, with the results of its family's closed forms.
 
-    schedule: str
-    label: str
-    makespan_s: float
-    makespan_formula_s: float | None
-    lower_bound_s: float
-    period_s: float
-    period_lower_bound_s: float
-    bubble_fraction: float
-    peak_activations: float  # of the rank that holds most
-    peak_activations_formula: float | None
-    peak_activations_lower_bound: float | None
-    notes: list[str]
-
-
-def row(drawing: Drawing, formula_s: float | None = None, peak_formula: float | None = None) -> Row:
-    """Return the row of a drawing, with the results of its family's closed forms."""
+    None: unknown, or no formula for these sizes. Activations are of the rank that holds most.
+    """
     timeline = drawing.timeline
-    return Row(
-        drawing.schedule.name,
-        drawing.label,
-        timeline.makespan_s,
-        formula_s,
-        drawing.lower_bound_s,
-        timeline.period_s,
-        drawing.period_bound_s,
-        timeline.bubble_fraction,
-        max(timeline.peak_activations),
-        peak_formula,
-        max(drawing.peak_bounds),
-        reasons(drawing),
-    )
+    return {
+        "schedule": drawing.schedule.name,
+        "label": drawing.label,
+        "makespan_s": timeline.makespan_s,
+        "makespan_formula_s": makespan_formula_s,
+        "lower_bound_s": drawing.lower_bound_s,
+        "period_s": timeline.period_s,
+        "period_lower_bound_s": drawing.period_bound_s,
+        "bubble_fraction": timeline.bubble_fraction,
+        "peak_activations": max(timeline.peak_activations),
+        "peak_activations_formula": peak_formula,
+        "peak_activations_lower_bound": max(drawing.peak_bounds),
+        "notes": reasons(drawing),
+    }
 
 
 def reasons(drawing: Drawing) -> list[str]:

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
+from typing import Any
 
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
 from ppctl.reports.charts.palette import INK, shade
-from ppctl.reports.charts.schedule_drawing import KIND_NAMES, Drawing, Row, number_text, reasons
+from ppctl.reports.charts.schedule_drawing import KIND_NAMES, Drawing, number_text, reasons
 from ppctl.reports.terminal_output import show_lines, show_table
 from ppctl.schedule.ir import Task
 
 MAX_RANKS = 32  # rows shown; of more ranks, the first and the last half
-FORMULA = "formula"
-COLUMNS = (
-    *("schedule", "makespan s", FORMULA, "makespan at least", "period s", "period at least"),
-    *("bubble", "peak activations", FORMULA, "peak at least"),
-)
+COLUMNS = {  # of a table of schedules
+    "label": "schedule",
+    "makespan_s": "makespan s",
+    "makespan_formula_s": "formula",
+    "lower_bound_s": "makespan at least",
+    "period_s": "period s",
+    "period_lower_bound_s": "period at least",
+    "bubble_fraction": "bubble",
+    "peak_activations": "peak activations",
+    "peak_activations_formula": "formula",
+    "peak_activations_lower_bound": "peak at least",
+}
 WORDS = (
     "makespan: of a step; period: of one after which ranks begin the next without waiting for "
     "each other",
@@ -53,34 +61,27 @@ def show_gantt(console: Console, drawing: Drawing) -> None:
 
 
 def show_schedules_table(
-    console: Console, title: str, rows: Sequence[Row], *, formulas: bool = False
+    console: Console, title: str, rows: Sequence[Mapping[str, Any]], *, formulas: bool = False
 ) -> None:
     """Print a row for each schedule, with formulas if requested, then the notes on each."""
-    cell = lambda value: "-" if value is None else number_text(value)  # noqa: E731
-    columns = [column for column in COLUMNS if formulas or column != FORMULA]
-    cells = []
-    for row in rows:
-        time_s, peak = (row.makespan_formula_s,), (row.peak_activations_formula,)
-        time_s, peak = (time_s, peak) if formulas else ((), ())
-        seconds = row.lower_bound_s, row.period_s, row.period_lower_bound_s
-        seconds = map(cell, (row.makespan_s, *time_s, *seconds))
-        peaks = map(cell, (row.peak_activations, *peak, row.peak_activations_lower_bound))
-        cells.append([row.label, *seconds, f"{row.bubble_fraction:.1%}", *peaks])
-    show_table(console, title, columns, cells)
-    notes = [f"{row.label}: {note}" for row in rows for note in row.notes]
+
+    def cell(name: str, value: Any) -> str:
+        if name == "bubble_fraction":
+            return f"{value:.1%}"
+        return "-" if value is None else value if name == "label" else number_text(value)
+
+    names = [name for name in COLUMNS if formulas or "formula" not in name]
+    cells = [[cell(name, row[name]) for name in names] for row in rows]
+    show_table(console, title, [COLUMNS[name] for name in names], cells)
+    notes = [f"{row['label']}: {note}" for row in rows for note in row["notes"]]
     show_lines(console, *WORDS, *notes)
 
 
 def _columns_per_s(drawing: Drawing, room: int) -> float:
     """Return the columns of one second in `room`: if they fit, enough for every task's label."""
-    timeline, shortest_s = drawing.timeline, _shortest_s(drawing)
+    timeline, shortest_s = drawing.timeline, drawing.labelled_s
     each = min(drawing.longest_label, int(room * shortest_s / timeline.makespan_s))
     return each / shortest_s if each else max(room, 20) / timeline.makespan_s
-
-
-def _shortest_s(drawing: Drawing) -> float:
-    end_s, start_s = drawing.timeline.end_s, drawing.timeline.start_s
-    return min(end_s[task] - start_s[task] for task in start_s if end_s[task] > start_s[task])
 
 
 def _row(
@@ -124,7 +125,7 @@ def _legend(drawing: Drawing, scale: float) -> Text:
     if drawing.schedule.num_chunks > 1:
         legend.append("lighter: later chunk  ")
     legend.append(f"1 column: {number_text(1 / scale)} s")
-    number = ceil(1 / (scale * _shortest_s(drawing)) - 1e-9)
+    number = ceil(1 / (scale * drawing.labelled_s) - 1e-9)
     if number > 1:
         legend.append(f", up to {number} tasks of a rank; --out FILE.html or FILE.svg shows each")
     return legend
