@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
-from math import inf
 from statistics import median_low
 from typing import Any
 
+from ppctl.schedule.partition.contiguous_parts import least_cap, most_equal
 from ppctl.schedule.partition.partition import (
     Partition,
     balanced,
@@ -51,8 +51,10 @@ def divided_evenly(
         stages = zip(partition, ends_s, strict=True)
         return [sums[held.stop] - sums[held.start] + end for held, end in stages]
 
-    largest_s = max(stages_s(_least(sums, ends_s)))
-    even = _least(sums, ends_s, largest_s)
+    parts = ends_s, least_layers(len(rank_of))
+    bounds = most_equal(sums, *parts, least_cap(sums, *parts), [0.0] * len(sums))
+    assert bounds is not None, "some parts are within the least cap"
+    even = partition_of(bounds)
     # 2. several stages a rank: more equal ranks
     num_ranks = max(rank_of) + 1
     if num_ranks == len(rank_of):
@@ -67,42 +69,6 @@ def divided_evenly(
         return max(costs), max(of_ranks), sum(cost * cost for cost in costs)
 
     return improved(even, unevenness, max_tried=MAX_EVENED, num_detours=0)
-
-
-def _least(sums: Sequence[float], ends: Sequence[float], cap: float | None = None) -> Partition:
-    """Return the partition with the least largest stage; cap: the least sum of squares under it.
-
-    sums: of the layers before each; ends: of embedding and head, by stage. Starts are tried from
-    the latest on: the stage only gets dearer, so the first that is as dear as the best so far ends
-    the search.
-    """
-    num_layers, last, needs = len(sums) - 1, len(ends) - 1, least_layers(len(ends))
-    least = [-inf if cap is None else 0.0] + [inf] * num_layers
-    starts: list[list[int]] = []
-    before, after = 0, sum(needs)
-    # 1. stage by stage: for each end the best start, by the least cost of the stages so far
-    for s, end in enumerate(ends):
-        before, after = before + needs[s], after - needs[s]
-        best, start = [inf] * (num_layers + 1), [-1] * (num_layers + 1)
-        for b in range(num_layers if s == last else before, num_layers - after + 1):
-            for a in range(b - needs[s] if s else 0, -1, -1):
-                value = sums[b] - sums[a] + end
-                if cap is not None:
-                    if value > cap:
-                        break
-                    value *= value
-                if value >= best[b]:
-                    break
-                total = max(least[a], value) if cap is None else least[a] + value
-                if total < best[b]:
-                    best[b], start[b] = total, a
-        least = best
-        starts.append(start)
-    # 2. the starts of the best, from the last stage back
-    bounds = [num_layers]
-    for start in reversed(starts):
-        bounds.append(start[bounds[-1]])
-    return partition_of(bounds[::-1])
 
 
 def improved(

@@ -11,9 +11,9 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from ppctl.errors import ConfigError, setting
+from ppctl.schedule.partition.contiguous_parts import least_cap, most_equal
 
 TOLERANCE = 0.1  # of a cluster's cost above the least possible largest one
-STEPS = 60  # of a bisection: the accuracy of a float
 
 
 def clusters(
@@ -41,13 +41,14 @@ def clusters(
             f"{setting('model.num_layers', most, f'layers={most}')} or less."
         )
     at = [sums[place] for place in places]
-    cap = _least_largest(at, count) * (1 + tolerance)
+    parts = (0.0,) * count, (1,) * count
+    cap = least_cap(at, *parts) * (1 + tolerance)
     # 2. the least limit on the sizes that pass with which a division exists
     passing = [0, *(crossing[place] for place in places[1:-1]), 0]
     limits = sorted(set(passing))
 
-    def divided(limit: float) -> tuple[int, ...] | None:
-        return _divided(at, passing, count, cap, limit)
+    def divided(limit: float) -> list[int] | None:
+        return most_equal(at, *parts, cap, [n if n <= limit else inf for n in passing])
 
     starts = divided(limits[bisect_left(limits, True, key=lambda n: divided(n) is not None)])
     assert starts is not None, "the least largest cost is one of some division"
@@ -63,51 +64,3 @@ def _places(costs: Sequence[float], crossing: Sequence[float]) -> list[int]:
     costly = [i for i, cost in enumerate(costs) if cost] or list(range(len(costs)))
     between = (min(range(b, a, -1), key=lambda i: crossing[i]) for a, b in pairwise(costly))
     return [0, *(place for place in between if crossing[place] < inf), len(costs)]
-
-
-def _least_largest(at: Sequence[float], count: int) -> float:
-    """Return the smallest cap that `count` clusters need; at: sums of costs up to each place."""
-
-    def suffices(cap: float) -> bool:
-        start = used = 0
-        for end in range(1, len(at)):
-            if at[end] - at[start] > cap:
-                start, used = end - 1, used + 1
-                if at[end] - at[start] > cap or used >= count:
-                    return False
-        return True
-
-    low, high = 0.0, float(at[-1])
-    for _ in range(STEPS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if suffices(middle) else (middle, high)
-    return high
-
-
-def _divided(
-    at: Sequence[float], passing: Sequence[float], count: int, cap: float, limit: float
-) -> tuple[int, ...] | None:
-    """Return the places of `count` clusters within the limits with the least sums, or None."""
-    last = len(at) - 1
-    best: list[tuple[float, float]] = [(0.0, 0.0)] + [(inf, inf)] * last
-    starts: list[list[int]] = []
-    for _ in range(count):
-        following, start = [(inf, inf)] * (last + 1), [-1] * (last + 1)
-        for end in range(1, last + 1):
-            if passing[end] > limit:
-                continue
-            for begin in range(end - 1, -1, -1):
-                cost = at[end] - at[begin]
-                if cost > cap:
-                    break
-                total = (best[begin][0] + passing[end], best[begin][1] + cost * cost)
-                if total < following[end]:
-                    following[end], start[end] = total, begin
-        best = following
-        starts.append(start)
-    if best[last][0] == inf:
-        return None
-    found = [last]
-    for start in reversed(starts):
-        found.append(start[found[-1]])
-    return tuple(reversed(found))
