@@ -96,4 +96,4 @@ def task_costs(remat: Remat | str, trained: float = 1.0) -> Costs:
     >>> task_costs("layer").backward_s, task_costs("none", trained=0.25).weight_grad_s
     (3.0, 0.25)
     """
-    return Costs(1.0, 1.0 + Remat.of(remat).recompute_forwards, weight_grad_s=trained)
+    return Costs(1.0, 1.0 + Remat.of(remat).recomputes, weight_grad_s=trained)

@@ -48,15 +48,9 @@ def peak_activations_bound(schedule: Schedule, costs: Costs, period_s: float) ->
     lives at least through the forwards after it, the input gradients back to it, and its weight
     gradient.
     """
-    num_chunks, is_split = schedule.num_chunks, schedule.is_split
-    lives_s = [
-        trip_s + (costs.seconds("W", s, num_chunks) if is_split else 0.0)
-        for s, trip_s in enumerate(trips_s(schedule, costs))
-    ]
-    return tuple(
-        schedule.num_microbatches * sum(lives_s[s] for s in stages) / num_chunks / period_s
-        for stages in schedule.stages_of
-    )  # fmt: skip
+    held_s, times = _held_s(schedule, costs, Ledger.counted(schedule)), schedule.num_microbatches
+    lives_s = [times * sum(held_s[s] for s in stages) for stages in schedule.stages_of]
+    return tuple(life_s / schedule.num_chunks / period_s for life_s in lives_s)
 
 
 def bound_under_cap_s(schedule: Schedule, costs: Costs, ledger: Ledger, cap: int) -> float:
@@ -72,30 +66,27 @@ def bound_under_cap_s(schedule: Schedule, costs: Costs, ledger: Ledger, cap: int
     # 1. the bound without a cap
     if ledger.least(schedule) > cap:
         return math.inf
-    least_s = makespan_bound_s(schedule, costs)
-    trip_s, chunks = trips_s(schedule, costs), schedule.num_chunks
-    stages_s = [
-        {kind: costs.seconds(kind, s, chunks) for kind in "IW"} for s in range(schedule.num_stages)
-    ]
-
-    def held_s(stage: int) -> float:
-        """Return units held times seconds of a microbatch. Other backwards may be whole."""
-        stash, seconds = ledger.stash[stage], stages_s[stage]
-        if not schedule.is_split:
-            return stash * trip_s[stage]
-        whole = stash * (trip_s[stage] + seconds["W"])
-        if ledger.pending is None:
-            return whole
-        pending = ledger.pending[stage] * (seconds["I"] + seconds["W"])
-        return min(whole, stash * trip_s[stage] + pending)
-
+    least_s, held_s = makespan_bound_s(schedule, costs), _held_s(schedule, costs, ledger)
     # 2. each rank's sum of sizes times lives, over its room
     ranks = zip(schedule.stages_of, ledger.held, outside_s(schedule, costs), strict=True)
     for stages, held, other_s in ranks:
-        needs = schedule.num_microbatches * sum(map(held_s, stages))
+        needs = schedule.num_microbatches * sum(held_s[s] for s in stages)
         if needs:
             least_s = max(least_s, other_s + needs / (cap - held) if cap > held else math.inf)
     return least_s
+
+
+def _held_s(schedule: Schedule, costs: Costs, ledger: Ledger) -> list[float]:
+    """Return for each stage units held times seconds of a microbatch. Any backward may be whole."""
+    held_s: list[float] = []
+    for s, trip_s in enumerate(trips_s(schedule, costs)):
+        i_s, w_s = (costs.seconds(kind, s, schedule.num_chunks) for kind in "IW")
+        whole_s = ledger.stash[s] * (trip_s + (w_s if schedule.is_split else 0.0))
+        if schedule.is_split and ledger.pending is not None:
+            split_s = ledger.stash[s] * trip_s + ledger.pending[s] * (i_s + w_s)
+            whole_s = min(whole_s, split_s)
+        held_s.append(whole_s)
+    return held_s
 
 
 def trips_s(schedule: Schedule, costs: Costs) -> list[float]:

@@ -39,13 +39,8 @@ class Remat(StrEnum):
 
     @property
     def recomputes(self) -> bool:
-        """Return whether a backward runs its layers' forwards again."""
+        """Return whether a backward runs its layers' forwards again, and keeps no residuals."""
         return self is not Remat.NONE
-
-    @property
-    def keeps_residuals(self) -> bool:
-        """Return whether a forward keeps the values that the backward of each layer reads."""
-        return self is Remat.NONE
 
     @property
     def keeps_layer_inputs(self) -> bool:
@@ -60,15 +55,6 @@ class Remat(StrEnum):
         to its backward, which would run it again.
         """
         return self is Remat.FULL
-
-    @property
-    def recompute_forwards(self) -> float:
-        """Return the number of forwards of a stage that its backward runs again.
-
-        >>> Remat.NONE.recompute_forwards, Remat.FULL.recompute_forwards
-        (0.0, 1.0)
-        """
-        return 1.0 if self.recomputes else 0.0
 
     def recomputed_layers(self, stage_layers: Sequence[int]) -> int:
         """Return the layers that a microbatch runs forward twice; stage_layers: of each stage.

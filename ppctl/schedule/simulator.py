@@ -9,7 +9,7 @@ from itertools import pairwise
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.execution_order import timed_walk
 from ppctl.schedule.ir import ALL_KINDS, Kind, Schedule, Task, Value, writes
-from ppctl.schedule.search.placement_costs import peak_activations, peak_bytes
+from ppctl.schedule.search.placement_costs import Placed, peak_activations
 
 __all__ = ["Timeline", "peak_activations", "simulate"]
 
@@ -54,9 +54,9 @@ class Timeline:
         return peak_activations(self.schedule)
 
     @property
-    def peak_bytes(self) -> tuple[float, ...]:
+    def peak_bytes(self) -> tuple[int, ...]:
         """Return the most bytes of activations that each rank holds at once."""
-        return peak_bytes(self.schedule, self.costs)
+        return Placed(self.costs).ledger(self.schedule).peaks(self.schedule)
 
     def memory_curve(self, rank: int) -> tuple[tuple[float, float], ...]:
         """Return (seconds, activations from then on) at each change; units: `peak_activations`."""

@@ -8,7 +8,7 @@ forward-backward ticks ("fb"), all others in single-op ticks ("op").
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -31,10 +31,10 @@ from ppctl.schedule.remat import Remat
 from ppctl.schedule.tick_table import (
     COLUMNS,
     FB_COLUMNS,
-    HOPS,
     Table,
     TickProgram,
     assign_slots,
+    leaves_last_forward,
     why_not,
 )
 
@@ -59,7 +59,9 @@ class Ticks:
 
     schedule: Schedule
     program: TickProgram
-    packing: TickPacking
+    shape: TickShape  # whether a rank may run an F and then a B in a tick (fb), or only one task
+    cells: Cells  # the tasks of each tick and rank
+    counted: Counted  # the rows of cells that differ
     table: Table
     num_slots: dict[str, int]  # fb: act, grad, stash; op: value (act or grad), stash, pending
     remat: Remat  # decides which values have slots, and whether the last stage's F runs
@@ -80,19 +82,9 @@ class Ticks:
         """Return the length of the table."""
         return len(self.cells)
 
-    @property
-    def shape(self) -> TickShape:
-        """Return whether a rank may run an F and then a B in a tick (fb), or only one task (op)."""
-        return self.packing.shape
-
-    @property
-    def cells(self) -> Cells:
-        """Return the tasks of each tick and rank."""
-        return self.packing.cells
-
     def makespan_s(self, costs: Costs) -> float:
         """Return the seconds of all ticks: each the slowest rank's, plus one transfer."""
-        return counted_s(self.packing.counted, costs, self.schedule.num_chunks)
+        return counted_s(self.counted, costs, self.schedule.num_chunks)
 
     def bubble_fraction(self, costs: Costs) -> float:
         """Return the idle share of all ranks in lockstep, 0..1."""
@@ -160,10 +152,9 @@ def in_shape(schedule: Schedule, packing: TickPacking, remat: Remat) -> Ticks:
         columns = (tuple(0 if m is None else 1 + m for m in each) for each in passes)
         rows = zip(table, columns, strict=True)
         table = tuple(tuple(line + more for line in lines) for lines, more in rows)
-    return Ticks(schedule, program, packing, table, num_slots, remat)
+    return Ticks(schedule, program, *packing, table, num_slots, remat)
 
 
-FB_OUTPUTS = (("f", "act", 1), ("b", "grad", -1))  # column of a task, of what it sends, hop
 LEGEND = (
     "2F0>3: task 2F0 (stage, kind, microbatch), its output goes to rank 3; =: stays here; (3F0): "
     "left to its B or I"
@@ -190,28 +181,23 @@ class TickTask(NamedTuple):
 
 
 def tick_tasks(ticks: Ticks) -> list[list[tuple[TickTask, ...]]]:
-    """Return the tasks of each tick and rank, as the table has them."""
-    ranks = range(ticks.schedule.num_ranks)
-    return [[tuple(_of_cell(ticks, t, r)) for r in ranks] for t in range(ticks.num_ticks)]
+    """Return the tasks of each tick and rank."""
+    schedule, last = ticks.schedule, ticks.schedule.num_stages - 1
+    is_left = leaves_last_forward(schedule, ticks.remat)
+    # the last stage's F keeps the gradient of its output, in op ticks in a slot that it sends to
+    keeps_grad = ticks.program == "op" and schedule.has_backward and not is_left
 
+    def receiver(task: Task) -> int | None:
+        to = task.stage + {"F": 1, "W": len(schedule.rank_of)}.get(task.kind, -1)
+        if task.kind == "F" and task.stage == last and keeps_grad:
+            to = last
+        return schedule.rank_of[to] if 0 <= to <= last else None
 
-def _of_cell(ticks: Ticks, t: int, rank: int) -> Iterator[TickTask]:
-    row, num_ranks, column = ticks.table[t], ticks.schedule.num_ranks, ticks.columns.index
-    forward, backward = ticks.cells[t][rank]
-    if ticks.program == "fb":
-        for task, (name, what, step) in zip((forward, backward), FB_OUTPUTS, strict=True):
-            there = (rank + step) % num_ranks
-            if task is not None:
-                arrives = row[there][column(f"{what}_arrives")]
-                yield TickTask(task, bool(row[rank][column(name)]), there if arrives else None)
-        return
-    task = forward or backward
-    if task is not None:
-        ends: dict[int, str] = {}  # of each rank the first hop that leads there
-        for hop, step in HOPS.items():
-            ends.setdefault((rank + step) % num_ranks, f"{hop}_arrives")
-        to = next((there for there, name in ends.items() if row[there][column(name)]), None)
-        yield TickTask(task, bool(row[rank][column("kind")]), to)
+    def shown(task: Task) -> TickTask:
+        is_run = not (is_left and task.kind == "F" and task.stage == last)
+        return TickTask(task, is_run, receiver(task))
+
+    return [[tuple(shown(t) for t in cell if t is not None) for cell in row] for row in ticks.cells]
 
 
 def tick_text(ticks: Ticks) -> str:

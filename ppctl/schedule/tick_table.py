@@ -66,6 +66,11 @@ def hop_between(here: int, there: int, num_ranks: int) -> str | None:
     return next((hop for hop, step in HOPS.items() if (here + step) % num_ranks == there), None)
 
 
+def leaves_last_forward(schedule: Schedule, remat: Remat) -> bool:
+    """Return whether the last stage's forward is left to its backward, which recomputes it."""
+    return schedule.has_backward and remat.keeps_input_only and not schedule.part_ranks
+
+
 def assign_slots(
     schedule: Schedule, cells: Cells, remat: Remat, program: TickProgram
 ) -> tuple[Table, dict[str, int]]:
@@ -100,7 +105,8 @@ class _RankSlots:
 
     def __init__(self, schedule: Schedule, remat: Remat, program: TickProgram):
         trains, self.is_op = schedule.has_backward, program == "op"
-        self.last, self.is_divided = schedule.num_stages - 1, bool(schedule.vocab_parts)
+        self.last, self.is_divided = schedule.num_stages - 1, bool(schedule.part_ranks)
+        self.leaves_last = leaves_last_forward(schedule, remat)
         self.keep_input = trains and remat.keeps_input_only  # forwards alone keep nothing
         self.keep_stash = trains and not remat.keeps_input_only
         self.head_in_forward = self.keep_stash or (trains and self.is_divided)
@@ -127,7 +133,7 @@ class _RankSlots:
         """Fill in a task's columns of `line`, and put or drop its slots."""
         stage, kind, m = task
         at, is_forward = self.at[kind], kind == "F"
-        if self.is_op and is_forward and self._is_left(stage):
+        if self.is_op and is_forward and stage == self.last and self.leaves_last:
             return
         for column, value in self.facts[stage, kind]:
             line[column] = value
@@ -152,13 +158,10 @@ class _RankSlots:
         elif is_forward and stage == self.last and self.head_in_forward and not self.is_op:
             line[at["grad"]] = grads.put(value)
 
-    def _is_left(self, stage: int) -> bool:
-        """Return whether a stage's forward is left to its backward, which recomputes it."""
-        return stage == self.last and self.keep_input and not self.is_divided
-
     def _facts(self, schedule: Schedule, stage: int, kind: Kind) -> list[tuple[int, int]]:
         """Return (column, value) that are the same for every microbatch of a stage and kind."""
-        at, is_run = self.at[kind], int(kind != "F" or not self._is_left(stage))
+        at = self.at[kind]
+        is_run = int(not (kind == "F" and stage == self.last and self.leaves_last))
         return [
             (at["kind"], 1 + KINDS.index(kind) if self.is_op else is_run),
             (at["chunk"], schedule.chunk_of[stage]),

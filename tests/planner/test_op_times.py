@@ -123,7 +123,7 @@ def test_the_bubble_of_lockstep_is_that_of_the_ticks(family, keeps_input, hop_s)
     op_times, schedule, sizes = some(family, hop_s=hop_s)
     costs = costs_of_stages(op_times, sizes, keeps_input=keeps_input)
     table = lowered(schedule, costs, keeps_input)
-    time = step_time(op_times, schedule, table.packing.counted, costs, copies=1)
+    time = step_time(op_times, schedule, table.counted, costs, copies=1)
     assert time.pipeline_s == pytest.approx(table.makespan_s(costs), rel=1e-12)
     assert time.bubble_fraction == pytest.approx(table.bubble_fraction(costs), rel=1e-12)
     assert time.tasks_s == pytest.approx(tasks_s(schedule, costs))
@@ -134,7 +134,7 @@ def test_the_bubble_of_lockstep_is_that_of_the_ticks(family, keeps_input, hop_s)
 def test_shared_cores_that_are_never_idle_have_no_bubble(family, is_lockstep):
     op_times, schedule, sizes = some(family)
     costs = costs_of_stages(op_times, sizes, keeps_input=False)
-    table = lowered(schedule, costs, keeps_input=False).packing.counted if is_lockstep else None
+    table = lowered(schedule, costs, keeps_input=False).counted if is_lockstep else None
     before = inf
     for capacity, copies in itertools.product((0.5, 1.0, 2.5, 4.0, inf), (1, 2)):
         time = step_time(

@@ -37,7 +37,7 @@ def some(family, capacity, *, hop_s=0.0, keeps_input=False, lockstep=True):
 
 
 def step_time(op_times, schedule, table, costs, copies):
-    counted = None if table is None else table.packing.counted
+    counted = None if table is None else table.counted
     return timing.step_time(op_times, schedule, counted, costs, copies)
 
 

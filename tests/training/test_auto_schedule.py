@@ -67,7 +67,7 @@ def test_in_lockstep_bytes_are_exactly_those_of_the_program():
 @pytest.mark.parametrize("remat", full_except(Remat, Remat.NONE))
 def test_relative_costs_of_stages_are_the_planners_for_such_pieces(remat):
     job = planned(request(c.Schedule("1f1b", 4), c.Mpmd(remat=remat)))
-    pipe, again = job.pipe, remat.recompute_forwards
+    pipe, again = job.pipe, remat.recomputes
     whole, free = 3 + again, PieceTimes(0.0, 0.0, 0.0)
     head = PieceTimes(0.0, pipe.relative_costs.head * whole, 0.0)
     times = OpTimes(

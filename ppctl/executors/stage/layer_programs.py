@@ -108,7 +108,7 @@ class LayerPrograms:
     @cached_property
     def residuals(self) -> Residuals:
         keep = self.run
-        if self.remat.keeps_residuals:
+        if not self.remat.recomputes:
             # forward and backward are different programs or ticks: compilers cannot merge them
             keep = jax.checkpoint(self.run, policy=KEEP_PRODUCTS, prevent_cse=False)
         return Residuals(keep, *self._shapes, self.trainable)

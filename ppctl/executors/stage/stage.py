@@ -155,7 +155,7 @@ class Stage:
 
     def stash_shapes(self, w: Any, slots: LayerSlots | None = None) -> Tree:
         """Return the shapes of a microbatch's stash; w may be shapes. slots=None: of any layers."""
-        if self.remat.keeps_residuals:
+        if not self.remat.recomputes:
             return self._of_layers(w, slots, "saved")
         return self._of_layers(w, slots, "x") if self.remat.keeps_layer_inputs else self.x
 
@@ -192,7 +192,7 @@ class Stage:
 
     def forward(self, w: Any, slots: LayerSlots | None, x: jax.Array) -> tuple[jax.Array, Tree]:
         """Return the stage's output and its stash."""
-        if self.remat.keeps_residuals:
+        if not self.remat.recomputes:
             return self._save(w, slots, x)[:2]
 
         def body(x: jax.Array, item: tuple) -> tuple[jax.Array, jax.Array | None]:

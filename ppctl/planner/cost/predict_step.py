@@ -231,7 +231,7 @@ def time_of(pipe: Pipeline, times: OpTimes, costs: Costs | None = None) -> StepT
         alone = build(BASELINE, 1, pipe.schedule.num_microbatches)
         whole = costs_of_stages(times, [pipe.stack.num_layers], keeps_input=False)
         return step_time(times, alone, None, whole, 1)
-    counted = None if pipe.ticks is None else pipe.ticks.packing.counted
+    counted = None if pipe.ticks is None else pipe.ticks.counted
     costs = costs or job_costs(pipe, times)
     return step_time(times, pipe.schedule, counted, costs, _copies(pipe))
 

@@ -133,14 +133,6 @@ def peak_activations(schedule: Schedule) -> tuple[float, ...]:
     return tuple(peak / schedule.num_chunks for peak in Ledger.counted(schedule).peaks(schedule))
 
 
-def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    """Return the most bytes of activations that each rank holds at once."""
-    costs.check(schedule.num_stages)
-    stages, chunks = range(schedule.num_stages), schedule.num_chunks
-    sizes = tuple(costs.stage_bytes(stage, chunks) for stage in stages)
-    return Ledger((0,) * schedule.num_ranks, sizes).peaks(schedule)  # type: ignore[arg-type]
-
-
 class Piece(NamedTuple):
     """Seconds of a microbatch through a piece of a model, and its bytes."""
 

@@ -43,7 +43,7 @@ class ModelCosts:
         """Return the model as pieces; with_bytes: with their bytes on ranks of executor=mpmd."""
         # 1. seconds; with remat=full the last stage's forward and head run in its backward
         relative, remat = self.probe.relative_costs, self.probe.execution.remat
-        seconds = 1.0, 1.0 + remat.recompute_forwards, 1.0
+        seconds = 1.0, 1.0 + remat.recomputes, 1.0
         embed_s, head_s = (each * sum(seconds) for each in (relative.embed, relative.head))
         late = remat.keeps_input_only
         embed = Piece(0.0, embed_s, 0.0)
