@@ -171,9 +171,9 @@ def test_the_page_of_a_sweep_draws_its_marks_to_scale_and_fits(tmp_path, width):
     assert said["hidden"] <= 0
     assert min(said["texts"]) >= 11  # pixels: letters that can be read
     at = [mark["y"] + mark["height"] / 2 for mark in said["marks"][:4]]
-    per_token = (at[0] - at[1]) / 200
+    per_token = (at[1] - at[0]) / 200  # the last point's mark is drawn first
     assert per_token > 0.2
-    assert at[2] - at[3] == pytest.approx(50 * per_token, abs=2)
+    assert at[3] - at[2] == pytest.approx(50 * per_token, abs=2)
 
 
 @pytest.mark.parametrize("width", [500, full(1200)])
@@ -209,7 +209,7 @@ def test_the_page_of_several_runs_fits(tmp_path, width):
     runs = [
         recorded(tmp_path / f"{'r' * 40}{number}", 50 * number, spike=3) for number in range(1, 9)
     ]
-    said, dom = browse_page(tmp_path, compare_page(runs, tmp_path / "report.html"), [], width)
+    said, dom = browse_page(tmp_path, compare_page(runs, {}, tmp_path / "report.html"), [], width)
     assert said["loads"] == 0
     assert said["hidden"] <= 0
     assert min(said["texts"]) >= 11
