@@ -31,7 +31,7 @@ def test_several_runs_are_a_table_of_what_differs_and_labelled_curves(capsys):
     assert "2 second 8 1f1b" in seen
     assert "5 of 9 0.8000 0.5 20,000" in seen
     labels = re.findall(r"<li><span[^>]*>.</span>([^<]*)</li>", text)
-    assert sorted(labels) == sorted(["1 first", "2 second"] * 2)  # of losses and of speeds
+    assert sorted(labels) == sorted(["1 first", "2 second"] * 4)
     assert '<a href="runs/first">' in text
 
 

@@ -100,12 +100,6 @@ def test_the_chart_is_no_wider_than_the_terminal(any_drawing, width):
     assert max(map(len, chart)) <= width
 
 
-def test_many_ranks_are_cut_short_on_the_terminal_and_say_so():
-    lines = printed(drawing("gpipe", p=100, m=2)).splitlines()
-    assert "... 68 ranks more; --format html shows all ..." in lines
-    assert sum(line.lstrip().startswith("rank ") for line in lines) == 32
-
-
 def test_kinds_have_colours_and_chunks_have_shades_of_them():
     assert len(set(COLOURS.values())) == len(COLOURS)
     shades = [shade(kind, chunk, 4) for kind in COLOURS for chunk in range(4)]

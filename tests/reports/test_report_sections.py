@@ -6,13 +6,11 @@ import json
 import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from support.report_of_a import report, run_of_two_steps
 
 from ppctl import cli
-from ppctl.reports.run_page.run_figures import speeds_of
 
 
 @pytest.fixture(autouse=True)
@@ -62,19 +60,6 @@ def test_each_start_says_what_it_ran_on_and_which_versions_changed(run_dir, caps
 
 
 # --- speed, and files ---------------------------------------------------------------------------
-
-
-def test_a_late_host_makes_no_spike_in_the_speed_over_a_few_steps():
-    seconds = [1.0] * 20
-    seconds[9:11] = 0.1, 1.9  # one record too short, the next too long
-    times = list(enumerate(seconds))
-    curves = {"step_time_s": times, "rows_per_s": [(step, 10.0 / each) for step, each in times]}
-    speeds = speeds_of(SimpleNamespace(curves=curves), "rows_per_s")
-    assert [step for step, _ in speeds] == list(range(20))
-    assert max(speed for _, speed in speeds) < 12.3  # of 100
-    assert [speed for step, speed in speeds if step > 14] == pytest.approx([10.0] * 5)
-    unknown = {"step_time_s": [(2, 0.5)], "rows_per_s": [(1, None), (2, 8.0)]}
-    assert speeds_of(SimpleNamespace(curves=unknown), "rows_per_s") == [(2, 8.0)]
 
 
 def test_a_report_that_cannot_be_replaced_stays_whole(run_dir, capsys, monkeypatch):

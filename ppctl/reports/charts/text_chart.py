@@ -15,7 +15,6 @@ from ppctl.reports.charts.schedule_drawing import KIND_NAMES, Drawing, number_te
 from ppctl.reports.terminal_output import show_lines, show_table
 from ppctl.schedule.ir import Task
 
-MAX_RANKS = 32  # rows shown; of more ranks, the first and the last half
 COLUMNS = {  # of a table of schedules
     "label": "schedule",
     "makespan_s": "makespan s",
@@ -47,11 +46,7 @@ def show_gantt(console: Console, drawing: Drawing) -> None:
     # 2. heads, rows and legend
     heads = " " * (left + 2 + width) + "  bubble    peak"
     show_lines(console, drawing.title, drawing.verdict, *reasons(drawing), "", heads)
-    for rank in _shown(schedule.num_ranks):
-        if rank is None:
-            more = schedule.num_ranks - MAX_RANKS
-            show_lines(console, f"... {more} ranks more; --format html shows all ...")
-            continue
+    for rank in range(schedule.num_ranks):
         row = Text(f"rank {rank}".rjust(left) + "  ")
         for text, style in _row(drawing, schedule.ranks[rank], scale, width, pad):
             row.append(text, style)
@@ -105,16 +100,6 @@ def _row(
         yield (text if fits else task.kind).ljust(room, pad), Style(color=INK, bgcolor=colour)
         column = end
     yield "." * (width - column), "dim"
-
-
-def _shown(num_ranks: int) -> Iterator[int | None]:
-    """Yield the ranks that get a row; None where some are left out."""
-    if num_ranks <= MAX_RANKS:
-        yield from range(num_ranks)
-        return
-    yield from range(MAX_RANKS // 2)
-    yield None
-    yield from range(num_ranks - MAX_RANKS // 2, num_ranks)
 
 
 def _legend(drawing: Drawing, scale: float) -> Text:

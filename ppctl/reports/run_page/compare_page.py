@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,11 +10,10 @@ from ppctl.reports.charts.page_figures import MOST_LINES
 from ppctl.reports.foreign_files import printable
 from ppctl.reports.run_page.one_run_page import MARK, loss_text, warnings_of
 from ppctl.reports.run_page.read_run import NEWEST, RecordedRun
-from ppctl.reports.run_page.run_figures import figures_of_runs
+from ppctl.reports.run_page.run_figures import figures_of
 from ppctl.reports.runs_columns import steps_text
 
 NONE = "&ndash;"
-KEY = re.compile(r"(?<![^,/])[A-Za-z_][\w.]*=")  # in the name of a sweep's job
 COLUMNS = (  # numbers, shown where a run has them
     *("eval_loss", "step_time_s", *kit.SPEEDS, "mfu_fraction", "memory_bytes"),
     *("ideal_bubble_fraction", "predicted_bubble_fraction", "measured_bubble_fraction"),
@@ -30,9 +28,9 @@ Differ = Mapping[str, Sequence[str | None]]  # by setting: its value in each run
 def compare_page(runs: Sequence[RecordedRun], differ: Differ, file: Path) -> str:
     """Return the text of the page; `file`: where it will stand."""
     # 1. curves of the first runs
-    names = [Path(_brief(run.summary.name)).name for run in runs]
+    names = [Path(run.summary.name).name for run in runs]
     labels = [printable(f"{number} {name}") for number, name in enumerate(names, 1)]
-    figures = kit.figures(figures_of_runs(runs[:MOST_LINES], labels[:MOST_LINES]))
+    figures = kit.figures(figures_of(runs[:MOST_LINES], labels[:MOST_LINES]))
     few = f"The first {MOST_LINES} runs. Name others to see theirs: ppctl report RUN RUN ..."
     about = kit.soft(few) if figures and len(runs) > MOST_LINES else ""
     # 2. warnings, equal ones of several runs as one
@@ -62,7 +60,7 @@ def _table(runs: Sequence[RecordedRun], differ: Differ, file: Path) -> str:
         sample = kit.line_sample(index) if index < MOST_LINES else ""
         report, directory = run.summary.path / "report.html", run.summary.path
         place = report if report.exists() else directory
-        name = f"{sample}{index + 1} {kit.link(place, file, _brief(run.summary.name))}"
+        name = f"{sample}{index + 1} {kit.link(place, file, run.summary.name)}"
         state = run.summary.status, steps_text(run.summary), loss_text(run)
         rows.append([name, *settings, *state, *numbers])
     heads = "status", "step", "loss", *(kit.NUMBERS[name][0] for name in columns)
@@ -72,18 +70,8 @@ def _table(runs: Sequence[RecordedRun], differ: Differ, file: Path) -> str:
 
 
 def _number(run: RecordedRun, name: str) -> float | None:
-    """Return one of COLUMNS of a run."""
     if name == "eval_loss":
         return run.summary.eval_loss
     if name == "measured_bubble_fraction":
         return run.measured_bubble
     return run.newest.get(name) if name in NEWEST else run.median(name)
-
-
-def _brief(name: str) -> str:
-    """Return the name of a run without names of settings: values tell jobs of a sweep apart.
-
-    >>> _brief("sweep/schedule=1f1b,optim.lr=1e-3"), _brief("tiny")
-    ('sweep/1f1b,1e-3', 'tiny')
-    """
-    return KEY.sub("", name)

@@ -13,7 +13,7 @@ from ppctl.reports.charts.palette import PARTS
 from ppctl.reports.recorded_settings import setting_text
 from ppctl.reports.run_files import RUNNING, record_number, setting_changes, tracker_commands
 from ppctl.reports.run_page.read_run import SLOW, RecordedRun, versions_of
-from ppctl.reports.run_page.run_figures import figures_of_run
+from ppctl.reports.run_page.run_figures import figures_of
 from ppctl.reports.run_page.step_gantt import step_html
 from ppctl.reports.run_status import FAILED, FINISHED
 from ppctl.reports.runs_columns import steps_text
@@ -35,7 +35,7 @@ def run_page(run: RecordedRun, file: Path) -> str:
     summary = run.summary
     reason = f": {summary.reason}" if summary.reason else ""
     status = f"{summary.status} at step {steps_text(summary)}{reason}"
-    drawn = kit.figures(figures_of_run(run))
+    drawn = kit.figures(figures_of([run], [summary.name]))
     return kit.page(
         f"Run: {summary.name}",
         kit.verdict(LOOKS.get(summary.status, kit.UNKNOWN), status),
@@ -145,22 +145,11 @@ def _predictions(run: RecordedRun) -> str:
         return ""
     columns = ["", "predicted", "measured", "measured / predicted"]
     listed = kit.table("predicted and measured", columns, rows)
-    return kit.section("Predicted and measured", listed, kit.soft(PREDICTIONS + _shared_text(run)))
+    return kit.section("Predicted and measured", listed, kit.soft(PREDICTIONS))
 
 
 def _whole_size(num_bytes: float) -> str:
     return size_text(int(num_bytes))
-
-
-def _shared_text(run: RecordedRun) -> str:
-    """Return a sentence if the newest start's simulated devices share few cores, else ""."""
-    start = run.starts[-1] if run.starts else {}
-    counts: list[Any] = [start.get(n) for n in ("num_devices", "num_processes", "num_cores")]
-    if run.measured_bubble is None or not all(isinstance(n, int) and n > 0 for n in counts):
-        return ""
-    num_devices, num_processes, num_cores = counts
-    text = bubbles.shared_cores_text(num_devices // num_processes, num_cores)
-    return "" if text is None else f" {text}."
 
 
 def _memory(run: RecordedRun) -> str:
