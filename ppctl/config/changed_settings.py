@@ -114,7 +114,7 @@ def shown(value: object) -> str:
     """
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return f"[{','.join(map(shown, cast('list[object]', value)))}]"
     return str(value)
 

@@ -63,8 +63,9 @@ def launch(
             group.append(child._replace(env={**child.env, **env, ERROR_FILE: file}))
         ending = run_group(group, events, symptoms=(LostError.exit_code,), raw_lead=as_json)
         if ending.cause is not None and ending.code not in EXPLAINED:
-            step = last_step(run_dir, since_s=began_s)
-            why = ending.cause + ("" if step is None else f" (last step logged: {step})")
+            record = last_record(run_dir, since_s=began_s)
+            why = ending.cause
+            why += "" if record is None else f" (last step logged: {record['step']})"
             _say(why)
         return ending
 
@@ -180,12 +181,6 @@ def device_groups(
 def newest_checkpoint(run_dir: Path) -> int | None:
     """Return the step from which a run in run_dir goes on: `Checkpoints.latest` without JAX."""
     return max(checkpoint_steps(run_dir / "checkpoints"), default=None)
-
-
-def last_step(run_dir: Path, *, since_s: float) -> int | None:
-    """Return the last step in metrics.jsonl if that was written to since then."""
-    record = last_record(run_dir, since_s=since_s)
-    return None if record is None else record["step"]
 
 
 def _free_port() -> int:

@@ -162,7 +162,7 @@ def test_a_process_that_stands_still_or_is_killed_has_a_name(tmp_path):
         other.popen.send_signal(signal.SIGSTOP)
         lead.wait_for(
             r"ppctl: process 1 is slow: (running|reading the data of) step \d+ for \d+ s(, "
-            r"without a sign of life for \d+ s)?; 1 process waits for it\.$"
+            r"without a sign of life for \d+ s)?; 1 of 2 processes wait\.$"
         )
         other.popen.send_signal(signal.SIGCONT)
         steps = len(losses(tmp_path / "run"))
@@ -344,7 +344,7 @@ def note(step, doing, since, at=100.0):
     [
         (
             [note(8, "run", 40), note(7, "run", 38), note(8, "run", 40)],
-            "process 1 is slow: running step 7 for 62 s; 2 pro",
+            "process 1 is slow: running step 7 for 62 s; 2 of 3 pro",
         ),
         (
             [note(8, "run", 40), note(8, "read", 39), note(8, "read", 39)],
@@ -353,14 +353,14 @@ def note(step, doing, since, at=100.0):
         (
             [note(8, "run", 40), note(8, "run", 40, at=41.0)],
             "process 1 is slow: running step 8 for 60 s, without a sign of life for 59 s; 1 "
-            "process waits for it.",
+            "of 2 processes wait.",
         ),
         ([note(8, "run", 40), note(8, "run", 41)], "all 2 processes are running step 8 for 60 s."),
         (
             [note(0, "start", 40), note(0, "compile", 9)],
-            "process 1 is slow: compiling for 91 s; 1 process waits for it.",
+            "process 1 is slow: compiling for 91 s; 1 of 2 processes wait.",
         ),
-        ([note(0, "start", 40), None], "process 1 is slow: nothing yet; 1 process waits for it."),
+        ([note(0, "start", 40), None], "process 1 is slow: nothing yet; 1 of 2 processes wait."),
     ],
 )
 def test_who_is_behind_is_named(notes, line):

@@ -6,13 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 from support.environment import BY_USER
 
 from ppctl import config as c
-from ppctl.launch.local_processes import last_step, newest_checkpoint, with_restarts
+from ppctl.launch.local_processes import newest_checkpoint, with_restarts
 from ppctl.launch.supervisor import Ending
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 
@@ -74,14 +73,6 @@ def test_the_newest_checkpoint_is_that_of_the_run(tmp_path):
         == Checkpoints(tmp_path / "checkpoints", keep=None).latest()
         == 20
     )
-
-
-def test_the_last_step_is_that_of_this_start(tmp_path):
-    assert last_step(tmp_path, since_s=0) is None
-    records = "".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 500))
-    (tmp_path / "metrics.jsonl").write_text(records + '{"step": 5')
-    assert last_step(tmp_path, since_s=0) == 499
-    assert last_step(tmp_path, since_s=time.time() + 60) is None
 
 
 # A stand-in for `ppctl train` in the processes that are started: Python imports sitecustomize at

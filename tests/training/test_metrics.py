@@ -36,10 +36,7 @@ def plain():
 
 def metrics(run_dir, start_step=0, num_steps=20, **changes):
     settings = {"log_every": 10, "console": plain(), **changes}
-    written = Metrics(run_dir, num_steps=num_steps, start_step=start_step, **settings)
-    for tracker in written.trackers:
-        tracker.begin(run_dir, "a run", {}, start_step + 1)
-    return written
+    return Metrics(run_dir, num_steps=num_steps, start_step=start_step, **settings)
 
 
 def run(run_dir, first, last, **changes):

@@ -72,7 +72,7 @@ def test_a_run_interrupted_in_the_window_leaves_a_readable_trace(tmp_path, monke
 
 
 def test_an_exception_in_the_window_ends_the_trace(tmp_path):
-    window = profiler.Window(tmp_path, 0, 5)
+    window = profiler.Window(tmp_path, range(5))
 
     def interrupted():
         with window, window.step(0):
@@ -86,7 +86,7 @@ def test_an_exception_in_the_window_ends_the_trace(tmp_path):
 
 
 def test_without_a_window_nothing_is_traced(tmp_path):
-    window = profiler.Window(tmp_path / "profile", None, 2)
+    window = profiler.Window(tmp_path / "profile", range(0))
     with window, window.step(0):
         assert not window.running
     assert not window.is_due(5)

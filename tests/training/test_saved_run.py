@@ -5,7 +5,7 @@ that they make.
 import json
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,6 @@ from ppctl.config.changed_settings import model_and_data
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.pipeline.job import assemble
 from ppctl.training.run.loop import metadata
-from ppctl.training.run.train_run import as_yaml
 
 OWN = """
 import jax, jax.numpy as jnp, numpy as np
@@ -67,7 +66,7 @@ def save(config, path, seed=0):
     state = job.pipe.to_natural(job.pipe.init(seed=seed))
     with Checkpoints(path / "checkpoints", keep=3) as checkpoints:
         checkpoints.save(1, state, metadata(job, 1))
-    (path / "config.yaml").write_text(as_yaml(job.config))
+    (path / "config.yaml").write_text(yaml.safe_dump(asdict(job.config)))
     return jax.device_get(state["params"])
 
 
@@ -177,9 +176,8 @@ def test_an_mlp_predicts_and_a_stack_without_outputs_is_refused(saved, monkeypat
     error = np.square(run.predict(batch["inputs"]) - batch["targets"]).mean()
     assert run.loss(batch) == pytest.approx(error, rel=1e-5)
     stack, params = run._trained(5)
-    monkeypatch.setattr(
-        ppctl.SavedRun, "_trained", lambda self, step: (stack.with_options(outputs=None), params)
-    )
+    without = stack.with_options(outputs=None), params
+    monkeypatch.setitem(vars(run), "_trained", lambda step: without)
     with pytest.raises(
         ppctl.PpctlError,
         match=r"returns a Stack without outputs, only with a loss\. Give it outputs",
@@ -188,7 +186,7 @@ def test_an_mlp_predicts_and_a_stack_without_outputs_is_refused(saved, monkeypat
 
 
 def test_settings_of_another_version_are_refused():
-    settings = yaml.safe_load(as_yaml(Config()))
+    settings = asdict(Config())
     assert model_and_data(settings).model == Config().model
     with pytest.raises(
         ppctl.PpctlError, match=r"model=rnn of this run is none that this version of ppctl has\."
@@ -217,7 +215,7 @@ def saved(tmp_path_factory):
             state = pipe.to_natural(pipe.init(seed=step))
             params[step] = jax.device_get(state["params"])
             checkpoints.save(step, state, metadata(job, step))
-    (path / "config.yaml").write_text(as_yaml(config))
+    (path / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
     (path / "metrics.jsonl").write_text(json.dumps({"step": 5, "loss": 0.5}) + '\n{"step": 6, "lo')
     return path, params
 

@@ -125,7 +125,7 @@ def test_operations_of_another_program_are_no_tasks(tmp_path):
     shapes = engine.states.staged, engine.placed_batch
     programs = [jax.jit(f).lower(*shapes).compile() for f in (engine.train_step, other)]
     state, batch = engine.new_state(), engine.batches.put(next(job.data.batches()))
-    window = profiler.Window(tmp_path, 0, 1)
+    window = profiler.Window(tmp_path, range(1))
     with window, window.step(0):
         for program in programs:
             jax.block_until_ready(program(state, batch))
@@ -162,7 +162,7 @@ def traced(tmp_path_factory):
         text = job.pipe.engine.compile(evaluate=False).text
     engine, batches = job.pipe.engine, job.data.batches()
     state = engine.new_state()
-    window = profiler.Window(directory, 0, NUM_STEPS)
+    window = profiler.Window(directory, range(NUM_STEPS))
     with window:
         for step in range(NUM_STEPS):
             with window.step(step):

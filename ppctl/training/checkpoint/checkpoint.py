@@ -1,7 +1,6 @@
 """Checkpoints of a run: `<directory>/<step>/state` (arrays) and `meta/data.json` (settings).
 
-Orbax writes and reads them. This file adds a one-line message for each failure, and checksums:
-Orbax stores none, and silently casts an array of another dtype.
+Orbax writes and reads them. This file adds a one-line message for each failure, and checksums.
 
 All processes of a run call every method, and an error is raised in all of them.
 """
@@ -145,20 +144,14 @@ class Checkpoints:
     def restore(self, step: int, abstract_state: Any) -> Any:
         """Return the state saved at `step`, in the structure and shardings of `abstract_state`.
 
-        abstract_state: Pytree of `jax.ShapeDtypeStruct` with shardings, on any mesh.
+        abstract_state: Pytree of `jax.ShapeDtypeStruct` with shardings, on any mesh, of arrays that
+            `unlike` finds equal: Orbax casts silently to another dtype.
 
         Raises:
             DamagedError: Files are unreadable, or the state is not the one that was saved.
-            CheckpointError: No such checkpoint, or names, shapes or dtypes differ.
+            CheckpointError: No such checkpoint.
         """
         manifest = self._manifest(step)
-        unlike = differences(manifest.arrays, array_types(abstract_state))
-        if unlike:
-            others = f" (the first of {len(unlike)} leaves that differ)" if len(unlike) > 1 else ""
-            raise CheckpointError(
-                f"Checkpoint {self._path(step)} does not fit: {unlike[0]}{others}. Use another "
-                "run.dir, or the settings in its config.yaml."
-            )
         state = self._load(step, {"state": abstract_state})["state"]
         self._check(step, manifest, state)
         self._current = step
@@ -250,28 +243,21 @@ class Checkpoints:
             self._checkpointer = None
 
     @contextlib.contextmanager
-    def _together(self, failed: Callable[[str, BaseException | None], Exception]) -> Iterator[None]:
-        """Raise failed(reason, this process's error) in all processes if the body fails in one."""
-        error = None
+    def _together(self, failed: Callable[[str], Exception]) -> Iterator[None]:
+        """Raise failed(reason) in all processes if the body fails in one."""
+        error, reason, late = None, "", f"not finished after {SAVE_TIMEOUT_S} s"
         try:
             yield
         except Exception as failure:
             error = failure
-        reason = self._shared_reason(error)
-        if reason is not None:
-            raise failed(reason, error) from error
-
-    def _shared_reason(self, error: BaseException | None) -> str | None:
-        """Return the reason of a failure, the same in all processes; None if none failed."""
-        late = f"not finished after {SAVE_TIMEOUT_S} s"
-        is_late = error is not None and orbax_io.is_timeout(error)
-        reasons = self._gather("" if error is None else late if is_late else error_reason(error))
-        failed = [process for process, reason in enumerate(reasons) if reason]
-        if not failed:
-            return None
+            reason = late if orbax_io.is_timeout(error) else error_reason(error)
+        reasons = self._gather(reason)
         # a process that fails makes the others late
-        process = min(failed, key=lambda process: (reasons[process] == late, process))
-        return reasons[process] if len(reasons) == 1 else f"{reasons[process]} (process {process})"
+        failures = sorted((why == late, number) for number, why in enumerate(reasons) if why)
+        if failures:
+            _, number = failures[0]
+            process = f" (process {number})" if len(reasons) > 1 else ""
+            raise failed(f"{reasons[number]}{process}") from error
 
     def _probe(self) -> None:
         """Raise OSError if no directory can be created in `directory`."""
@@ -296,9 +282,8 @@ class Checkpoints:
     def _load(self, step: int, items: dict[str, Any]) -> dict[str, Any]:
         path = self._path(step)
 
-        def failed(reason: str, error: BaseException | None) -> Exception:
-            is_passing = error is not None and orbax_io.is_passing(error)
-            if any(self._gather("passing" if is_passing else "")):
+        def failed(reason: str) -> Exception:
+            if orbax_io.PASSING.search(reason):
                 what = f"Checkpoint {path} cannot be read: {reason}"
                 return CheckpointError(f"{what}. Start again once it can.")
             return self._damaged(step, reason)
@@ -324,7 +309,7 @@ class Checkpoints:
         what = f"Checkpoint {self.directory / str(step)} cannot be read: {reason}"
         return DamagedError(step, what, f"Move it away to {resume}.")
 
-    def _not_saved(self, step: int, reason: str, _: BaseException | None) -> SaveError:
+    def _not_saved(self, step: int, reason: str) -> SaveError:
         """Close the writer, and return the error of a failed save."""
         self._pending = self._current = None
         self._shut()
@@ -337,8 +322,8 @@ class Checkpoints:
         )
 
 
-def _refusal(what: str, remedy: str) -> Callable[[str, BaseException | None], Exception]:
-    return lambda reason, _: CheckpointError(f"{what}: {reason}. {remedy}.")
+def _refusal(what: str, remedy: str) -> Callable[[str], Exception]:
+    return lambda reason: CheckpointError(f"{what}: {reason}. {remedy}.")
 
 
 def _array(leaf: Any) -> jax.Array | np.ndarray:

@@ -15,10 +15,11 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-# Errors of the machine as it is now, not of the files: reading may succeed later.
-PASSING = {"EACCES", "EPERM", "EMFILE", "ENFILE", "ENOMEM", "ESTALE", "ETIMEDOUT"}
-PASSING_TEXTS = re.compile(
-    "PERMISSION_DENIED|RESOURCE_EXHAUSTED|Permission denied|Too many open files|ut of memory"
+# Reasons of the machine as it is now, not of the files: reading may succeed later.
+_ERRNOS = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
+PASSING = re.compile(
+    "PERMISSION_DENIED|RESOURCE_EXHAUSTED|ut of memory|imed out|not finished after|"
+    + "|".join(map(os.strerror, _ERRNOS))
 )
 
 
@@ -44,17 +45,12 @@ def error_reason(error: BaseException) -> str:
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     if isinstance(error, KeyError) and error.args:  # str(error) is in quotes
         text = str(error.args[0])
+    if isinstance(error, MemoryError):
+        text = f"out of memory: {text}"
     text = " ".join(text.split(" [tensorstore_spec=")[0].split())  # without the file's layout
     if len(text) > 300:  # the cause comes first or last
         text = f"{text[:150]} ... {text[-150:]}"
     return text.rstrip(".") or type(error).__name__
-
-
-def is_passing(error: BaseException) -> bool:
-    """Return whether reading failed because of permissions or memory, not of damaged files."""
-    cause = _root_cause(error)
-    is_of_system = isinstance(cause, OSError) and errno.errorcode.get(cause.errno or 0) in PASSING
-    return is_of_system or isinstance(cause, MemoryError) or bool(PASSING_TEXTS.search(str(cause)))
 
 
 def is_timeout(error: BaseException) -> bool:

@@ -51,14 +51,14 @@ class Heartbeat:
         self._slow_after_s = slow_after_s
         self._poll_s = min(POLL_S, slow_after_s / 4)
         self._now: dict[str, Any] = {"step": 0, "doing": "compile", "since": time.time()}
-        self._written: dict[str, Any] = {}
-        self._reported: tuple[dict[str, Any], float] | None = None  # note, seconds to next report
+        self._due_s = slow_after_s  # seconds without progress until the next report
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)
 
     def note(self, doing: str, step: int) -> None:
         """Record that from now on this process is `doing` (a key of DOING) the step."""
         self._now = {"step": step, "doing": doing, "since": time.time()}
+        self._due_s = self._slow_after_s
 
     @property
     def text(self) -> str:
@@ -107,19 +107,13 @@ class Heartbeat:
             with suppress(OSError):
                 self._write()
             self._leave_if_another_failed()
-            if self.process == 0:
-                line = self._late_line()
-                if line is not None:
-                    self.say(line)
+            if self.process == 0 and (line := self._late_line()) is not None:
+                self.say(line)
 
     def _write(self) -> None:
-        now = time.time()
-        is_stale = now - self._written.get("at", 0) > self._slow_after_s / 4
-        if is_stale or any(self._written[key] != value for key, value in self._now.items()):
-            self._written = self._now | {"at": now}
-            temporary = self._file.with_suffix(".tmp")
-            temporary.write_text(json.dumps(self._written))
-            os.replace(temporary, self._file)
+        temporary = self._file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self._now | {"at": time.time()}))
+        os.replace(temporary, self._file)
 
     def _leave_if_another_failed(self) -> None:
         assert self.directory is not None, "only then others are read"
@@ -139,12 +133,9 @@ class Heartbeat:
     def _late_line(self) -> str | None:
         """Return a line if this process's step makes no progress; again after twice the time."""
         now, note = time.time(), self._now
-        if self._reported is None or self._reported[0] is not note:
-            self._reported = note, self._slow_after_s
-        due_s = self._reported[1]
-        if now - note["since"] < due_s:
+        if now - note["since"] < self._due_s:
             return None
-        self._reported = note, 2 * due_s
+        self._due_s *= 2
         assert self.directory is not None, "only then others are read"
         notes = {p: _read(self.directory / f"{p}.json") for p in range(self.num_processes)}
         notes[self.process] = note | {"at": now}
@@ -159,7 +150,7 @@ def late_text(
     >>> notes = {0: {"step": 8, "doing": "run", "since": 1.0, "at": 70.0}}
     >>> notes[1] = {"step": 8, "doing": "read", "since": 9.0, "at": 69.0}
     >>> late_text(notes, 70.0, silent_after_s=30.0)
-    'process 1 is slow: reading the data of step 8 for 61 s; 1 process waits for it.'
+    'process 1 is slow: reading the data of step 8 for 61 s; 1 of 2 processes wait.'
     """
 
     def place(process: int) -> tuple[int, int]:
@@ -181,10 +172,9 @@ def late_text(
         if note is not None and note["doing"] == "compile":
             return None
         return f"all {len(notes)} processes are {doing}."
-    many, num_waiting = len(behind) > 1, len(notes) - len(behind)
-    who = f"process{'es' if many else ''} {', '.join(map(str, behind))} {'are' if many else 'is'}"
-    waiting = f"{num_waiting} process{'es wait' if num_waiting > 1 else ' waits'}"
-    return f"{who} slow: {doing}; {waiting} for {'them' if many else 'it'}."
+    names = ", ".join(map(str, behind))
+    who = f"process {names} is" if len(behind) == 1 else f"processes {names} are"
+    return f"{who} slow: {doing}; {len(notes) - len(behind)} of {len(notes)} processes wait."
 
 
 def note_text(note: dict[str, Any]) -> str:

@@ -117,7 +117,8 @@ class Loop:
         measured = min(start + WARM_UP_STEPS, config.num_steps - 1) if config.timeline else None
         batches = self.job.data.batches(start, engine.batches.examples)
         self.last = {"step": start}
-        with self._profile_window() as window:
+        traced = config.profile_steps if distributed.is_lead() else None
+        with profiler.Window(Path(config.dir) / "profile", traced or range(0)) as window:
             for step in range(start, config.num_steps):
                 # 1. train
                 finished = step + 1
@@ -130,7 +131,7 @@ class Loop:
                     self.checkpoints.poll()
                 if window.is_due(finished):
                     self._read()
-                    self._show_profile(window.finish())
+                    self._show_profile(window)
                 if eval_every is not None and finished % eval_every == 0:
                     self._evaluate(state, finished)
                 # 3. save, and stop
@@ -142,19 +143,12 @@ class Loop:
                     return 0 if stop_signal is None else 128 + stop_signal
         return 0
 
-    def _profile_window(self) -> profiler.Window:
-        """Return the steps that the profiler traces; only process 0 traces its devices."""
-        config = self.job.config.run
-        steps = (config.profile_steps if distributed.is_lead() else None) or range(0)
-        start = steps.start if steps else None
-        return profiler.Window(Path(config.dir) / "profile", start, len(steps))
-
     def _train_step(
         self, state: Tree, batch: Tree, step: int, window: profiler.Window, *, is_measured: bool
     ) -> Tree:
         """Dispatch a step, read the one before, return the state; a measured step runs alone."""
         pipe, engine = self.job.pipe, self.job.pipe.engine
-        if step == window.start:
+        if window.begins_at(step):
             self._read()  # no step before the window in its trace
         dispatched_s, measured = time.perf_counter(), None
         if is_measured:
@@ -222,16 +216,17 @@ class Loop:
 
     def _speeds(self, step_time_s: float) -> dict[str, Any]:
         unit, count, flops, peak = self._work
+        predicted = self.prediction
         return {
             unit: count / step_time_s,
             "model_flops_per_s": flops.full / step_time_s,
             "mfu_fraction": mfu(flops.full, step_time_s, peak),
             "mfu_causal_fraction": mfu(flops.causal, step_time_s, peak),
             "compile_time_s": self.compile_time_s,
-            "ideal_bubble_fraction": self.prediction.ideal_bubble_fraction,
-            "predicted_bubble_fraction": self.prediction.bubble_fraction,
-            "predicted_step_time_s": self.prediction.step_time_s,
-            "predicted_memory_bytes": self.prediction.memory_bytes,
+            "ideal_bubble_fraction": predicted.ideal_bubble_fraction,
+            "predicted_bubble_fraction": predicted.bubble_fraction,
+            "predicted_step_time_s": predicted.step_time_s,
+            "predicted_memory_bytes": predicted.memory_bytes,
             "memory_bytes": max(self.footprint.total_bytes),
         }
 
@@ -303,11 +298,11 @@ class Loop:
         if shared is not None:
             self.metrics.note(f"note      {shared}")
 
-    def _show_profile(self, directory: Path) -> None:
-        """Print where a trace is; write its tasks where the backend's trace has them."""
-        tasks_file, pipe = None, self.job.pipe
+    def _show_profile(self, window: profiler.Window) -> None:
+        """Write the trace, print where it is; write its tasks where the trace has them."""
+        directory, pipe, tasks = window.finish(), self.job.pipe, ""
         if pipe.ticks is not None:
-            num_steps, text = len(self.job.config.run.profile_steps or ()), self.footprint.text
-            tasks_file = profiler.write_tasks(directory, text, pipe.ticks, pipe.mesh, num_steps)
-        tasks = "" if tasks_file is None else f"; tasks by rank for Perfetto in {tasks_file}"
+            how = pipe.ticks, pipe.mesh, len(window.steps)
+            file = profiler.write_tasks(directory, self.footprint.text, *how)
+            tasks = "" if file is None else f"; tasks by rank for Perfetto in {file}"
         self.metrics.note(f"profile   {directory} (xprof, Perfetto){tasks}")

@@ -15,7 +15,7 @@ from rich.console import Console
 from ppctl.model.layer_inputs import LOSS
 from ppctl.reports.terminal_output import OutputConsole, replace_file, show_lines
 from ppctl.training.run.run_environment import writing
-from ppctl.training.run.trackers import BackgroundTracker
+from ppctl.training.run.trackers import BackgroundTracker, RunFacts
 
 Record = Mapping[str, Any]  # numbers, or None
 
@@ -30,7 +30,8 @@ class Metrics:
         start_step: Finished steps at the start. Lines of later steps, and half lines left by a
             kill, are dropped, so that a resumed run has each step exactly once.
         log_every: Steps between lines on the terminal; first and last step are shown too.
-        trackers: Names in `training.run.trackers`; each starts with its `begin`.
+        trackers: Names in `training.run.trackers`.
+        name, settings: Of the run, for trackers.
         console: Where progress is shown; None: standard output.
 
     ConfigError if `run_dir` cannot be written. A line survives a kill of the process when `log`
@@ -45,19 +46,23 @@ class Metrics:
         start_step: int,
         log_every: int,
         trackers: Sequence[str] = (),
+        name: str = "",
+        settings: Mapping[str, Any] | None = None,
         console: Console | None = None,
     ):
+        self.is_finished = False  # whether the run reached its last step; set before `close`
         self._num_steps, self._first_step, self._log_every = num_steps, start_step + 1, log_every
         self._console = console or OutputConsole()
         self._unshown: list[Record] = []  # the steps since the last line
         self._files: tuple[FileIO, ...] = ()
-        self.trackers: Sequence[BackgroundTracker] = ()
+        self._trackers: list[BackgroundTracker] = []
         if run_dir is not None:
             with writing(run_dir := Path(run_dir)):
                 run_dir.mkdir(parents=True, exist_ok=True)
                 names = ("metrics.jsonl", "eval.jsonl")
                 self._files = tuple(_continue_file(run_dir / name, start_step) for name in names)
-            self.trackers = [BackgroundTracker(name, self.note) for name in trackers]
+            run = RunFacts(run_dir, name, settings or {}, start_step + 1)
+            self._trackers = [BackgroundTracker(each, run, self.note) for each in trackers]
 
     def __enter__(self) -> Metrics:
         return self
@@ -90,8 +95,9 @@ class Metrics:
         self.note(f"eval {self._counted(step)}  {_shown(record)}")
 
     def _track(self, record: Record, step: int, tag: Callable[[str], str]) -> None:
-        for tracker in self.trackers:
-            tracker.log(record, step, tag)
+        known = {key: value for key, value in record.items() if key != "step" and value is not None}
+        for tracker in self._trackers:
+            tracker.log({tag(key): value for key, value in known.items()}, step)
 
     def note(self, text: str) -> None:
         """Print a line."""
@@ -99,8 +105,11 @@ class Metrics:
 
     def close(self) -> None:
         """Close the trackers and files. May be called again."""
-        for each in (*self.trackers, *self._files):
-            each.close()
+        for tracker in self._trackers:
+            tracker.close(is_finished=self.is_finished)
+        self._trackers.clear()
+        for file in self._files:
+            file.close()
 
     def _counted(self, step: int) -> str:
         return f"{step:>{len(str(self._num_steps))}}/{self._num_steps}"

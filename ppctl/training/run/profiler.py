@@ -17,7 +17,7 @@ import tempfile
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -43,14 +43,13 @@ OPS_LINES = ("XLA Ops", "Stream ")  # lines of instructions on a TPU, of kernels
 
 
 class Window:
-    """A trace of steps start..start+num_steps-1 below `directory`; use `step` around each.
+    """A trace of these steps (0-based) below `directory`; use `step` around each.
 
-    start: None for no trace. As a context it writes, at its end, a trace that still runs, as of an
-    interrupted run.
+    As a context it writes, at its end, a trace that still runs, as of an interrupted run.
     """
 
-    def __init__(self, directory: Path, start: int | None, num_steps: int):
-        self.directory, self.start, self.num_steps = directory, start, num_steps
+    def __init__(self, directory: Path, steps: range):
+        self.directory, self.steps = directory, steps
         self.running = False
 
     def __enter__(self) -> Window:
@@ -60,9 +59,12 @@ class Window:
         if self.running:
             self.finish()
 
-    def step(self, step: int) -> Any:
-        """Return a context for the dispatch of one step (0-based)."""
-        if step == self.start:
+    def begins_at(self, step: int) -> bool:
+        return bool(self.steps) and step == self.steps.start
+
+    def step(self, step: int) -> AbstractContextManager[object]:
+        """Return a context for the dispatch of one step."""
+        if self.begins_at(step):
             self.directory.mkdir(parents=True, exist_ok=True)
             jax.profiler.start_trace(str(self.directory), create_perfetto_trace=True)
             self.running = True
@@ -72,8 +74,7 @@ class Window:
 
     def is_due(self, num_finished: int) -> bool:
         """Return whether the trace should end now, all its steps having finished."""
-        last = (self.start or 0) + self.num_steps
-        return self.running and num_finished >= last
+        return self.running and num_finished >= self.steps.stop
 
     def finish(self) -> Path:
         """Write the trace, and return its directory."""

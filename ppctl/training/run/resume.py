@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import jax
 from ppctl.config.changed_settings import Change, changes
 from ppctl.config.code_digests import changed_modules
 from ppctl.errors import CheckpointError, DamagedError
-from ppctl.model.lora import A, Lora, with_base, without_adapters
+from ppctl.model.lora import with_base, without_adapters
 from ppctl.model.stack import init
 from ppctl.training.checkpoint.checkpoint import Checkpoints, stored_lora
 from ppctl.training.checkpoint.manifest import array_types, differences
@@ -172,12 +171,18 @@ def state_from(job: TrainingJob) -> Tree | None:
                 f"run.start_from={directory} has no checkpoint. Name a run directory, as `ppctl "
                 "import` writes one."
             )
-        types = checkpoints.param_types(step)
-        has_adapters = any(name.endswith(A) for name in types)
-        _check_adapters(directory, lora, stored_lora(checkpoints, step), has_adapters=has_adapters)
-        is_base = lora is not None and not has_adapters
+        stored, is_base = stored_lora(checkpoints, step), False
+        if stored is None:
+            is_base = lora is not None
+        elif stored != lora:
+            raise CheckpointError(
+                f"run.start_from={directory} has adapters, {stored}, and this run trains "
+                f"{'none' if lora is None else lora}. Use the same optim.train and optim.lora "
+                f"settings, or merge them: ppctl export {directory} --out MODEL, ppctl import "
+                "MODEL --out RUN_DIR."
+            )
         wanted = without_adapters(natural["params"]) if is_base else natural["params"]
-        unlike = differences(types, array_types(wanted))
+        unlike = differences(checkpoints.param_types(step), array_types(wanted))
         if unlike:
             raise CheckpointError(
                 f"run.start_from={directory} is of another model: {unlike[0]} (the first of "
@@ -191,27 +196,3 @@ def state_from(job: TrainingJob) -> Tree | None:
         return init_state(params, job.pipe.optimizer, stack.options.trainable)
 
     return jax.jit(fresh, out_shardings=shardings_of(natural))(params)
-
-
-def _check_adapters(
-    directory: str, lora: Lora | None, stored: Lora | None, *, has_adapters: bool
-) -> None:
-    """Raise CheckpointError where a run's adapters are not those that this run trains."""
-    merge = f"merge them: ppctl export {directory} --out MODEL, ppctl import MODEL --out RUN_DIR."
-    if has_adapters and lora is None:
-        raise CheckpointError(
-            f"run.start_from={directory} has adapters, and optim.train=all trains none. Use "
-            f"optim.train=lora, or {merge}"
-        )
-    if lora is not None and stored not in (None, lora):
-        unlike = [
-            f"optim.lora_{key}: {_shown(old)} there, {_shown(new)} here"
-            for key, new in asdict(lora).items()
-            if (old := getattr(stored, key)) != new
-        ]
-        what = f"run.start_from={directory} has other adapters: {', '.join(unlike)}"
-        raise CheckpointError(f"{what}. Use those, or {merge}")
-
-
-def _shown(setting: Any) -> str:
-    return "null" if setting is None else str([*setting] if isinstance(setting, tuple) else setting)

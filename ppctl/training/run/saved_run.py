@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ class SavedRun:
         Compiled once for each shape. step, errors: as `params`; and ConfigError for a `Stack`
         without `outputs`.
         """
-        stack, params = self._trained(step)
+        stack, params = self._trained(self._step(step))
         if stack.options.outputs is None:
             raise ConfigError(
                 f"model.target={self.settings['model'].get('target')} returns a Stack without "
@@ -121,7 +121,7 @@ class SavedRun:
 
     def loss(self, batch: Mapping[str, Any], step: int | None = None) -> float:
         """Return the mean loss of {"inputs", "targets"}: arrays [examples, ...]."""
-        _, params = self._trained(step)
+        _, params = self._trained(self._step(step))
         arrays = {name: jnp.asarray(batch[name]) for name in ("inputs", "targets")}
         return float(self._mean_loss(params, arrays)[0])
 
@@ -153,11 +153,6 @@ class SavedRun:
         how = {"remat": "none", "dtype": self._dtype, "with_grads": False}
         return jax.jit(reference(self._stack, num_microbatches=1, **how))
 
-    @cached_property
-    def _newest_used(self) -> dict[int, Tree]:
-        """The parameters last used, in natural order, by their step."""
-        return {}
-
     def _step(self, step: int | None) -> int:
         steps = self.steps
         if not steps or step not in (None, *steps):
@@ -172,15 +167,15 @@ class SavedRun:
         with self._checkpoints() as checkpoints:
             return merged_params(checkpoints, step, jax.devices()[0])
 
-    def _trained(self, step: int | None) -> tuple[Stack, Tree]:
-        """Return the model, and parameters of a checkpoint that fit it."""
-        step = self._step(step)
-        if step not in self._newest_used:
+    @cached_property
+    def _trained(self) -> Callable[[int], tuple[Stack, Tree]]:
+        """Returns the model, and parameters of a checkpoint that fit it; keeps the last ones."""
+
+        def trained(step: int) -> tuple[Stack, Tree]:
             natural = self._natural(step)
-            self._fitting(step, natural)
-            self._newest_used.clear()
-            self._newest_used[step] = natural
-        return self._stack, self._newest_used[step]
+            return self._fitting(step, natural), natural
+
+        return lru_cache(maxsize=1)(trained)
 
     def _fitting(self, step: int, natural: Tree) -> Stack:
         """Return the model. CheckpointError if its parameters differ from those of a checkpoint."""

@@ -50,8 +50,8 @@ class RunFacts(NamedTuple):
     run_dir: Path
     name: str
     settings: Mapping[str, Any]
-    id: str | None  # of an earlier start's run
     first_step: int
+    id: str | None = None  # of an earlier start's run
 
 
 class TensorBoardRun:
@@ -159,49 +159,44 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class BackgroundTracker:
-    """A tracker on a separate thread, started by `begin`. note: prints a line from any thread."""
+    """A tracker on a separate thread: it opens the run, or goes on with that of an earlier start.
 
-    def __init__(self, name: str, note: Callable[[str], None], end_s: float = END_S):
+    note: prints a line from any thread.
+    """
+
+    def __init__(self, name: str, run: RunFacts, note: Callable[[str], None], end_s: float = END_S):
         self.name, self._note, self._end_s = name, note, end_s
-        self._jobs: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self.is_finished = False  # whether the run reached its last step; set before `close`
-
-    def begin(self, run_dir: Path, name: str, settings: Mapping[str, Any], first_step: int) -> None:
-        """Open the run at the tracker, or go on with that of an earlier start."""
-        run = RunFacts(run_dir, name, settings, _known_ids(run_dir).get(self.name), first_step)
-        self._thread = threading.Thread(target=self._work, args=[run], name=self.name, daemon=True)
+        self._records: queue.SimpleQueue[tuple[Values, int] | None] = queue.SimpleQueue()
+        self._is_finished = False
+        self._thread = threading.Thread(target=self._work, args=[run], name=name, daemon=True)
         self._thread.start()
 
-    def log(self, values: Mapping[str, float | None], step: int, tag: Callable[[str], str]) -> None:
-        """Record each value that is known, by the tag of its key."""
-        known = {key: value for key, value in values.items() if key != "step" and value is not None}
-        tagged = {tag(key): value for key, value in known.items()}
-        self._jobs.put(lambda tracker: tracker.log(tagged, step))
+    def log(self, values: Values, step: int) -> None:
+        """Record values by their tags."""
+        self._records.put((values, step))
 
-    def close(self) -> None:
+    def close(self, *, is_finished: bool) -> None:
         """End the run at the tracker, after what is left to record. May be called again."""
-        if self._thread is None:
-            return
-        self._jobs.put(None)
+        self._is_finished = is_finished
+        self._records.put(None)
         self._thread.join(self._end_s)
         if self._thread.is_alive():
             late = f"{self.name} has not taken all records within {self._end_s:g} s"
             self._note(f"note      {late}: the rest is left out")
-        self._thread = None
 
     def _work(self, run: RunFacts) -> None:
         try:
-            tracker = TRACKERS[self.name](run)
+            known = _known_ids(run.run_dir).get(self.name)
+            tracker: Tracker = TRACKERS[self.name](run._replace(id=known))
             if tracker.id is not None:
                 with _ids_lock:
                     ids = _known_ids(run.run_dir) | {self.name: tracker.id}
                     replace_file(run.run_dir / TRACKERS_FILE, json.dumps(ids) + "\n")
             if tracker.place is not None:
                 self._note(f"{self.name:<9} {tracker.place}")
-            while (job := self._jobs.get()) is not None:
-                job(tracker)
-            tracker.end(is_finished=self.is_finished)
+            while (record := self._records.get()) is not None:
+                tracker.log(*record)
+            tracker.end(is_finished=self._is_finished)
         except (Exception, SystemExit) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             self._note(f"note      {self.name} failed: {reason[:200]}. Training goes on without it")

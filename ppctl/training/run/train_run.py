@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from ppctl.config import Config, Run
+from ppctl.config import Config
 from ppctl.errors import ConfigError
 from ppctl.executors.compiler_options import text_of
 from ppctl.launch import join_processes as distributed
@@ -46,7 +46,6 @@ from ppctl.training.run.run_lines import StepPrediction, describe
 from ppctl.training.run.stop_requests import stop_requests
 from ppctl.training.run.trackers import check_trackers
 
-Tree = Any
 Predict = Callable[[TrainingJob], StepPrediction]  # called before anything is compiled
 Say = Callable[[str], None]  # prints a line
 
@@ -67,74 +66,63 @@ def train(config: Config, overrides: Sequence[str], *, predict: Predict, as_json
     start_jax(config.run, config.run.dtype or DEFAULT_DTYPE, config.mesh.num_devices)
     note = keep_compiled(config.run.compilation_cache)
     with process_group(config.run, config.mesh, asdict(config)) as heartbeat:
-        return _train(config, overrides, heartbeat, predict, note, as_json=as_json)
+        console = OutputConsole(stderr=as_json, quiet=not distributed.is_lead())
+        job = assemble(config)
+        for each in filter(None, (note, *check_job(job))):
+            show_lines(console, f"note      {each}")
+        return _train(job, overrides, heartbeat, predict, console, as_json=as_json)
 
 
 def _train(
-    config: Config,
+    job: TrainingJob,
     overrides: Sequence[str],
     heartbeat: Heartbeat,
     predict: Predict,
-    note: str | None,
+    console: OutputConsole,
     *,
     as_json: bool,
 ) -> int:
-    is_lead, run_dir = distributed.is_lead(), Path(config.run.dir)
-    console = OutputConsole(stderr=as_json, quiet=not is_lead)
+    is_lead, run, run_dir = distributed.is_lead(), job.config.run, Path(job.config.run.dir)
     say = partial(show_lines, console)
-    # 1. put the job together
-    job = assemble(config)
-    for each in filter(None, (note, *check_job(job))):
-        say(f"note      {each}")
-    directory, keep = run_dir / "checkpoints", config.run.checkpoint.keep
+    directory, keep = run_dir / "checkpoints", run.checkpoint.keep
     saving = partial(Checkpoints, directory, keep=keep, gather=distributed.gather)
     with _status(run_dir) as status, saving() as checkpoints:
-        # 2. find where to start
+        # 1. find where to start
         start, restored, _ = resumed = resume(job, checkpoints, say)
         if start == 0:
             restored = state_from(job)
-        elif (differs := changed_tokenizer(run_dir, config.data)) is not None:
+        elif (differs := changed_tokenizer(run_dir, job.config.data)) is not None:
             say(f"note      {differs}; it makes the same tokens of this text, and is kept from now")
-        if start == config.run.num_steps:
+        if start == run.num_steps:
             steps = f"run.num_steps={start} steps"
             say(f"{run_dir} has finished all {steps}. Use a larger run.num_steps to go on.")
             if as_json and is_lead:
-                print(json.dumps({"status": FINISHED, "run_dir": config.run.dir, "step": start}))
+                print(json.dumps({"status": FINISHED, "run_dir": run.dir, "step": start}))
             return 0
-        # 3. describe and record the start
+        # 2. describe and record the start
         prediction = predict(job)
         for line in (*describe(job, start), *resumed.lines(), prediction.line()):
             say(line)
         if status is not None:
             _record_start(job, status, resumed, overrides)
-        # 4. compile, and place the state
+        # 3. compile, and place the state
         footprint, compile_time_s = _compiled(job, say, start)
         heartbeat.note("start", start)
         compare({})  # waits for all: Gloo gives up on a process that is half a minute late
         state = job.pipe.init() if restored is None else job.pipe.from_natural(restored)
         del restored, resumed
-        # 5. train
-        with _metrics(config.run, start, console) as metrics, StepClock() as clock:
+        # 4. train
+        with _metrics(job, start, console) as metrics, StepClock() as clock:
             how = checkpoints, metrics, heartbeat, prediction, clock
             loop = Loop(job, footprint, compile_time_s, *how)
-            exit_code = _run_loop(loop, state, start, console)
+            with stop_requests(console) as stop_requested:
+                exit_code = loop.run(state, start, stop_requested)
+            metrics.is_finished = exit_code == 0
         if status is not None:
             with writing(run_dir):
                 status.end(**_ending(exit_code, loop.last["step"]))
-    # 6. sum up
+    # 5. sum up
     _sum_up(loop, exit_code, say, as_json=as_json and is_lead)
-    return exit_code
-
-
-def _run_loop(loop: Loop, state: Tree, start: int, console: OutputConsole) -> int:
-    """Run the training loop with its trackers, and return the exit code."""
-    config, trackers = loop.job.config, loop.metrics.trackers
-    for tracker in trackers:
-        tracker.begin(Path(config.run.dir), config.run.name, asdict(config), start + 1)
-    with stop_requests(console) as stop_requested:
-        exit_code = loop.run(state, start, stop_requested)
-    for tracker in trackers:
-        tracker.is_finished = exit_code == 0
     return exit_code
 
 
@@ -180,16 +168,11 @@ def _record_start(
     if start.changed:
         facts[run_status.CHANGED] = start.records()
     with writing(run_dir):
-        (run_dir / "config.yaml").write_text(as_yaml(config))
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
         if job.choice is not None:
             (run_dir / SCHEDULE_FILE).write_text(to_csv(job.pipe.schedule.ranks))
         keep_tokenizer(config.run, config.data)
         status.begin(start.step, **facts)
-
-
-def as_yaml(config: Config) -> str:
-    """Return all settings of a config as YAML."""
-    return yaml.safe_dump(asdict(config), sort_keys=False)
 
 
 def _ending(exit_code: int, step: int) -> dict[str, Any]:
@@ -203,10 +186,12 @@ def _ending(exit_code: int, step: int) -> dict[str, Any]:
     return {"status": INTERRUPTED, "step": step, "reason": signal.Signals(exit_code - 128).name}
 
 
-def _metrics(run: Run, start: int, console: Console) -> Metrics:
-    how = {name: getattr(run, name) for name in ("num_steps", "log_every", "trackers")}
-    where = run.dir if distributed.is_lead() else None
-    return Metrics(where, start_step=start, console=console, **how)
+def _metrics(job: TrainingJob, start: int, console: Console) -> Metrics:
+    """Return the records of this start; only process 0 writes them."""
+    run = job.config.run
+    how = {name: getattr(run, name) for name in ("name", "num_steps", "log_every", "trackers")}
+    where, settings = run.dir if distributed.is_lead() else None, asdict(job.config)
+    return Metrics(where, start_step=start, settings=settings, console=console, **how)
 
 
 def _compiled(job: TrainingJob, say: Say, start: int) -> tuple[Footprint, float]:
