@@ -155,6 +155,11 @@ def latest(run_dir):
     return Checkpoints(run_dir / "checkpoints", keep=None).latest() or 0
 
 
+def going_on_from(step):
+    """The words of a start; a busy machine may have finished no checkpoint before a kill."""
+    return f"resuming after step {step}" if step else "from the start"
+
+
 def assert_same_run(run_dir, uninterrupted):
     assert [record["step"] for record in records(run_dir)] == list(range(1, NUM_STEPS + 1))
     assert results(run_dir) == results(uninterrupted)
@@ -189,11 +194,9 @@ def test_a_run_ended_by_signals_saves_its_last_step_and_goes_on_bit_for_bit(
             process.lines[-1]
             == f"interrupted at step {step}; checkpoints, metrics and logs are in {run_dir}\n"
         )
-        assert process.has_printed(
-            "from the start" if start == 0 else f"resuming after step {start}"
-        )
+        assert process.has_printed(going_on_from(start))
         start = step
-    assert f"resuming after step {start}" in complete(run_dir)
+    assert going_on_from(start) in complete(run_dir)
     assert_same_run(run_dir, uninterrupted)
 
 
@@ -256,18 +259,14 @@ def test_kill_9_at_any_moment_costs_at_most_what_the_last_checkpoint_lacks(
             wait(process, start)
             process.popen.kill()
             assert process.end() == -signal.SIGKILL, name
-        for line in (
-            process.lines
-        ):  # it had gone on from the newest checkpoint, unless it was killed before
+        for line in process.lines:  # none if it was killed before
             if line.startswith("run "):
-                assert line.endswith(
-                    f"resuming after step {start}\n" if start else "from the start\n"
-                )
+                assert line.endswith(f"{going_on_from(start)}\n")
         assert start <= latest(run_dir) < NUM_STEPS, name
         assert len(records(run_dir)) >= latest(run_dir), name
         was_killed_in.append(name)
     assert was_killed_in
-    assert f"resuming after step {latest(run_dir)}" in complete(run_dir)
+    assert going_on_from(latest(run_dir)) in complete(run_dir)
     assert_same_run(run_dir, uninterrupted)
 
 
