@@ -2,32 +2,30 @@
 
 Values have names:
 
-w                               the layers of a stage
-embed_head_in, embed_head_out   parameters of the embedding and of the head, as tasks take them
-inputs, targets, m              the batch, and the number of a microbatch
-keys                            keys of the batch's examples, where layers have keys
-x, gx; y, gy                    a stage's input and output for a microbatch, and their gradients
-stash, pending                  values from a forward to its backward, and from I to W
-acc, acc_in, acc_out            sums of gradients: a stage's, the embedding's, the head's
-sum                             a stage's sum over its rank's devices, which keep a shard each
-losses                          sums of the losses and of their number
+w, acc                  the layers of a stage, and the sums of their gradients
+embed_head              a rank's parameters of embedding and head, None for others
+acc_embed_head          the sums of their gradients
+inputs, targets, m      the batch, and the number of a microbatch
+keys                    keys of the batch's examples, where layers have keys
+x, gx; y, gy            a stage's input and output for a microbatch, and their gradients
+stash, pending          values from a forward to its backward, and from I to W
+sum                     a stage's sum over its rank's devices, which keep a shard each
+losses                  sums of the losses and of their number
 
-With a divided vocabulary, stages have no embedding and no head, and each rank has
+With a divided vocabulary, stages have no embedding and no head; each rank has parts of both, and
 
-embed_head, acc_embed_head      its part of both, and the sums of its gradients
-part                            the number of the part
-own_x, part_x                   its summand of the first stage's input; the same on that rank
-last_y, first_gx                the last stage's output, the gradient of the first one's input
-logits, own_log_sums            values from S to T: to T on this rank, and to all ranks' T
-log_sums, all_log_sums          log sums on the last stage's rank; their combination, back here
-own_gy, part_gy                 its summand of the last output's gradient; the same on that rank
+part                    the number of the part
+own_x, part_x           its summand of the first stage's input; the same on that rank
+last_y, first_gx        the last stage's output, the gradient of the first one's input
+logits, own_log_sums    values from S to T: to T on this rank, and to all ranks' T
+log_sums, all_log_sums  log sums on the last stage's rank; their combination, back here
+own_gy, part_gy         its summand of the last output's gradient; the same on that rank
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, Step, with_moves
 from ppctl.model.random_keys import KEYS
@@ -37,10 +35,7 @@ from ppctl.schedule.partition.partition import Partition
 FORWARD = "forward"  # the program of a forward that keeps nothing
 JOINS = TOTAL, TOTAL_LOG_SUMS = "total", "log_sums"  # programs that combine all parts' values
 TASKS = (FORWARD, "F", "B", "I", "W", *PART_KINDS, *JOINS)  # others run once a step
-OF_RANK = (
-    *("inputs", "targets", KEYS, "losses", "embed_head_in", "embed_head_out", "acc_in", "acc_out"),
-    *("embed_head", "acc_embed_head", "part"),
-)
+OF_RANK = ("inputs", "targets", KEYS, "losses", "embed_head", "acc_embed_head", "part")
 
 
 class Role(NamedTuple):
@@ -77,9 +72,9 @@ def task_program(
     backward embeds its input again.
     """
     # 1. values that depend on the stage's place
-    embedding = ("embed_head_in", "inputs", "m") if role.is_first else ("x",)
-    head = ("embed_head_out", "targets", "m", "losses") if role.is_last else ()
-    with_grad = ("acc_out",) if role.is_last else ()
+    embedding = ("embed_head", "inputs", "m") if role.is_first else ("x",)
+    head = ("embed_head", "targets", "m", "losses") if role.is_last else ()
+    with_grad = ("acc_embed_head",) if role.is_last else ()
     reads: tuple[str, ...] = ("w", KEYS, "m") if with_keys else ("w",)
     writes: tuple[str, ...] = ()
     # 2. the kinds of tasks
@@ -92,7 +87,7 @@ def task_program(
         writes += ("losses",) if role.is_last else ("y",)
     elif kind == "F":
         reads += embedding + head + with_grad
-        writes += ("stash", "gy", "losses", "acc_out") if role.is_last else ("stash", "y")
+        writes += ("stash", "gy", "losses", *with_grad) if role.is_last else ("stash", "y")
     elif kind == "W":
         reads += ("pending", "acc")
         writes += ("acc",)
@@ -101,12 +96,13 @@ def task_program(
         if not (keeps_input and role.is_last):
             reads += ("gy",)
         if role.is_first:
-            reads += ("embed_head_in", "inputs", "m", "acc_in")
+            reads += ("embed_head", "inputs", "m", "acc_embed_head")
         reads += ("acc",) if kind == "B" else ()
         writes += ("acc",) if kind == "B" else ("pending",)
-        writes += ("acc_in",) if role.is_first else ("gx",)
-        writes += ("losses", "acc_out") if keeps_input and role.is_last else ()
-    return ProgramId(kind, tuple(dict.fromkeys(reads)), writes, role)
+        writes += ("acc_embed_head",) if role.is_first else ("gx",)
+        writes += ("losses", "acc_embed_head") if keeps_input and role.is_last else ()
+    once = lambda names: tuple(dict.fromkeys(names))  # noqa: E731
+    return ProgramId(kind, once(reads), once(writes), role)
 
 
 # kind -> values that the tasks of parts read, and write
@@ -144,37 +140,26 @@ def task_entries(
 
     role: of each stage. A schedule of only forwards keeps nothing. with_keys: of `task_program`.
     """
-    of_stage = partial(task_program, keeps_input=keeps_input, with_keys=with_keys)
-    return with_moves(_steps(schedule, order, role, of_stage))
-
-
-def _steps(
-    schedule: Schedule,
-    order: Iterable[Task],
-    role: Sequence[Role],
-    of_stage: Callable[[str, Role], ProgramId | None],
-) -> Iterator[Step]:
-    """Yield the programs of tasks, and each join of all parts' values before its first reader."""
-    has_backward = any(kind in "BI" for counts in schedule.counts for kind, _, _ in counts)
-    joined = set[tuple[str, int]]()
+    steps = dict[Any, Step]()  # by task, and by value that joins those of all parts
     for task in order:
-        kind = task.kind if has_backward or task.kind != "F" else FORWARD
+        # 1. the program
+        kind = task.kind if schedule.has_backward or task.kind != "F" else FORWARD
         if task.kind in PART_KINDS:
-            program = part_program(task.kind, has_backward)
+            program = part_program(task.kind, schedule.has_backward)
         else:
-            program = of_stage(kind, role[task.stage])
+            program = task_program(kind, role[task.stage], keeps_input, with_keys=with_keys)
         if program is None:
             continue
-        rank = schedule.rank_at(task)
-        if schedule.vocab_parts:
-            for name in program.reads:
-                if _is_joined(schedule, task, name) and (name, task.microbatch) not in joined:
-                    joined.add((name, task.microbatch))
-                    yield _join(schedule, name, task.microbatch)
-        values = program.reads, program.writes
+        # 2. the joins of all parts' values, each before its first reader
+        for name in program.reads if schedule.vocab_parts else ():
+            if _is_joined(schedule, task, name) and (name, task.microbatch) not in steps:
+                steps[name, task.microbatch] = _join(schedule, name, task.microbatch)
+        # 3. its values
+        rank, values = schedule.rank_at(task), (program.reads, program.writes)
         reads, writes = (tuple(_key(name, task, rank) for name in names) for names in values)
         readers = tuple(tuple(_readers(schedule, name, task)) for name in program.writes)
-        yield Step(program, rank, reads, writes, readers, task)
+        steps[task] = Step(program, rank, reads, writes, readers, task)
+    return with_moves(steps.values())
 
 
 def _key(name: str, task: Task, rank: int) -> Key:

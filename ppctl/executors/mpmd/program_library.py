@@ -21,7 +21,6 @@ from ppctl.executors.mpmd.rank_programs import (
     finish_rank,
     prepare_rank,
     reduce_stage,
-    shared_leaves,
     without_shared,
 )
 from ppctl.executors.mpmd.task_programs import joined, run_part, run_task
@@ -81,24 +80,17 @@ class ProgramLibrary:
                 return specs
             return specs | {"embed_head": without_shared(self.model, specs["embed_head"])}
         if name in SHARED:
-            return shared_leaves(self.model, self.param_specs[program.shape]["embed_head"])
+            return self.model.keep(self.param_specs[program.shape]["embed_head"], self.model.shared)
         if name in ("inputs", "targets"):
             return P(DATA_AXES)
         if name == "sum":
             return self._sum_specs
-        if self.auto and name in ("embed_head_in", "embed_head_out", "acc_in", "acc_out"):
-            return self._embed_head_specs(name)
+        if self.auto and name in ("embed_head", "acc_embed_head"):
+            specs = self.model.auto_specs["embed_head"]
+            trained = self.model.trained_embed_head(specs)
+            return specs if name == "embed_head" else self._with_devices(trained)
         # gathered parameters: each device has its shard in the stage, or all have the same
-        is_gathered = name in ("embed_head_in", "embed_head_out", "embed_head", *NUMBERS)
-        return P() if is_gathered else P(self.device_axes)
-
-    def _embed_head_specs(self, name: str) -> Tree:
-        """Return the specs of embedding or head, or of their sums, where XLA divides."""
-        embed_head = self.model.auto_specs["embed_head"]
-        used = self.model.keep(embed_head, self.model.uses[name.endswith("out")])
-        if not name.startswith("acc"):
-            return used
-        return self._with_devices(self.model.trained_embed_head(used))
+        return P() if name in ("embed_head", *NUMBERS) else P(self.device_axes)
 
     def _with_devices(self, specs: Tree) -> Tree:
         """Return the specs of sums with an entry a device, from those of their parameters."""
@@ -177,14 +169,11 @@ class ProgramLibrary:
     def _passed_on(self, program: ProgramId) -> tuple[str, ...]:
         """Return the sums that become gradients unchanged; otherwise `finish` would copy them.
 
-        Sums of several chunks are stacked, sums of several devices or of a tied leaf added.
+        Sums of several chunks are stacked, sums of several devices added.
         """
-        names = ["sum"] if program.reads.count("sum") == 1 else []
-        if self.is_one_device:
-            tied = any(a and b for a, b in zip(*self.model.uses, strict=True))
-            embed_head = [n for n in ("acc_in", "acc_out", "acc_embed_head") if n in program.reads]
-            names += embed_head[:1] if tied else embed_head
-        return tuple(names)
+        is_one_chunk = program.reads.count("sum") == 1
+        passed = is_one_chunk * ("sum",) + self.is_one_device * ("acc_embed_head",)
+        return tuple(name for name in passed if name in program.reads)
 
     def preset(self, program: ProgramId) -> CompilerPreset:
         """Return the compiler's preset for a program, on CPU."""

@@ -45,8 +45,9 @@ class RankRole:
         return any(role.is_first for role in self.stages)
 
     @property
-    def has_last(self) -> bool:
-        return any(role.is_last for role in self.stages)
+    def has_head(self) -> bool:
+        """Whether the rank has the head, or a part of it."""
+        return bool(self.vocab_parts) or any(role.is_last for role in self.stages)
 
     @property
     def layer_in_slot(self) -> np.ndarray:
@@ -104,12 +105,10 @@ def rank_entries(
     for r, here in sorted(enumerate(ranks), key=lambda each: each[1].shared == "adds"):
         stages = [s for s, rank in enumerate(layout.rank_of) if rank == r]
         # 1. before the tasks: parameters and sums of zero
-        names = [("embed_head", "acc_embed_head")] * bool(here.vocab_parts)
-        names += [("embed_head_in", "acc_in")] * here.has_first
-        names += [("embed_head_out", "acc_out")] * here.has_last
-        acc: list[Key] = [(name, r) for _, name in names]
-        writes: list[Key] = [*(("w", s) for s in stages), *((name, r) for name, _ in names)]
-        writes += [("losses", r)] * (here.has_last or bool(here.vocab_parts))
+        has_any = here.has_first or here.has_head
+        acc: list[Key] = [("acc_embed_head", r)] * has_any
+        writes: list[Key] = [*(("w", s) for s in stages), *[("embed_head", r)] * has_any]
+        writes += [("losses", r)] * here.has_head
         writes += [*(("acc", s) for s in stages), *acc] if with_grads else []
         reads: list[Key] = [("params", r)]
         if inputs.has_key:
@@ -174,22 +173,13 @@ def prepare_rank(
 
     whole = lambda: stages(gather_shards(layers, inputs.extended(specs["layers"], P(), P())))  # noqa: E731
     # 2. the values by name, and the sums of their gradients
-    by_embedding, by_head = model.uses
     found: dict[str, list] = {
         "w": whole() if model.layer_specs is None else stages(layers),
         "acc": [zeros(model.trained_weights(each)) for each in jax.eval_shape(whole)],
+        "embed_head": [embed_head],
+        "acc_embed_head": [zeros(model.trained_embed_head(embed_head))],
+        "losses": [jax.tree.map(lambda a: jnp.zeros((1, *a.shape), a.dtype), model.losses)],
     }
-    parts: dict[str, tuple[str, Tree]] = {}
-    if here.vocab_parts:
-        parts["embed_head"] = "acc_embed_head", embed_head
-    if here.has_first:
-        parts["embed_head_in"] = "acc_in", model.keep(embed_head, by_embedding)
-    if here.has_last:
-        parts["embed_head_out"] = "acc_out", model.keep(embed_head, by_head)
-    for name, (acc, part) in parts.items():
-        found[name], found[acc] = [part], [zeros(model.trained_embed_head(part))]
-    if here.vocab_parts or here.has_last:
-        found["losses"] = [jax.tree.map(lambda a: jnp.zeros((1, *a.shape), a.dtype), model.losses)]
     if KEYS in program.writes:
         number = model.num_examples * model.num_microbatches
         first = number * jax.lax.axis_index(DATA_AXES)
@@ -218,9 +208,8 @@ def finish_rank(
     """Return a rank's gradients, summed and sharded as its parameters, not yet divided.
 
     axes: those that devices sum over. The sums of stages come reduced; embedding and head are
-    summed here, a tied leaf's two sums as one. The rank that adds also has the others' sums
-    of shared leaves; the others leave these None in their gradients. Attached losses, by layer,
-    come last.
+    summed here. The rank that adds also has the others' sums of shared leaves; the others leave
+    these None in their gradients. Attached losses, by layer, come last.
     """
     # 1. the layers, stacked by chunk
     named = list(zip(program.reads, values, strict=True))
@@ -229,28 +218,19 @@ def finish_rank(
     layers, losses = model.inputs.separate(layers)
     attached = (losses,) if losses else ()
     # 2. embedding and head, summed
-    v = dict(named)
-    embed_head = model.keep(model.embed_head, (False,) * len(model.shared))
-    for part in (v.get("acc_in"), v.get("acc_out"), v.get("acc_embed_head")):
-        if part is not None:
-            embed_head = jax.tree.map(_plus, embed_head, drop_device_dim(part), is_leaf=is_none)
-    trained = model.trained_embed_head(specs["embed_head"])
-    embed_head = scatter_sums(embed_head, trained, axes)
+    embed_head = model.trained_embed_head(specs["embed_head"])  # None on ranks without
+    acc = dict(named).get("acc_embed_head")
+    if acc is not None:
+        embed_head = scatter_sums(drop_device_dim(acc), embed_head, axes)
     if here.shared is None:
         return {"embed_head": embed_head, "layers": layers}, *attached
     # 3. the leaves that ranks share
-    own = shared_leaves(model, embed_head)
+    own, rest = model.keep(embed_head, model.shared), without_shared(model, embed_head)
     if here.shared == "gives":
-        grads = {"embed_head": without_shared(model, embed_head), "layers": layers}
-        return grads, own, *attached
-    total = [sum(leaves[1:], leaves[0]) for leaves in zip(own, *given, strict=True)]
-    grads = {"embed_head": with_shared(model, embed_head, total), "layers": layers}
+        return {"embed_head": rest, "layers": layers}, own, *attached
+    total = jax.tree.map(lambda a, *others: sum(others, a), own, *given)
+    grads = {"embed_head": with_shared(rest, total), "layers": layers}
     return grads, total, *attached
-
-
-def shared_leaves(model: Model, embed_head: Tree) -> list[Any]:
-    """Return the shared leaves of embedding and head."""
-    return [a for a, is_shared in zip(_leaves(embed_head), model.shared, strict=True) if is_shared]
 
 
 def without_shared(model: Model, embed_head: Tree) -> Tree:
@@ -258,19 +238,10 @@ def without_shared(model: Model, embed_head: Tree) -> Tree:
     return model.keep(embed_head, tuple(not each for each in model.shared))
 
 
-def with_shared(model: Model, embed_head: Tree, shared: list[Any]) -> Tree:
-    """Return `embed_head` (embedding and head) with these values for the shared leaves."""
-    rest, pairs = iter(shared), zip(_leaves(embed_head), model.shared, strict=True)
-    leaves = [next(rest) if is_shared else a for a, is_shared in pairs]
-    return jax.tree.unflatten(jax.tree.structure(model.embed_head), leaves)
-
-
-def _leaves(embed_head: Tree) -> list[Any]:
-    return jax.tree.leaves(embed_head, is_leaf=is_none)
-
-
-def _plus(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
-    return a if b is None else b if a is None else a + b
+def with_shared(embed_head: Tree, shared: Tree) -> Tree:
+    """Return `embed_head` (embedding and head) with the shared leaves, None in it."""
+    fill = lambda a, b: b if a is None else a  # noqa: E731
+    return jax.tree.map(fill, embed_head, shared, is_leaf=is_none)
 
 
 def _stacked(model: Model, num_layer_slots: int, acc: Any) -> Tree:

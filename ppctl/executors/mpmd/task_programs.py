@@ -7,6 +7,7 @@ values have a leading axis of length 1 here, and one entry a device outside.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,34 +33,47 @@ def _microbatch_of(model: Model, v: dict[str, Any], name: str) -> Tree:
     return jax.tree.map(one, v[name])
 
 
-def _input(model: Model, v: dict[str, Any], role: Role) -> jax.Array:
-    """Return a stage's input, embedded on the first one."""
-    if not role.is_first:
-        return v["x"]
-    return model.stack.embed(model.fill(v["embed_head_in"]), _microbatch_of(model, v, "inputs"))
+def _embedded(model: Model, v: dict[str, Any]) -> jax.Array:
+    """Return the embedding of a microbatch, by a rank's part of the vocabulary its summand."""
+    return _embed(model, v)(v["embed_head"], _microbatch_of(model, v, "inputs"))
 
 
-def _embed_grad(model: Model, v: dict[str, Any], gx: jax.Array) -> Tree:
-    """Return acc_in with the gradient of the embedding added."""
-    embed = lambda embed_head, inputs: model.stack.embed(model.fill(embed_head), inputs)  # noqa: E731
-    total, which = drop_device_dim(v["acc_in"]), model.stack.trains("embed_head")
-    inputs = _microbatch_of(model, v, "inputs")
-    return add_device_dim(add_embedding_grad(embed, v["embed_head_in"], inputs, gx, total, which))
+def _embed(model: Model, v: dict[str, Any]) -> Callable[[Tree, Tree], jax.Array]:
+    """Return the embedding as a function of a rank's parameters and inputs."""
+    if (parts := model.parts) is not None:
+        return lambda embed_head, inputs: parts.embed(embed_head, inputs, v["part"])
+    return lambda embed_head, inputs: model.stack.embed(model.fill(embed_head), inputs)
 
 
-def _loss(model: Model, v: dict[str, Any], y: jax.Array) -> Tree:
-    """Return losses with the loss of y added."""
-    head = model.stack.head(model.fill(v["embed_head_out"]), y, _microbatch_of(model, v, "targets"))
-    return add_to_sums(v["losses"], head)
+def _with_embedding(model: Model, v: dict[str, Any], gx: jax.Array) -> Tree:
+    """Return the sums of gradients with that of the embedding."""
+    total, which = drop_device_dim(v["acc_embed_head"]), model.stack.trains("embed_head")
+    args = v["embed_head"], _microbatch_of(model, v, "inputs"), gx, total, which
+    return add_device_dim(add_embedding_grad(_embed(model, v), *args))
 
 
-def _head(model: Model, v: dict[str, Any], y: jax.Array) -> tuple[jax.Array, tuple[Tree, Tree]]:
-    """Return (gradient of y, (losses with the loss of y, acc_out with the head's gradient))."""
-    head = lambda embed_head, y, targets: model.stack.head(model.fill(embed_head), y, targets)  # noqa: E731
-    total, which = drop_device_dim(v["acc_out"]), model.stack.trains("embed_head")
-    targets = _microbatch_of(model, v, "targets")
-    gy, total, loss, number = add_head_grads(head, v["embed_head_out"], y, targets, total, which)
-    return gy, (add_to_sums(v["losses"], (loss, number)), add_device_dim(total))
+def _with_head(
+    model: Model, v: dict[str, Any], y: jax.Array
+) -> tuple[jax.Array | None, dict[str, Any]]:
+    """Return (gradient of y, sums by name with loss and gradients of the head).
+
+    Without a sum of gradients, as in evaluations, None and the losses.
+    """
+    # 1. the head, or a rank's part of it
+    parts, targets = model.parts, _microbatch_of(model, v, "targets")
+    if parts is not None:
+        known = v["all_log_sums"], drop_device_dim(v["logits"]), v["part"]
+        head = lambda embed_head, y, targets: parts.head(embed_head, y, targets, *known)  # noqa: E731
+    else:
+        head = lambda embed_head, y, targets: model.stack.head(model.fill(embed_head), y, targets)  # noqa: E731
+    # 2. its loss and gradients
+    args = v["embed_head"], y, targets
+    if "acc_embed_head" not in v:
+        return None, {"losses": add_to_sums(v["losses"], head(*args))}
+    total, which = drop_device_dim(v["acc_embed_head"]), model.stack.trains("embed_head")
+    gy, total, loss, number = add_head_grads(head, *args, total, which)
+    losses = add_to_sums(v["losses"], (loss, number))
+    return gy, {"losses": losses, "acc_embed_head": add_device_dim(total)}
 
 
 def add_to_sums(total: Tree, update: Tree) -> Tree:
@@ -76,7 +90,7 @@ def drop_device_dim(tree: Tree) -> Tree:
 
 
 def run_task(model: Model, kind: str, role: Role, v: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that a task of this kind writes, by name, from those that it reads."""
+    """Return the values that a stage's task of this kind writes, by name, from those it reads."""
     # 1. a forward
     first = role.first_layer
     numbers = None if first is None else range(first, first + role.num_layers)
@@ -84,63 +98,43 @@ def run_task(model: Model, kind: str, role: Role, v: dict[str, Any]) -> dict[str
     stage = model.evaluation_stage if keys is None else model.stage
     w = model.inputs.with_keys(v["w"], keys)
     args = w, None if numbers is None else LayerSlots(numbers=numbers)
-    out: dict[str, Any] = {}
     if kind in (FORWARD, "F"):
-        out["y"], stash = stage.forward(*args, _input(model, v, role))
-        if kind == "F":
-            out["stash"] = add_device_dim(stash)
-        if role.is_last and kind == "F":
-            out["gy"], (out["losses"], out["acc_out"]) = _head(model, v, out["y"])
-        elif role.is_last:
-            out["losses"] = _loss(model, v, out["y"])
-        return out
+        y, stash = stage.forward(*args, _embedded(model, v) if role.is_first else v["x"])
+        gy, sums = _with_head(model, v, y) if role.is_last else (None, {})
+        return sums | {"y": y, "gy": gy, "stash": add_device_dim(stash)}
     # 2. weight gradients
     if kind == "W":
-        out["acc"] = stage.weight_grad(*args, drop_device_dim(v["pending"]), v["acc"])
-        return out
+        return {"acc": stage.weight_grad(*args, drop_device_dim(v["pending"]), v["acc"])}
     # 3. a backward, whole or of the input
-    stash = _input(model, v, role) if stage.keeps_input else drop_device_dim(v["stash"])
-    has_head = stage.keeps_input and role.is_last
-    cotangent = lambda y: _head(model, v, y) if has_head else (v["gy"], (None, None))  # noqa: E731
-    if kind == "B":
-        found = stage.backward(*args, stash, cotangent, v["acc"])
-        out["gx"], out["acc"], (out["losses"], out["acc_out"]) = found
+    if not stage.keeps_input:
+        stash = drop_device_dim(v["stash"])
     else:
-        found = stage.input_grad(*args, stash, cotangent)
-        out["gx"], pending, (out["losses"], out["acc_out"]) = found
-        out["pending"] = add_device_dim(pending)
+        stash = _embedded(model, v) if role.is_first else v["x"]
+    has_head = stage.keeps_input and role.is_last
+    cotangent = lambda y: _with_head(model, v, y) if has_head else (v["gy"], {})  # noqa: E731
+    if kind == "B":
+        gx, acc, sums = stage.backward(*args, stash, cotangent, v["acc"])
+        out = sums | {"gx": gx, "acc": acc}
+    else:
+        gx, pending, sums = stage.input_grad(*args, stash, cotangent)
+        out = sums | {"gx": gx, "pending": add_device_dim(pending)}
     if role.is_first:
-        out["acc_in"] = _embed_grad(model, v, out["gx"])
+        out["acc_embed_head"] = _with_embedding(model, v | sums, gx)
     return out
 
 
-# a rank's part of a divided vocabulary
-
-
 def run_part(model: Model, kind: str, v: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that a task E, S, T or G writes, by name, from those that it reads."""
-    parts, embed_head, part = model.parts, v["embed_head"], v["part"]
-    which = model.stack.trains("embed_head")
-    assert parts is not None, "a model whose vocabulary is divided has parts"
-    if kind == "S":
-        sums, logits = parts.log_sums(embed_head, v["last_y"], part)
-        return {"own_log_sums": sums, "logits": add_device_dim(logits)}
-    embed = lambda embed_head, inputs: parts.embed(embed_head, inputs, part)  # noqa: E731
+    """Return the values that a task E, S, T or G of a rank's part of the vocabulary writes."""
     if kind == "E":
-        return {"own_x": embed(embed_head, _microbatch_of(model, v, "inputs"))}
-    if kind == "G":
-        inputs, total = _microbatch_of(model, v, "inputs"), drop_device_dim(v["acc_embed_head"])
-        total = add_embedding_grad(embed, embed_head, inputs, v["first_gx"], total, which)
-        return {"acc_embed_head": add_device_dim(total)}
-    targets = _microbatch_of(model, v, "targets")
-    known = v["all_log_sums"], drop_device_dim(v["logits"]), part
-    head = lambda embed_head, y, targets: parts.head(embed_head, y, targets, *known)  # noqa: E731
-    if "acc_embed_head" not in v:
-        return {"losses": add_to_sums(v["losses"], head(embed_head, v["last_y"], targets))}
-    total = drop_device_dim(v["acc_embed_head"])
-    gy, total, loss, number = add_head_grads(head, embed_head, v["last_y"], targets, total, which)
-    losses = add_to_sums(v["losses"], (loss, number))
-    return {"own_gy": gy, "losses": losses, "acc_embed_head": add_device_dim(total)}
+        return {"own_x": _embedded(model, v)}
+    if kind == "S":
+        assert model.parts is not None, "a model whose vocabulary is divided has parts"
+        sums, logits = model.parts.log_sums(v["embed_head"], v["last_y"], v["part"])
+        return {"own_log_sums": sums, "logits": add_device_dim(logits)}
+    if kind == "T":
+        gy, sums = _with_head(model, v, v["last_y"])
+        return sums | {"own_gy": gy}
+    return {"acc_embed_head": _with_embedding(model, v, v["first_gx"])}
 
 
 def joined(kind: str, *parts: jax.Array) -> tuple[jax.Array]:

@@ -146,7 +146,7 @@ class RankOnDevice:
     ) -> dict[Key, Tree]:
         """Return the shapes of the values that a rank's tasks start from."""
         model, program = self.model, _id(prepare)
-        embed_head = model.keep(model.embed_head, model.used_by(here.has_first, here.has_last))
+        embed_head = model.keep(model.embed_head, model.used_by(here.has_first, here.has_head))
         params = {"embed_head": embed_head, "layers": staged_layers(model, here)}
         made = partial(prepare_rank, model, here, program, jax.tree.map(lambda _: P(), params))
         written = model.traced(lambda: jax.eval_shape(made, params))
@@ -161,7 +161,7 @@ class RankOnDevice:
     def _filled(self, key: Key, shape: Tree) -> Tree:
         if key[0] in NUMBERS:
             return jax.device_put(jnp.int32(key[-1]), self.device)
-        is_weight = key[0] in ("w", "embed_head_in", "embed_head_out", "embed_head")
+        is_weight = key[0] in ("w", "embed_head")
         return jax.device_put((random_like if is_weight else zeros_like)(shape), self.device)
 
     def _compiled(self, given: dict[Key, Tree]) -> dict[ProgramId, jax.stages.Compiled]:

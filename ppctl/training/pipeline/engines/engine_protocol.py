@@ -20,12 +20,12 @@ PARTS = (
     *("parameters", "optimizer", "weights", "gradients", "activations", "transfers", "batch"),
     "temporaries",
 )
-SUMS = ("acc", "acc_in", "acc_out", "acc_embed_head", "sum", "grads", *SHARED)
+SUMS = ("acc", "acc_embed_head", "sum", "grads", *SHARED)
 NAMES = {  # parts by the names of values in a plan of executor=mpmd
     **dict.fromkeys(("params", "next_params"), "parameters"),
     **dict.fromkeys(("optimizer", "next_optimizer"), "optimizer"),
     **dict.fromkeys(("inputs", "targets"), "batch"),
-    **dict.fromkeys(("w", "embed_head_in", "embed_head_out", "embed_head"), "weights"),
+    **dict.fromkeys(("w", "embed_head"), "weights"),
     **dict.fromkeys(SUMS, "gradients"),
     **dict.fromkeys(("x", "y", "gx", "gy"), "transfers"),
     **dict.fromkeys(("stash", "pending", "logits"), "activations"),

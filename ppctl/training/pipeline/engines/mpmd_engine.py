@@ -80,7 +80,7 @@ class Mpmd:
         self.ranks = range(len(self.roles))
         self.first, self.last = layout.rank_of[0], layout.rank_of[-1]
         # 3. parameters on ranks, programs, values given
-        used = [model.used_by(here.has_first, here.has_last) for here in self.roles]
+        used = [model.used_by(here.has_first, here.has_head) for here in self.roles]
         holders = [tuple(r for r in self.ranks if used[r][i]) for i in range(len(model.shared))]
         self.division = Division(layout, model.embed_head, holders)
         library = UpdatePrograms(self, optimizer, lr_schedule).library

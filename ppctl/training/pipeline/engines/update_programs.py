@@ -84,7 +84,7 @@ class UpdatePrograms:
     def _scaled(self, grads: Tree, number: jax.Array, shared: Sequence[Tree]) -> Tree:
         """Return gradients of the mean loss, with shared leaves from the rank that adds them."""
         if shared:
-            embed_head = with_shared(self.engine.model, grads["embed_head"], *shared)
+            embed_head = with_shared(grads["embed_head"], *shared)
             grads = grads | {"embed_head": embed_head}
         return divided_by(grads, divisor(number), self.engine.model.stack.options.updates)
 
