@@ -49,7 +49,8 @@ class Model:
     own_embed_head: tuple[bool, ...] | None = None  # leaves that are divided over the ranks
     layer_specs: Tree = None  # specs of a layer that tasks gather over fsdp; None: given whole
     auto_specs: Tree = None  # specs of {"embed_head", "layers"}, if XLA divides the model
-    in_order: bool = False  # as in `Stage`
+    # compiled for GPUs: `Stage` in_order, ticks with loops in place of branches
+    for_gpu: bool = False
     parts: VocabularyParts | None = None  # of a vocabulary divided over the ranks
 
     def __post_init__(self) -> None:
@@ -123,7 +124,7 @@ class Model:
         inputs, gather = self.inputs, None
         if self.layer_specs is not None:
             gather = partial(gather_shards, specs=inputs.extended(self.layer_specs, P(), P()))
-        how = gather, inputs.trainable(self.stack)["layers"], self.in_order
+        how = gather, inputs.trainable(self.stack)["layers"], self.for_gpu
         return Stage(inputs.functions(self.stack.layer), self.remat, layer, self.x, *how)
 
     @property

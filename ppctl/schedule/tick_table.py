@@ -20,6 +20,7 @@ from ppctl.schedule.remat import Remat
 
 TickProgram = Literal["fb", "op"]  # the program that runs the ticks, and so the table's columns
 HOPS = {"stay": 0, "next": 1, "previous": -1}
+FB_HOPS = {"act": 1, "grad": -1}  # of the outputs of a forward-backward tick
 FB_COLUMNS = (
     # forward: run?, its stage's chunk, is that the first / the last; slot read, slots written
     *("f", "f_chunk", "f_microbatch", "f_first", "f_last", "f_act", "f_stash", "f_grad"),
@@ -121,7 +122,7 @@ class _RankSlots:
         num_stages, number = schedule.num_stages, schedule.num_microbatches
         self.act = [stage * number for stage in range(num_stages)]
         self.grad = [(num_stages + stage) * number for stage in range(num_stages)]
-        self.at = {kind: _columns(program, kind) for kind in KINDS}
+        self.at = {kind: task_columns(program, kind) for kind in KINDS}
         self.facts = {
             (stage, kind): self._facts(schedule, stage, kind)
             for stage in range(num_stages)
@@ -188,8 +189,8 @@ class _RankSlots:
         return sent
 
 
-def _columns(program: TickProgram, kind: Kind) -> dict[str, int]:
-    """Return the columns of a task's facts and slots by name."""
+def task_columns(program: TickProgram, kind: Kind) -> dict[str, int]:
+    """Return the columns of a task's facts and slots, by their names in single-op ticks."""
     if program == "op":
         return {name: i for i, name in enumerate(COLUMNS)}
     way = "f" if kind == "F" else "b"

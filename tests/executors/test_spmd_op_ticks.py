@@ -141,7 +141,7 @@ def test_no_tick_copies_the_slots(remat):
     """A copy of all slots in every tick would outweigh the tasks."""
     one = case("zb_h1", (1, 4, 1), 16, batch_size=16 * 64, remat=remat)
     text = compiled(one).as_text()
-    program, slots = computations(text), ticks(one.program(), Costs(), one.options.remat).num_slots
+    program, slots = computations(text), ticks(one.program(), Costs(), one.remat).num_slots
     [body] = re.findall(r" while\(.*body=%?([\w.\-]+)", text)
     shapes = {f"f64[{count},64,16]" for count in slots.values() if count}
     lines = [line for name in called(program, body) for line in program[name]]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.cases import COMPILE_FAST, MLP, Case, make_stack, run_reference, staged_step
+from support.cases import COMPILE_FAST, MLP, Case, make_stack, model_of, run_reference, staged_step
 from support.selection import full, full_except
 from support.spmd_programs import ROWS, collectives, equations, shapes_of, sizes, temp_bytes
 
@@ -57,15 +57,14 @@ def run_alone(case, rank):
     on one device.
     """
     params, batch, *_ = run_reference(case.model, case.num_layers, case.batch_size)
-    layout, lowered = case.layout(), ticks(case.program(), Costs(), case.options.remat)
+    layout, lowered = case.layout(), ticks(case.program(), Costs(), case.remat)
     staged = layout.to_staged(params)
     own = {
         "embed_head": staged["embed_head"],
         "layers": jax.tree.map(lambda a: a[:, rank : rank + 1], staged["layers"]),
     }
-    alone = jax.jit(
-        spmd_of_rank(make_stack(case.model, case.num_layers), layout, lowered, case.options)
-    )
+    model = model_of(case, layout, make_stack(case.model, case.num_layers), params, batch)
+    alone = jax.jit(spmd_of_rank(model, layout, lowered))
     program = alone.lower(own, batch, *rank_arrays(layout, lowered, rank)).compile(COMPILE_FAST)
     return *program(own, batch, *rank_arrays(layout, lowered, rank)), program.as_text()
 

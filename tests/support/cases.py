@@ -11,10 +11,12 @@ import numpy as np
 
 from ppctl.executors.compiler_options import cpu_options
 from ppctl.executors.device_mesh import make_mesh
-from ppctl.executors.parameter_layout import Layout
+from ppctl.executors.model_shapes import Model
+from ppctl.executors.parameter_layout import Layout, layer_specs, shapes_on_device
 from ppctl.executors.reference import reference
-from ppctl.executors.spmd.spmd_program import Options, spmd
+from ppctl.executors.spmd.spmd_program import spmd
 from ppctl.model.mlp import mlp
+from ppctl.model.parallel import WHOLE
 from ppctl.model.stack import init
 from ppctl.model.transformer import transformer
 from ppctl.schedule.costs import Costs
@@ -99,10 +101,6 @@ class Case:
         None  # of each stage, as `explicit` takes them; None: uniform
     )
 
-    @property
-    def options(self):
-        return Options(self.remat, self.gather, self.unroll, jnp.float64, self.loops)
-
     def program(self):
         knobs = FAMILIES[self.schedule].knobs_for(self.num_chunks)
         return build(self.schedule, self.mesh[1], self.num_microbatches, **knobs)
@@ -114,11 +112,35 @@ class Case:
         return Layout(make_mesh(MeshSizes(*self.mesh)), partition, schedule.rank_of)
 
 
+def model_of(case, layout, stack, params, batch, axes=WHOLE, parts=None):
+    """The model as one device of a case computes it."""
+    dp, _, fsdp = case.mesh
+    rows = case.batch_size // (dp * fsdp * case.num_microbatches)
+    shapes = shapes_on_device(params, layout.shards)
+    of = lambda first: lambda a: jax.ShapeDtypeStruct((*first, *a.shape[1:]), a.dtype)
+    layer, microbatch = jax.tree.map(of(()), shapes["layers"]), jax.tree.map(of((rows,)), batch)
+    specs = None
+    if case.gather == "layer" and fsdp > 1:
+        staged = jax.eval_shape(layout.to_staged, params)
+        specs = layer_specs(layout.staged_specs(staged)["layers"])
+    sizes = case.num_microbatches, case.remat, case.unroll, jnp.dtype("float64"), axes
+    embed_head = shapes["embed_head"]
+    shapes = stack, embed_head, layer, microbatch
+    how = {"for_gpu": case.loops, "parts": parts}
+    return Model(*shapes, *sizes, layout.own_embed_head(embed_head), specs, **how)
+
+
 def staged_step(case, stack=None, *, with_grads=True):
     """(loss, gradients) of staged parameters and a batch, by the spmd executor."""
     stack = stack or make_stack(case.model, case.num_layers)
     program = case.program() if with_grads else forward_only(case.program())
-    return spmd(stack, case.layout(), ticks(program, Costs(), case.options.remat), case.options)
+    layout, params = case.layout(), jax.eval_shape(lambda: init(stack, 0))
+
+    def step(staged, batch):
+        model = model_of(case, layout, stack, params, batch)
+        return spmd(model, layout, ticks(program, Costs(), case.remat))(staged, batch)
+
+    return step
 
 
 def run_spmd(case, stack, params, batch):

@@ -13,12 +13,12 @@ from support.cases import (
     make_batch,
     make_params,
     make_stack,
+    model_of,
     run_reference,
 )
 
 from ppctl.executors.device_mesh import make_mesh
-from ppctl.executors.model_shapes import Model
-from ppctl.executors.parameter_layout import Layout, layer_specs, shapes_on_device
+from ppctl.executors.parameter_layout import Layout
 from ppctl.model.parallel import StageAxes
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.families.registry import build
@@ -83,22 +83,14 @@ def make_engine(case, clip_norm=CLIP_NORM, **how):
 def engine_of(case, stack, params, batch, clip_norm=CLIP_NORM, *, post_validation=False):
     """The same of this stack, which starts with these parameters."""
     schedule = case.program()
-    dp, pp, fsdp = case.mesh
+    pp = case.mesh[1]
     axes = StageAxes(vocab_parts=pp if case.has_parts else 0)
     divided = divided_stack(stack, axes, batch)
     shards, _ = shards_in_stages(stack, divided, axes)
     layout = Layout(make_mesh(MeshSizes(*case.mesh)), case.partition(), schedule.rank_of, shards)
-    rows = case.batch_size // (dp * fsdp * case.num_microbatches)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
-    microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), batch)
-    layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
-    embed_head = shapes_on_device(params, shards)["embed_head"]
-    sizes = case.num_microbatches, case.remat, case.unroll, jnp.dtype("float64")
-    specs = layer_specs(layout.staged_specs(jax.eval_shape(layout.to_staged, params))["layers"])
-    specs = specs if case.gather == "layer" else None
-    shapes_of = stack.in_shards(divided), embed_head, layer, microbatch
-    how = axes, layout.own_embed_head(embed_head), specs
-    model = Model(*shapes_of, *sizes, *how, parts=divided.parts)
+    one = stack.in_shards(divided)
+    model = model_of(case, layout, one, params, batch, axes, divided.parts)
     schedules = tuple(
         (each, dispatch_order(each, task_costs(case.remat)))
         for each in (schedule, forward_only(schedule))

@@ -8,20 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.cases import Case, staged_step
 from support.selection import full
 
-from ppctl.executors.device_mesh import make_mesh
-from ppctl.executors.parameter_layout import Layout
 from ppctl.executors.reference import reference
-from ppctl.executors.spmd.spmd_program import Options, spmd
 from ppctl.model.mlp import mlp
 from ppctl.model.stack import init
 from ppctl.model.transformer import transformer
-from ppctl.schedule.costs import Costs
-from ppctl.schedule.families.registry import build
-from ppctl.schedule.mesh_axes import MeshSizes
-from ppctl.schedule.partition.partition import uniform
-from ppctl.schedule.tick_lowering import ticks
 from ppctl.training.pipeline import optimizers as optim
 from ppctl.training.pipeline.optimizers import init_state, train_step
 
@@ -93,15 +86,12 @@ def test_five_clipped_steps_of_a_pipeline_equal_five_of_the_reference_with_optax
         metrics["grad_norm"] > 2 * CLIP_NORM for metrics in expected_metrics
     )  # clipping is active in every step
 
-    schedule = build("interleaved", mesh[1], 6, num_chunks=num_chunks)
-    layout = Layout(
-        make_mesh(MeshSizes(*mesh)), uniform(num_layers, schedule.num_stages), schedule.rank_of
-    )
-    options = Options(dtype=jnp.float64)
+    case = Case("interleaved", mesh, 6, num_chunks, num_layers, batch_size=48)
+    layout = case.layout()
     optimizer = optim.clipped(optim.adamw(LR_SCHEDULE, **SETTINGS), CLIP_NORM)
     state = layout.to_staged(init_state(params, optimizer))
     state = jax.device_put(state, layout.shardings(layout.staged_specs(state)))
-    step = spmd(stack, layout, ticks(schedule, Costs(), options.remat), options)
+    step = staged_step(case, stack)
     found, metrics = trained(step, optimizer, state, data)
 
     for ours, theirs in zip(metrics, expected_metrics, strict=True):
@@ -258,13 +248,12 @@ def test_sgd_over_a_pipeline_is_its_formula_over_the_whole_model():
         v = jax.tree.map(lambda v, g: momentum * v + CLIP_NORM / norm * g, v, g)  # noqa: B023
         expected = jax.tree.map(lambda w, v: w - float(LR_SCHEDULE(k)) * v, expected, v)  # noqa: B023
 
-    schedule = build("1f1b", 2, 6)
-    layout = Layout(make_mesh(MeshSizes(2, 2, 1)), uniform(4, 2), schedule.rank_of)
-    options = Options(dtype=jnp.float64)
+    case = Case("1f1b", (2, 2, 1), 6, num_layers=4, batch_size=12)
+    layout = case.layout()
     optimizer = optim.clipped(optax.sgd(LR_SCHEDULE, momentum=momentum), CLIP_NORM)
     state = layout.to_staged(init_state(params, optimizer))
     state = jax.device_put(state, layout.shardings(layout.staged_specs(state)))
-    step = spmd(stack, layout, ticks(schedule, Costs(), options.remat), options)
+    step = staged_step(case, stack)
     found, _ = trained(step, optimizer, state, data)
     natural = layout.to_natural(jax.tree.map(np.asarray, found))
     for ours, theirs in zip(*map(jax.tree.leaves, (natural, expected)), strict=True):

@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 from collections import defaultdict
-from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -16,7 +15,7 @@ from support.traced_run import traced_run
 
 from ppctl.cli.compose import compose
 from ppctl.config import MLP, Config, Interleaved, Mesh, Regression, Schedule, Spmd
-from ppctl.executors.spmd.device_program import Options
+from ppctl.executors.model_shapes import Model
 from ppctl.reports.measured_timeline_file import TASKS_FILE
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.ir import Task
@@ -157,7 +156,7 @@ def traced(tmp_path_factory):
     )
     directory = tmp_path_factory.mktemp("trace")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(make, "Options", partial(Options, loops=True))
+        patch.setattr(make, "Model", lambda *of, **how: Model(*of, **how | {"for_gpu": True}))
         job = assemble(config)
         text = job.pipe.engine.compile(evaluate=False).text
     engine, batches = job.pipe.engine, job.data.batches()

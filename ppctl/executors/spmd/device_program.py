@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,17 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from ppctl.executors.model_shapes import Model
 from ppctl.executors.parameter_layout import gather_shards, layer_specs
-from ppctl.executors.spmd.slots import empty_slots, padded_sum, read_slot, with_layers, with_own
+from ppctl.executors.spmd.slots import empty_slots, padded_sum, read_slot
 from ppctl.executors.stage.layer_programs import add_embedding_grad, add_head_grads, zeros_like
-from ppctl.executors.stage.stage import LayerSlots, Stage
-from ppctl.model.layer_inputs import LOSS, LayerInputs
+from ppctl.executors.stage.stage import LayerSlots
+from ppctl.model.layer_inputs import LOSS
 from ppctl.model.layer_reports import cast_layers
 from ppctl.model.random_keys import KEYS
-from ppctl.model.stack import Stack
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.ir import Kind
-from ppctl.schedule.remat import Remat
 from ppctl.schedule.tick_lowering import Ticks
 
 Tree = Any
@@ -36,20 +34,6 @@ SCOPES: dict[Kind, str] = {
 }
 PART_SCOPES: dict[Kind, str] = {"E": "tick_embedding", "T": "tick_head", "G": "tick_embedding_grad"}
 # "T": S and T
-
-
-@dataclass(frozen=True)
-class Options:
-    """How the program is written; no option changes what it computes."""
-
-    remat: Remat = Remat.FULL  # or its name
-    gather: str = "step"  # of layers over fsdp: all once a step, or each "layer" before its use
-    unroll: int = 16  # most layers of a rank that are unrolled; more are scanned
-    dtype: Any = jnp.float32  # dtype of compute
-    loops: bool = False  # skip with loops of one turn or none, not branches: see `run_if`
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "remat", Remat.of(self.remat))
 
 
 class Place(NamedTuple):
@@ -70,9 +54,8 @@ class Device:
 
     def __init__(
         self,
-        stack: Stack,
+        model: Model,
         ticks: Ticks,
-        options: Options,
         params: Tree,
         specs: Tree,
         microbatches: Tree,
@@ -80,65 +63,41 @@ class Device:
         numbers: jax.Array,  # of its layers in the model, as they are staged
     ):
         # 1. the arguments
-        self.stack, self.ticks, self.options = stack, ticks, options
-        self.params, self.specs, self.microbatches = params, specs, microbatches
-        self.layer_slots, self.num_chunks = layer_slots, ticks.schedule.num_chunks
+        self.model, self.stack, self.ticks, self.x = model, model.stack, ticks, model.x
+        self.microbatches, self.layer_slots = microbatches, layer_slots
+        self.num_chunks, self.stage = ticks.schedule.num_chunks, model.evaluation_stage
+        self.keys = None
+        if KEYS in microbatches:
+            self.keys, self.stage = microbatches[KEYS], model.stage
         self.vocab_parts = ticks.schedule.vocab_parts  # `embed_head` is this rank's part
-        # 2. embedding and head gathered; the inputs of layers besides parameters
-        self.embed_head = gather_shards(self._compute(params["embed_head"]), specs["embed_head"])
-        self.x = jax.eval_shape(stack.embed, self.embed_head, self.microbatch("inputs", 0))
-        shards = cast_layers(params["layers"], options.dtype, stack.options.updates)
-        self.inputs = LayerInputs()
-        if ticks.has_backward:
-            whole = jax.eval_shape(lambda: gather_shards(shards, specs["layers"]))
-            of_layer = lambda a: jax.ShapeDtypeStruct(a.shape[3:], a.dtype)  # noqa: E731
-            self.inputs = LayerInputs.of(stack, jax.tree.map(of_layer, whole), self.x)
-        self.trainable = self.inputs.trainable(stack)
-        # 3. the layers, gathered here or by the stage
-        places, by_rank = jnp.zeros(numbers.shape, self.master), P(None, "pp")
-        shards = self.inputs.extended(shards, places, numbers)
-        layers = self.inputs.extended(specs["layers"], by_rank, by_rank)
-        self.specs, by_layer = specs | {"layers": layers}, options.gather == "layer"
-        gathered = lambda: self._chunks(gather_shards(shards, layers))  # noqa: E731
-        self.whole = jax.eval_shape(gathered)  # shapes
-        self.chunks = self._chunks(shards) if by_layer else gathered()
-        # 4. the stage
-        w0, of_chunk = self.whole[0], lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
-        w0 = w0[0] if isinstance(w0, list) else jax.tree.map(of_chunk, w0)
-        w0 = jax.eval_shape(lambda: self.inputs.with_keys(zeros_like(w0), self.keys(0)))
-        gather = partial(gather_shards, specs=layer_specs(layers)) if by_layer else None
-        functions = self.inputs.functions(stack.layer)
-        how = options.remat, w0, self.x, gather, self.trainable["layers"]
-        self.stage = Stage(functions, *how, in_order=options.loops)
+        # 2. embedding and head gathered
+        shards = jax.tree.map(lambda a: a.astype(model.dtype), params["embed_head"])
+        self.embed_head = gather_shards(shards, specs["embed_head"])
+        # 3. the layers with their inputs, gathered here or by the stage
+        places, by_rank = jnp.zeros(numbers.shape, model.master), P(None, "pp")
+        shards = cast_layers(params["layers"], model.dtype, self.stack.options.updates)
+        shards = model.inputs.extended(shards, places, numbers)
+        layers = model.inputs.extended(specs["layers"], by_rank, by_rank)
+        self.specs, by_layer = specs | {"layers": layers}, model.layer_specs is not None
+        self.chunks = self._chunks(shards if by_layer else gather_shards(shards, layers))
 
     # parameters and data
-
-    @property
-    def master(self) -> Any:
-        """The dtype of parameters and of sums of gradients."""
-        return jax.tree.leaves(self.params)[0].dtype
-
-    def _compute(self, tree: Tree) -> Tree:
-        return jax.tree.map(lambda a: a.astype(self.options.dtype), tree)
 
     def _chunks(self, staged: Tree) -> list[Any]:
         """Return the layers of each chunk of [V, 1, K, ...]: a list, or stacked for a scan."""
         num_chunks, _, num_layers = jax.tree.leaves(staged)[0].shape[:3]
         take = lambda *index: jax.tree.map(lambda a: a[index], staged)  # noqa: E731
-        if self.num_chunks * num_layers > self.options.unroll:
+        if self.num_chunks * num_layers > self.model.unroll:
             return [take(v, 0) for v in range(num_chunks)]
         return [[take(v, 0, k) for k in range(num_layers)] for v in range(num_chunks)]
-
-    def keys(self, m: Any) -> jax.Array | None:
-        """Return the keys of microbatch m's examples, if layers have keys."""
-        return self.microbatch(KEYS, m) if KEYS in self.microbatches else None
 
     def chunk(self, v: int, m: Any = 0) -> tuple[Any, LayerSlots | None]:
         """Return (layers, their slots) of chunk v, the first arguments of a task of microbatch m.
 
         m: of a function's shapes, any.
         """
-        return self.inputs.with_keys(self.chunks[v], self.keys(m)), self.layer_slots[v]
+        keys = None if self.keys is None else read_slot(self.keys, m)
+        return self.model.inputs.with_keys(self.chunks[v], keys), self.layer_slots[v]
 
     def run_if(
         self,
@@ -152,7 +111,7 @@ class Device:
         XLA updates a loop's carry in place, but for GPUs copies much of a branch's: sums and slots,
         in every tick. For CPUs it does not, and runs loops slower.
         """
-        if not self.options.loops:
+        if not self.model.for_gpu:
             return jax.lax.cond(active, run, lambda carry: (otherwise(), carry), carry)
         turn = lambda _, state: run(state[1])  # noqa: E731
         return jax.lax.fori_loop(0, active.astype(jnp.int32), turn, (otherwise(), carry))
@@ -171,7 +130,7 @@ class Device:
         sums: Tree,
     ) -> tuple[Tree, Tree]:
         """Return run(v, sums) for the chunk of a tick; value: zeros like its first result."""
-        if not self.options.loops or self.num_chunks == 1:
+        if not self.model.for_gpu or self.num_chunks == 1:
             return self.on_chunk(chunk, lambda v: run(v, sums))
         for v in range(self.num_chunks):
             value, sums = self.run_if(chunk == v, partial(run, v), lambda value=value: value, sums)
@@ -194,19 +153,23 @@ class Device:
 
     def pending_slots(self) -> Tree:
         """Return empty slots for `pending`, from I to W; None without split backwards."""
-        number = self.ticks.num_slots["pending"]
+        number = self.ticks.num_slots.get("pending")
         return empty_slots(number, self.stage.pending_shapes(*self.chunk(0))) if number else None
 
     def zero_sums(self) -> Tree:
-        targets = self.microbatch("targets", 0)
-        losses = zeros_like(jax.eval_shape(self.stack.head, self.embed_head, self.x, targets))
+        losses, model = zeros_like(self.model.losses), self.model
         if not self.ticks.has_backward:
             return (*losses, None, None)
-        sums = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, self.master), tree)  # noqa: E731
-        of_layer = partial(trained_part, trainable=self.trainable["layers"])
-        layers = [[*map(of_layer, w)] if isinstance(w, list) else of_layer(w) for w in self.whole]
-        embed_head = trained_part(self.embed_head, self.stack.trains("embed_head"))
-        return (*losses, sums(embed_head), sums(layers))
+        sums = lambda *dims: lambda a: jnp.zeros((*dims, *a.shape), model.master)  # noqa: E731
+        layer = model.trained_weights(model.with_inputs(model.layer))
+        layers = [
+            [jax.tree.map(sums(), layer) for _ in chunk]
+            if isinstance(chunk, list)
+            else jax.tree.map(sums(len(jax.tree.leaves(chunk)[0])), layer)
+            for chunk in self.chunks
+        ]
+        embed_head = model.trained_embed_head(model.embed_head)
+        return (*losses, jax.tree.map(sums(), embed_head), layers)
 
     def results(
         self, sums: Tree, reduced: Callable[[Tree, Tree], Tree], are_scattered: bool
@@ -225,7 +188,7 @@ class Device:
         if are_scattered:
             layers = [self._apart(chunk) for chunk in layers]
         is_list = isinstance(layers[0], list)
-        trained = trained_part(self.specs, self.trainable)
+        trained = trained_part(self.specs, self.model.inputs.trainable(self.stack))
         one = layer_specs(trained["layers"], are_stacked=not is_list)
         specs = {
             "embed_head": trained["embed_head"],
@@ -235,11 +198,11 @@ class Device:
         layers: Tree = grads["layers"]
         # 2. stacked
         num_slots = len(layers) * (len(layers[0]) if is_list else 1)
-        stack = padded_sum if self.options.loops and num_slots <= MOST_PADDED else jnp.stack
+        stack = padded_sum if self.model.for_gpu and num_slots <= MOST_PADDED else jnp.stack
         if is_list:
             layers = [jax.tree.map(lambda *leaves: stack(leaves), *chunk) for chunk in layers]
         layers = jax.tree.map(lambda *leaves: stack(leaves)[:, None], *layers)
-        layers, attached = self.inputs.separate(layers)
+        layers, attached = self.model.inputs.separate(layers)
         sums = {LOSS: loss} | {name: a.sum() for name, a in attached.items()}
         return sums, number, {"embed_head": grads["embed_head"], "layers": layers}
 
@@ -247,7 +210,7 @@ class Device:
         """Return the layers of a chunk, a list or stacked, as a list."""
         if isinstance(layers, list):
             return layers
-        num_layers = jax.tree.leaves(self.whole[0])[0].shape[0]
+        num_layers = len(jax.tree.leaves(self.chunks[0])[0])
         return [jax.tree.map(lambda a, k=k: a[k], layers) for k in range(num_layers)]
 
     # embedding and head
@@ -353,35 +316,6 @@ class Device:
         x = self.input(place, slots, slot)
         run = lambda v: self.stage.forward(*self.chunk(v, place.microbatch), x)  # noqa: E731
         return self.on_chunk(place.chunk, run)
-
-    def stash_and_cotangent(
-        self, place: Place, kept: Tree, slot: jax.Array, grads: jax.Array, grad: jax.Array
-    ) -> tuple[Tree, Callable[[Tree], Callable]]:
-        """Return (stash, function from the sums to the cotangent) for backwards of `Stage`.
-
-        Their aux is the new first three sums, () if these do not change.
-        kept, slot: the slots of stashes (with remat=full of activations), and the slot to read;
-        grads, grad: those of gradients.
-        """
-        arrived = lambda: read_slot(grads, grad)  # noqa: E731
-        if self.vocab_parts or not self.stage.keeps_input:
-            return read_slot(kept, slot), lambda sums: lambda _: (arrived(), ())
-        otherwise = arrived if grads.shape[0] else None  # no gradient arrives at a single stage
-        stash = self.input(place, kept, slot)
-        return stash, lambda sums: lambda y: self.head(place, y, otherwise, sums[:3])
-
-    def backward(
-        self, place: Place, stash: Tree, cotangent: Callable[[Tree], Callable], sums: Tree
-    ) -> tuple[jax.Array, Tree]:
-        """Return (gradient of the input, sums with the gradients of a whole backward added)."""
-
-        def run(v: int, sums: Tree) -> tuple[jax.Array, Tree]:
-            args = stash, cotangent(sums), sums[3][v]
-            gx, layers, own = self.stage.backward(*self.chunk(v, place.microbatch), *args)
-            return gx, with_layers(with_own(sums, own), v, layers)
-
-        gx, sums = self.add_on_chunk(place.chunk, run, zeros_like(self.x), sums)
-        return gx, self.embedded(place, gx, sums)
 
     def hop(self, value: jax.Array, step: int) -> jax.Array:
         """Return the value of the rank `step` ranks before this one, round the ring."""

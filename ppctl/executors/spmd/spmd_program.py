@@ -20,11 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from ppctl.errors import ConfigError
 from ppctl.executors.model_shapes import Model, shard_shapes, tree_bytes
 from ppctl.executors.parameter_layout import Layout, scatter_sums
-from ppctl.executors.spmd.device_program import Device, Options
-from ppctl.executors.spmd.tick_programs import run_fb_ticks, run_op_ticks
+from ppctl.executors.spmd.device_program import Device
+from ppctl.executors.spmd.tick_programs import TickBody
 from ppctl.executors.stage.stage import LayerSlots
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.layer_reports import divided_by
@@ -36,9 +35,7 @@ from ppctl.schedule.tick_lowering import Ticks
 Tree = Any
 
 
-def spmd(
-    stack: Stack, layout: Layout, ticks: Ticks, options: Options
-) -> Callable[[Tree, Tree], tuple[Any, Tree]]:
+def spmd(model: Model, layout: Layout, ticks: Ticks) -> Callable[[Tree, Tree], tuple[Any, Tree]]:
     """Return the function (params, batch) -> (losses, gradients) that runs ticks on layout's mesh.
 
     params: parameters in staged form (`Layout.to_staged`). batch: {"inputs", "targets"}, global
@@ -47,11 +44,10 @@ def spmd(
     gradients have the parameters'
     layout, sharding and dtype, and are None for frozen ones. With ticks of forwards only
     (`schedule.ticks.forward_only`) the function returns (loss, number of losses in the mean).
-
-    ConfigError, before tracing, if ticks and options differ in remat, or ticks and layout in
-    placement.
     """
-    _check_ticks(layout, ticks, options)
+    assert ticks.remat is model.remat, "ticks are lowered for the remat of their program"
+    assert ticks.schedule.rank_of == layout.rank_of, "ticks are lowered for the layout"
+    stack = model.stack
 
     def loss_and_grads(params: Tree, batch: Tree) -> tuple[Any, Tree]:
         specs = layout.staged_specs(params)
@@ -65,7 +61,7 @@ def spmd(
                 }
 
             # 1. the ticks of this device
-            program = stack, layout, ticks, options
+            program = model, layout, ticks
             losses, number, grads = _results(Device, program, params, specs, batch, rank, reduced)
             # 2. the means over the batch
             loss, number = jax.lax.psum((losses.pop(LOSS), number), AXES)
@@ -88,7 +84,7 @@ def spmd(
 
 
 def spmd_of_rank(
-    stack: Stack, layout: Layout, ticks: Ticks, options: Options
+    model: Model, layout: Layout, ticks: Ticks
 ) -> Callable[..., tuple[Tree, jax.Array, Tree]]:
     """Return a rank's part of these ticks, run alone: (params, batch, *rank arrays) -> results.
 
@@ -99,7 +95,7 @@ def spmd_of_rank(
 
     def alone(params: Tree, batch: Tree, *rank: jax.Array) -> tuple[Tree, jax.Array, Tree]:
         specs = jax.tree.map(lambda _: P(), params)
-        return _results(_Alone, (stack, layout, ticks, options), params, specs, batch, rank)
+        return _results(_Alone, (model, layout, ticks), params, specs, batch, rank)
 
     return alone
 
@@ -130,7 +126,7 @@ class _Alone(Device):
 
 def _results(
     kind: type[Device],
-    program: tuple[Stack, Layout, Ticks, Options],
+    program: tuple[Model, Layout, Ticks],
     params: Tree,
     specs: Tree,
     batch: Tree,
@@ -141,30 +137,13 @@ def _results(
 
     rank: its `rank_arrays`. reduced: see `Device.results`.
     """
-    (stack, layout, ticks, options), (table, counts, numbers) = program, rank
+    (model, layout, ticks), (table, counts, numbers) = program, rank
     num_microbatches, chunks = ticks.schedule.num_microbatches, range(layout.num_chunks)
     microbatches = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), batch)
-    slots = [_layer_slots(stack, layout, v, counts[v, 0], numbers[v, 0]) for v in chunks]
-    device = kind(stack, ticks, options, params, specs, microbatches, slots, numbers)
-    run = run_fb_ticks if ticks.program == "fb" else run_op_ticks
-    return device.results(run(device, table[0]), reduced, layout.mesh.shape["fsdp"] > 1)
-
-
-def _check_ticks(layout: Layout, ticks: Ticks, options: Options) -> None:
-    """Raise ConfigError if ticks do not fit the layout or the options."""
-    if ticks.remat is not options.remat:
-        raise ConfigError(
-            f"the ticks were lowered for remat={ticks.remat}, but options.remat={options.remat}. "
-            f'Lower the schedule with ticks(schedule, costs, remat="{options.remat}"), or use '
-            f'Options(remat="{ticks.remat}").'
-        )
-    if ticks.schedule.rank_of != layout.rank_of:
-        lowered, placed = (" ".join(map(str, each.rank_of)) for each in (ticks.schedule, layout))
-        raise ConfigError(
-            f"the ticks were lowered for stages on ranks {lowered}, but the layout puts them on "
-            f"ranks {placed}. Use Layout(mesh, partition, schedule.rank_of) of the schedule that "
-            f"was lowered, {ticks.schedule.name}."
-        )
+    slots = [_layer_slots(model.stack, layout, v, counts[v, 0], numbers[v, 0]) for v in chunks]
+    device = kind(model, ticks, params, specs, microbatches, slots, numbers)
+    sums = TickBody(device).run(table[0])
+    return device.results(sums, reduced, layout.mesh.shape["fsdp"] > 1)
 
 
 def _layer_slots(
@@ -177,27 +156,22 @@ def _layer_slots(
     return LayerSlots(number, numbers, layout.among(v), is_one_of=is_one_of)
 
 
-def spmd_bytes(
-    model: Model, layout: Layout, ticks: Ticks, gather: str, layers: Tree
-) -> dict[str, int]:
+def spmd_bytes(model: Model, layout: Layout, ticks: Ticks, layers: Tree) -> dict[str, int]:
     """Return the bytes on one device of "weights", "gradients", "activations" and "transfers".
 
-    gather: as in `Options`; layers: all layers in staged form, sharded.
+    layers: all layers in staged form, sharded.
     """
-    return model.traced(lambda: _bytes(model, layout, ticks, gather, layers))
-
-
-def _bytes(model: Model, layout: Layout, ticks: Ticks, gather: str, layers: Tree) -> dict[str, int]:
     # 1. parameters and sums of gradients
     num_layers, parts = int(layout.counts.max()), ("embed_head", "layers")  # of a chunk, padded
     held = layout.num_chunks * num_layers
     embed_head, layer = (model.held[part] for part in parts)
     trained, trained_layer = (trained_part(model.held[p], model.stack.trains(p)) for p in parts)
     sums = tree_bytes((trained, *[trained_layer] * held))
-    at_once = held if gather == "step" else min(2, num_layers)
-    computed = tree_bytes(_in(model.dtype, (embed_head, *[layer] * at_once)))
-    if gather == "layer":
-        computed += tree_bytes(_in(model.dtype, shard_shapes(layers)))
+    by_layer = model.layer_specs is not None
+    at_once = min(2, num_layers) if by_layer else held
+    computed = tree_bytes(model.computed((embed_head, *[layer] * at_once)))
+    if by_layer:
+        computed += tree_bytes(model.computed(shard_shapes(layers)))
     # 2. slots
     slots, x = ticks.num_slots, tree_bytes(model.x)
     with_pending = bool(slots.get("pending"))
@@ -212,10 +186,6 @@ def waiting_bytes(model: Model, num_layers: int, *, with_pending: bool) -> tuple
 
     For layers that XLA divides (executor=mpmd) both count whole.
     """
-    stage, w = model.stage, _in(model.dtype, [model.layer] * num_layers)
-    pending = tree_bytes(stage.pending_shapes(w)) if with_pending else 0
-    return tree_bytes(stage.stash_shapes(w)), pending
-
-
-def _in(dtype: Any, tree: Tree) -> Tree:
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.dtype(dtype)), tree)
+    stage, w = model.stage, [model.computed_layer] * num_layers
+    pending = lambda: tree_bytes(stage.pending_shapes(w)) if with_pending else 0  # noqa: E731
+    return model.traced(lambda: (tree_bytes(stage.stash_shapes(w)), pending()))

@@ -1,9 +1,10 @@
-"""The two programs of ticks: the bodies of a scan over the ticks of a device.
+"""The body of the scan over the ticks of a device.
 
-Forward-backward ticks, an F and then a B, for looped schedules of whole backwards: one ring permute
-each way. Single-op ticks, one task of any kind, for split backwards and turning placements (V): the
-one output, an activation or a gradient, stays on the rank or hops to either neighbour, and the
-program has only the kinds and hops of the schedule. A rank without a task branches round it.
+Forward-backward ticks ("fb"), an F and then a B, for looped schedules of whole backwards: one ring
+permute each way, and slots for activations and gradients apart. Single-op ticks, one task of any
+kind, for split backwards and turning placements (V): the one output, an activation or a gradient,
+stays on the rank or hops to either neighbour. The program has only the kinds and hops of the
+schedule. A rank without a task branches round it.
 
 Tried and rejected: one switch over the kinds. If a branch reads slots that another branch writes,
 the compiler copies all slots in every tick: on CPU that doubled the step.
@@ -12,7 +13,8 @@ the compiler copies all slots in every tick: on CPU that doubled the step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import jax
@@ -22,148 +24,39 @@ from ppctl.executors.spmd.device_program import PART_SCOPES, SCOPES, Device, Pla
 from ppctl.executors.spmd.slots import read_slot, with_layers, with_own, write_arrival, write_slot
 from ppctl.executors.stage.layer_programs import zeros_like
 from ppctl.schedule.ir import KINDS, Kind
-from ppctl.schedule.tick_table import HOPS
+from ppctl.schedule.tick_table import FB_HOPS, HOPS, task_columns
 
 Tree = Any
+At = dict[str, jax.Array]  # a tick's columns by name, a task's as single-op ticks name them
 
 
-def _columns(device: Device) -> dict[str, int]:
-    """Return the column of each name in a line of the table."""
-    return {name: column for column, name in enumerate(device.ticks.columns)}
+class TickBody:
+    """Its tasks are functions (columns of the tick, output, carry) -> (output, carry).
 
-
-def _place(at: dict[str, jax.Array], prefix: str = "") -> Place:
-    return Place(*(at[f"{prefix}{name}"] for name in Place._fields))
-
-
-def _kept(device: Device, at: dict[str, jax.Array], stash: Tree, name: str, carry: Tree) -> Tree:
-    """Return the carry with a forward's stash in the slot of this name, if it is kept apart."""
-    if not device.ticks.has_backward or device.stage.keeps_input:
-        return carry
-    return carry | {"stash": write_slot(carry["stash"], at[name], stash)}
-
-
-def run_fb_ticks(device: Device, table: jax.Array) -> Tree:
-    """Return the sums of a device after all ticks; table [tick, column].
-
-    Carried from tick to tick: `acts` and `grads`, slots for values from a neighbour; `stash`, slots
-    for stashes (empty with remat=full); `sums`.
+    Carried from tick to tick: slots for activations and gradients that arrive, "act" and "grad", or
+    "value" for both; `stash`, slots for stashes (None with remat=full); `pending`, slots from I to
+    W; `sums`.
     """
-    carry = {
-        "acts": device.slots_of_x("act"),
-        "grads": device.slots_of_x("grad"),
-        "stash": device.stash_slots(),
-        "sums": device.zero_sums(),
-    }
-    carry, _ = jax.lax.scan(_ForwardBackwardTicks(device).tick, carry, table)
-    return carry["sums"]
-
-
-class _ForwardBackwardTicks:
-    """A tick: a forward, a backward, a hop each way."""
 
     def __init__(self, device: Device):
-        self.device, self.stage, self.names = device, device.stage, _columns(device)
-
-    def tick(self, carry: Tree, columns: jax.Array) -> tuple[Tree, None]:
-        """Run one tick."""
-        at = {name: columns[column] for name, column in self.names.items()}
-        device, zero = self.device, zeros_like(self.device.x)
-        # 1. the forward
-        if device.vocab_parts:
-            carry = self._embed_part(at, carry)
-        with jax.named_scope(SCOPES["F"]):
-            y, carry = device.run_if(at["f"], partial(self._forward, at), lambda: zero, carry)
-        if device.vocab_parts:
-            carry = self._head_part(at, y, carry)
-        act = 1, at["act_arrives"], at["act_slot"]
-        if not device.ticks.has_backward:
-            return carry | {"acts": self._arrive(carry["acts"], y, *act)}, None
-        # 2. the backward
-        with jax.named_scope(SCOPES["B"]):
-            gx, carry = device.run_if(at["b"], partial(self._backward, at), lambda: zero, carry)
-        if device.vocab_parts:
-            with jax.named_scope(PART_SCOPES["G"]):
-                is_first = (at["b"] > 0) & (at["b_first"] > 0)
-                sums = device.embedding_grad_part(at, gx, is_first, carry["sums"])
-                carry = carry | {"sums": sums}
-        # 3. transfers: a value may arrive in a slot that this tick's backward has just freed
-        acts = self._arrive(carry["acts"], y, *act)
-        grads = self._arrive(carry["grads"], gx, -1, at["grad_arrives"], at["grad_slot"])
-        return carry | {"acts": acts, "grads": grads}, None
-
-    def _embed_part(self, at: dict, carry: Tree) -> Tree:
-        """Return the carry with the input of the first stage's forward in this tick."""
-        with jax.named_scope(PART_SCOPES["E"]):
-            x, is_first = self.device.embed_part(at), (at["f"] > 0) & (at["f_first"] > 0)
-            return carry | {"acts": write_arrival(carry["acts"], at["f_act"], x, is_first)}
-
-    def _head_part(self, at: dict, y: jax.Array, carry: Tree) -> Tree:
-        """Return the carry with the gradient of the last stage's output and this rank's sums."""
-        with jax.named_scope(PART_SCOPES["T"]):
-            is_last = (at["f"] > 0) & (at["f_last"] > 0)
-            gy, sums = self.device.head_part(at, y, is_last, carry["sums"])
-            if not self.device.ticks.has_backward:
-                return carry | {"sums": sums}
-            grads = write_arrival(carry["grads"], at["f_grad"], gy, is_last)
-            return carry | {"sums": sums, "grads": grads}
-
-    def _arrive(
-        self, slots: jax.Array, value: jax.Array, step: int, arrives: jax.Array, slot: jax.Array
-    ) -> jax.Array:
-        """Return the slots after `value` of every rank moved `step` ranks round the ring."""
-        if not slots.shape[0]:
-            return slots
-        return write_arrival(slots, slot, self.device.hop(value, step), arrives)
-
-    def _forward(self, at: dict, carry: Tree) -> tuple[jax.Array, Tree]:
-        carry, device, place = dict(carry), self.device, _place(at, "f_")
-        y, stash = device.forward(place, carry["acts"], at["f_act"])
-        carry = _kept(device, at, stash, "f_stash", carry)
-        if device.vocab_parts:
-            return y, carry
-        if not device.ticks.has_backward:
-            carry["sums"] = device.loss(place, y, carry["sums"])
-        elif not self.stage.keeps_input:
-            slot = lambda: read_slot(carry["grads"], at["f_grad"])  # noqa: E731
-            gy, carry["sums"] = device.head(place, y, slot, carry["sums"])
-            carry["grads"] = write_slot(carry["grads"], at["f_grad"], gy)
-        return y, carry
-
-    def _backward(self, at: dict, carry: Tree) -> tuple[jax.Array, Tree]:
-        carry, device, place = dict(carry), self.device, _place(at, "b_")
-        kept = carry["acts" if self.stage.keeps_input else "stash"], at["b_stash"]
-        stash, cotangent = device.stash_and_cotangent(place, *kept, carry["grads"], at["b_grad"])
-        gx, carry["sums"] = device.backward(place, stash, cotangent, carry["sums"])
-        return gx, carry
-
-
-def run_op_ticks(device: Device, table: jax.Array) -> Tree:
-    """Return the sums of a device after all ticks; table [tick, column].
-
-    Carried from tick to tick: `values`, slots for activations and gradients that arrive; `stash`,
-    slots for stashes (None with remat=full); `pending`, slots from I to W; `sums`.
-    """
-    carry = {
-        "values": device.slots_of_x("value"),
-        "stash": device.stash_slots(),
-        "pending": device.pending_slots(),
-        "sums": device.zero_sums(),
-    }
-    carry, _ = jax.lax.scan(_SingleOpTicks(device).tick, carry, table)
-    return carry["sums"]
-
-
-class _SingleOpTicks:
-    """A tick: one task, a function (columns of the tick, output, carry) -> (output, carry)."""
-
-    def __init__(self, device: Device):
-        self.device, self.stage, self.names = device, device.stage, _columns(device)
-        lines = [line for tick in device.ticks.table for line in tick]
-        occurring = lambda name: {line[self.names[name]] for line in lines}  # noqa: E731
-        numbers = occurring("kind")
-        self.kinds: dict[Kind, int] = {k: n for n, k in enumerate(KINDS, start=1) if n in numbers}
-        self.hops = {hop: n for hop, n in HOPS.items() if 1 in occurring(f"{hop}_arrives")}
+        # 1. the slots of values that arrive
+        ticks = device.ticks
+        self.device, self.stage, self.is_fb = device, device.stage, ticks.program == "fb"
+        self.act, self.grad = ("act", "grad") if self.is_fb else ("value", "value")
+        # 2. the kinds and hops that occur, each with its number in the table
+        columns = {name: column for column, name in enumerate(ticks.columns)}
+        lines = [line for tick in ticks.table for line in tick]
+        occurring = lambda column: {line[column] for line in lines}  # noqa: E731
+        self.columns: dict[Kind, dict[str, int]] = {}
+        self.kinds: dict[Kind, int] = {}
+        kinds: tuple[Kind, ...] = ("F", "B") if self.is_fb else KINDS
+        for place, kind in enumerate(kinds, start=1):
+            of_task, number = task_columns(ticks.program, kind), 1 if self.is_fb else place
+            if number in occurring(of_task["kind"]):
+                self.columns[kind], self.kinds[kind] = columns | of_task, number
+        hops = FB_HOPS if self.is_fb else HOPS
+        arrives = lambda hop: 1 in occurring(columns[f"{hop}_arrives"])  # noqa: E731
+        self.hops = {hop: step for hop, step in hops.items() if arrives(hop)}
         self.tasks: dict[Kind, Callable] = {
             "F": self.forward,
             "B": self.backward,
@@ -171,62 +64,116 @@ class _SingleOpTicks:
             "W": self.weight_grad,
         }
 
+    def run(self, table: jax.Array) -> Tree:
+        """Return the sums of the device after all ticks; table [tick, column]."""
+        device = self.device
+        carry = {slots: device.slots_of_x(slots) for slots in dict.fromkeys((self.act, self.grad))}
+        carry |= {"stash": device.stash_slots(), "pending": device.pending_slots()}
+        carry, _ = jax.lax.scan(self.tick, carry | {"sums": device.zero_sums()}, table)
+        return carry["sums"]
+
     def tick(self, carry: Tree, columns: jax.Array) -> tuple[Tree, None]:
-        """Run one tick: the task of its kind, and the hops of its output."""
-        at = {name: columns[column] for name, column in self.names.items()}
-        device, out = self.device, zeros_like(self.device.x)
+        """Run one tick: the task of its kind, or an F and then a B, and the hops of outputs."""
+        # 1. the tasks, between the passes of a divided vocabulary
+        device, zero = self.device, zeros_like(self.device.x)
+        values = [*columns]
+        at: dict[str, At] = {
+            kind: {name: values[column] for name, column in named.items()}
+            for kind, named in self.columns.items()
+        }
+        outs: dict[str, Any] = dict.fromkeys((self.act, self.grad), zero)
         if device.vocab_parts:
-            with jax.named_scope(PART_SCOPES["E"]):
-                is_first = (at["kind"] == self.kinds["F"]) & (at["first"] > 0)
-                x = device.embed_part(at)
-                carry = carry | {"values": write_arrival(carry["values"], at["act"], x, is_first)}
+            carry = self._embed_part(at, carry)
         for kind, number in self.kinds.items():
+            slots = self.act if kind == "F" else self.grad
             with jax.named_scope(SCOPES[kind]):
-                run = partial(self.tasks[kind], at, out)
-                out, carry = device.run_if(at["kind"] == number, run, lambda out=out: out, carry)
-        if device.vocab_parts:
-            out, carry = self._head_and_embedding_parts(at, out, carry)
-        # transfers last: a value may arrive in a slot that this tick's task has just freed
-        values = carry["values"]
+                run, out = partial(self.tasks[kind], at[kind], outs[slots]), outs[slots]
+                is_run = at[kind]["kind"] == number
+                outs[slots], carry = device.run_if(is_run, run, lambda out=out: out, carry)
+            if device.vocab_parts and self.is_fb and kind == "F":
+                outs, carry = self._head_part(at, outs, carry)
+        if device.vocab_parts and not self.is_fb:
+            outs, carry = self._head_part(at, outs, carry)
+        if device.vocab_parts and device.ticks.has_backward:
+            carry = self._embedding_grad_part(at, outs[self.grad], carry)
+        # 2. transfers: a value may arrive in a slot that a task of this tick has just freed
+        carry, flags = dict(carry), at[next(iter(at))]
         for hop, step in self.hops.items():
-            value = device.hop(out, step) if step else out
-            values = write_arrival(values, at[f"{hop}_slot"], value, at[f"{hop}_arrives"])
-        return carry | {"values": values}, None
+            slots = hop if self.is_fb else "value"
+            value = device.hop(outs[slots], step) if step else outs[slots]
+            arrival = flags[f"{hop}_slot"], value, flags[f"{hop}_arrives"]
+            carry[slots] = write_arrival(carry[slots], *arrival)
+        return carry, None
 
-    def _head_and_embedding_parts(
-        self, at: dict, out: jax.Array, carry: Tree
-    ) -> tuple[jax.Array, Tree]:
-        """Return (output, carry) after the parts of the head and of the embedding's gradient."""
-        device, is_forward = self.device, at["kind"] == self.kinds["F"]
+    # passes of the parts of a divided vocabulary
+
+    def _is_at(self, at: dict[str, At], kinds: str, place: str) -> jax.Array:
+        """Return whether a task of one of these kinds runs, of the "first" or the "last" stage."""
+        runs = (
+            (at[kind]["kind"] == number) & (at[kind][place] > 0)
+            for kind, number in self.kinds.items()
+            if kind in kinds
+        )
+        return reduce(or_, runs)
+
+    def _embed_part(self, at: dict[str, At], carry: Tree) -> Tree:
+        """Return the carry with the input of the first stage's forward in this tick."""
+        with jax.named_scope(PART_SCOPES["E"]):
+            x, is_first = self.device.embed_part(at["F"]), self._is_at(at, "F", "first")
+            return carry | {self.act: write_arrival(carry[self.act], at["F"]["act"], x, is_first)}
+
+    def _head_part(self, at: dict[str, At], outs: Tree, carry: Tree) -> tuple[Tree, Tree]:
+        """Return (outputs, carry) with the gradient of the last stage's output, and the sums."""
         with jax.named_scope(PART_SCOPES["T"]):
-            is_last = is_forward & (at["last"] > 0)
-            gy, sums = device.head_part(at, out, is_last, carry["sums"])
-            out = jnp.where(is_last, gy, out)  # the last stage's rank sends it to itself
-        if device.ticks.has_backward:
-            with jax.named_scope(PART_SCOPES["G"]):
-                is_grad = (at["kind"] > 0) & ~is_forward & (at["kind"] != self.kinds.get("W", -1))
-                sums = device.embedding_grad_part(at, out, is_grad & (at["first"] > 0), sums)
-        return out, carry | {"sums": sums}
+            y, is_last = outs[self.act], self._is_at(at, "F", "last")
+            gy, sums = self.device.head_part(at["F"], y, is_last, carry["sums"])
+            carry = carry | {"sums": sums}
+            if not self.is_fb:  # the last stage's rank sends it to itself
+                return {"value": jnp.where(is_last, gy, y)}, carry
+            if not self.device.ticks.has_backward:
+                return outs, carry
+            grads = write_arrival(carry["grad"], at["F"]["grad"], gy, is_last)
+            return outs, carry | {"grad": grads}
 
-    def forward(self, at: dict, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
+    def _embedding_grad_part(self, at: dict[str, At], gx: jax.Array, carry: Tree) -> Tree:
+        with jax.named_scope(PART_SCOPES["G"]):
+            args = at["F"], gx, self._is_at(at, "BI", "first"), carry["sums"]
+            return carry | {"sums": self.device.embedding_grad_part(*args)}
+
+    # tasks
+
+    def forward(self, at: At, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at)
-        y, stash = device.forward(place, carry["values"], at["act"])
-        carry = _kept(device, at, stash, "stash", carry)
+        y, stash = device.forward(place, carry[self.act], at["act"])
+        keeps_stash = device.ticks.has_backward and not self.stage.keeps_input
+        if keeps_stash:
+            carry["stash"] = write_slot(carry["stash"], at["stash"], stash)
         if device.vocab_parts:
             return y, carry
         if not device.ticks.has_backward:
             carry["sums"] = device.loss(place, y, carry["sums"])
-        elif not self.stage.keeps_input:  # the last stage sends its gradient
+        elif keeps_stash and self.is_fb:
+            slot = lambda: read_slot(carry["grad"], at["grad"])  # noqa: E731
+            gy, carry["sums"] = device.head(place, y, slot, carry["sums"])
+            carry["grad"] = write_slot(carry["grad"], at["grad"], gy)
+        elif keeps_stash:  # the last stage sends its gradient
             y, carry["sums"] = device.head(place, y, lambda: y, carry["sums"])
         return y, carry
 
-    def backward(self, at: dict, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
+    def backward(self, at: At, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at)
-        stash_and_cotangent = self._stash_and_cotangent(at, carry)
-        gx, carry["sums"] = device.backward(place, *stash_and_cotangent, carry["sums"])
-        return gx, carry
+        stash, cotangent = self._stash_and_cotangent(at, carry)
 
-    def input_grad(self, at: dict, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
+        def run(v: int, sums: Tree) -> tuple[jax.Array, Tree]:
+            args = stash, cotangent(sums), sums[3][v]
+            gx, layers, own = self.stage.backward(*device.chunk(v, place.microbatch), *args)
+            return gx, with_layers(with_own(sums, own), v, layers)
+
+        zero = zeros_like(device.x)
+        gx, sums = device.add_on_chunk(place.chunk, run, zero, carry["sums"])
+        return gx, carry | {"sums": device.embedded(place, gx, sums)}
+
+    def input_grad(self, at: At, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at)
         stash, cotangent = self._stash_and_cotangent(at, carry)
         keep = lambda slots, pending: write_slot(slots, at["pending"], pending)  # noqa: E731
@@ -242,7 +189,7 @@ class _SingleOpTicks:
         carry["sums"] = device.embedded(place, gx, with_own(carry["sums"], own))
         return gx, carry
 
-    def weight_grad(self, at: dict, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
+    def weight_grad(self, at: At, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at)
         pending = read_slot(carry["pending"], at["pending"])
 
@@ -254,7 +201,21 @@ class _SingleOpTicks:
         _, carry["sums"] = device.add_on_chunk(place.chunk, run, None, carry["sums"])
         return out, carry
 
-    def _stash_and_cotangent(self, at: dict, carry: Tree) -> tuple[Tree, Callable]:
-        values = carry["values"]  # activations and gradients
-        kept = (values, at["act"]) if self.stage.keeps_input else (carry["stash"], at["stash"])
-        return self.device.stash_and_cotangent(_place(at), *kept, values, at["grad"])
+    def _stash_and_cotangent(self, at: At, carry: Tree) -> tuple[Tree, Callable]:
+        """Return (stash, function from the sums to the cotangent) for backwards of `Stage`.
+
+        Their aux is the new first three sums, () if these do not change.
+        """
+        device, place, grads = self.device, _place(at), carry[self.grad]
+        arrived = lambda: read_slot(grads, at["grad"])  # noqa: E731
+        if not self.stage.keeps_input:
+            return read_slot(carry["stash"], at["stash"]), lambda _: lambda _: (arrived(), ())
+        stash = device.input(place, carry[self.act], at["act"])
+        if device.vocab_parts:
+            return stash, lambda _: lambda _: (arrived(), ())
+        otherwise = arrived if grads.shape[0] else None  # no gradient arrives at a single stage
+        return stash, lambda sums: lambda y: device.head(place, y, otherwise, sums[:3])
+
+
+def _place(at: At) -> Place:
+    return Place(*(at[name] for name in Place._fields))

@@ -26,7 +26,6 @@ from ppctl.executors.stage.layer_programs import zeros_like
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.planner.rehearsal.stand_ins import alone
 from ppctl.planner.rehearsal.timed_runs import Timing, median, random_like, timed_at_once
-from ppctl.training.pipeline.engines.make_engine import tick_options
 from ppctl.training.pipeline.job import TrainingJob
 from ppctl.training.pipeline.optimizers import apply_gradients, global_norm
 
@@ -211,13 +210,12 @@ def time_in_ticks(
     job: TrainingJob, rank: int, here: RankRole, batch: Mapping[str, Any], runs: int, copies: int
 ) -> Timing:
     """Return median seconds of the rank's ticks while `copies` of it run at once."""
-    pipe, model = job.pipe, job.pipe.model
+    pipe, model = job.pipe, replace(job.pipe.model, layer_specs=None)  # whole layers
     assert pipe.ticks is not None, "executor=spmd runs in ticks"
     params = random_like({"embed_head": model.embed_head, "layers": staged_layers(model, here)})
     placed = jax.device_put((params, dict(batch)), pipe.mesh.devices.flat[0])
     arguments = (*placed, *rank_arrays(pipe.layout, pipe.ticks, rank))
-    options = tick_options(pipe.layout, pipe.execution, model.dtype)
-    function = alone(spmd_of_rank(model.stack, pipe.layout, pipe.ticks, options), model.axes)
+    function = alone(spmd_of_rank(model, pipe.layout, pipe.ticks), model.axes)
     program = jax.jit(function).lower(*arguments).compile(dict(pipe.execution.xla_flags) or None)
     calls = [lambda: program(*arguments)] * copies
     return median([timed_at_once(calls) for _ in range(runs + 1)][1:])

@@ -21,7 +21,6 @@ from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.partition.partition import Partition
 from ppctl.schedule.search.placement_costs import LayerCosts, Piece
 from ppctl.schedule.tick_lowering import Ticks
-from ppctl.training.pipeline.engines.make_engine import tick_options
 from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.pipeline import Pipeline
 
@@ -96,9 +95,8 @@ class ModelCosts:
     def in_ticks_bytes(self, lowered: Ticks) -> int:
         """Return the bytes of a device with executor=spmd, as its program holds them."""
         probe, states = self.probe, self._states(lowered.schedule.rank_of)
-        gather = tick_options(states.layout, probe.execution, probe.dtype).gather
         layers = states.staged["params"]["layers"]
-        held = spmd_bytes(probe.model, states.layout, lowered, gather, layers)
+        held = spmd_bytes(probe.model, states.layout, lowered, layers)
         state = sum(shard_bytes(states.staged[part]) for part in ("params", "optimizer"))
         return state + sum(held.values()) + probe.engine.memory()[0]["batch"]
 

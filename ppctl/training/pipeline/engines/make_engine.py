@@ -14,7 +14,7 @@ from ppctl.errors import ConfigError
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.parameter_layout import Layout, layer_specs, shapes_on_device
 from ppctl.executors.reference import reference
-from ppctl.executors.spmd.spmd_program import Options, spmd, spmd_bytes
+from ppctl.executors.spmd.spmd_program import spmd, spmd_bytes
 from ppctl.model.stack import DividedStack, Stack, num_examples
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule, Task
@@ -67,9 +67,10 @@ def make_engine(
         functions, held = _by_reference(model, states.layout, execution), {}
     # 3. spmd
     else:
-        functions = _in_ticks(model, states.layout, schedule, lowered, execution, costs)
-        gather = tick_options(states.layout, execution, model.dtype).gather
-        held = spmd_bytes(model, states.layout, lowered, gather, states.staged["params"]["layers"])
+        evaluation = ticks(forward_only(schedule), costs, execution.remat)
+        in_ticks = partial(spmd, model, states.layout)
+        functions = in_ticks(lowered), in_ticks(evaluation)
+        held = spmd_bytes(model, states.layout, lowered, states.staged["params"]["layers"])
     options = execution.xla_flags, model.stack.takes_key
     return OneProgram(states, shapes, *functions, *how, held, *options)
 
@@ -91,7 +92,7 @@ def model_of(
     size = num_examples(shapes["inputs"]) // parts
     microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype), shapes)
     specs = None
-    if execution.engine.dispatches_tasks and execution.gathers_by_layer and mesh.shape["fsdp"] > 1:
+    if execution.gathers_by_layer and mesh.shape["fsdp"] > 1:
         specs = layer_specs(states.layout.staged_specs(states.staged["params"])["layers"])
     embed_head = params["embed_head"]
     parts = {"embed_head": embed_head, "layers": layer}
@@ -99,7 +100,8 @@ def model_of(
     sizes = num_microbatches, execution.remat, execution.unroll, dtype, execution.axes
     shards = layout.own_embed_head(embed_head), specs, auto_specs
     model = stack.in_shards(divided), embed_head, layer, microbatch, *sizes, *shards
-    found = Model(*model, in_order=_is_gpu(layout), parts=divided.parts)
+    for_gpu = mesh.devices.flat[0].platform in ("gpu", "cuda")
+    found = Model(*model, for_gpu=for_gpu, parts=divided.parts)
     counted = found.losses[1]
     for name in found.inputs.losses:  # refuses those attached in embedding and head
         if isinstance(counted, dict) and name in counted:
@@ -121,36 +123,6 @@ def _by_reference(model: Model, layout: Layout, execution: Execution) -> tuple[L
     how = {"num_microbatches": model.num_microbatches, "remat": execution.remat}
     of = partial(reference, model.stack, **how, dtype=model.dtype)
     return gradients, lambda params, batch: of(with_grads=False)(layout.to_natural(params), batch)
-
-
-def _in_ticks(
-    model: Model,
-    layout: Layout,
-    schedule: Schedule,
-    lowered: Ticks,
-    execution: Execution,
-    costs: Costs,
-) -> tuple[LossAndGrads, Loss]:
-    """Return the functions of gradients and of evaluation with ranks in lockstep."""
-    options = tick_options(layout, execution, model.dtype)
-    evaluation = ticks(forward_only(schedule), costs, execution.remat)
-    run = partial(spmd, model.stack, layout, options=options)
-    return run(lowered), run(evaluation)
-
-
-def tick_options(layout: Layout, execution: Execution, dtype: jnp.dtype) -> Options:
-    """Return the options of a program of ticks for the devices of a layout."""
-    return Options(
-        remat=execution.remat,
-        gather=execution.gather if layout.mesh.shape["fsdp"] > 1 else "step",  # "step": no gather
-        unroll=execution.unroll,
-        dtype=dtype,
-        loops=_is_gpu(layout),
-    )
-
-
-def _is_gpu(layout: Layout) -> bool:
-    return layout.mesh.devices.flat[0].platform in ("gpu", "cuda")
 
 
 def dispatch_order(schedule: Schedule, costs: Costs) -> list[Task]:
