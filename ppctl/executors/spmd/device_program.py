@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.model_shapes import Model
-from ppctl.executors.parameter_layout import gather_shards, layer_specs
+from ppctl.executors.parameter_layout import Layout, gather_shards, layer_specs
 from ppctl.executors.spmd.slots import empty_slots, padded_sum, read_slot
 from ppctl.executors.stage.layer_programs import add_embedding_grad, add_head_grads, zeros_like
 from ppctl.executors.stage.stage import LayerSlots
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.layer_reports import cast_layers
 from ppctl.model.random_keys import KEYS
+from ppctl.model.stack import Stack
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.ir import Kind
 from ppctl.schedule.tick_lowering import Ticks
@@ -36,41 +37,34 @@ PART_SCOPES: dict[Kind, str] = {"E": "tick_embedding", "T": "tick_head", "G": "t
 # "T": S and T
 
 
-class Place(NamedTuple):
-    """The place of a task, from its rank's table: scalars of the program."""
-
-    chunk: jax.Array
-    microbatch: jax.Array
-    first: jax.Array  # whether its stage is the first
-    last: jax.Array  # whether its stage is the last
-
-
 class Device:
     """One device, traced inside shard_map.
 
-    `sums` in the methods are the sums over tasks so far: losses, their number, gradients of
-    embedding and head, and gradients of the layers, a tree for each chunk.
+    Sums over tasks so far are `ends`, (losses, their number, gradients of embedding and head), and
+    the gradients of the layers, a tree for each chunk.
     """
 
     def __init__(
         self,
         model: Model,
+        layout: Layout,
         ticks: Ticks,
         params: Tree,
         specs: Tree,
-        microbatches: Tree,
-        layer_slots: Sequence[LayerSlots | None],  # one a chunk
+        batch: Tree,
+        table: jax.Array,  # its ticks, [1, tick, column]
+        counts: jax.Array,  # layers of each chunk, [V, 1]
         numbers: jax.Array,  # of its layers in the model, as they are staged
     ):
         # 1. the arguments
         self.model, self.stack, self.ticks, self.x = model, model.stack, ticks, model.x
-        self.microbatches, self.layer_slots = microbatches, layer_slots
-        self.num_chunks, self.stage = ticks.schedule.num_chunks, model.evaluation_stage
-        self.keys = None
-        if KEYS in microbatches:
-            self.keys, self.stage = microbatches[KEYS], model.stage
-        self.vocab_parts = ticks.schedule.vocab_parts  # `embed_head` is this rank's part
-        # 2. embedding and head gathered
+        self.table, self.num_chunks, number = table[0], layout.num_chunks, model.num_microbatches
+        self.microbatches = jax.tree.map(lambda a: a.reshape(number, -1, *a.shape[1:]), batch)
+        self.stage = model.stage if KEYS in batch else model.evaluation_stage
+        chunks = range(self.num_chunks)
+        slots = [_layer_slots(self.stack, layout, v, counts[v, 0], numbers[v, 0]) for v in chunks]
+        self.layer_slots, self.are_sharded = slots, layout.mesh.shape["fsdp"] > 1
+        # 2. embedding and head gathered, where the vocabulary is divided a rank's part
         shards = jax.tree.map(lambda a: a.astype(model.dtype), params["embed_head"])
         self.embed_head = gather_shards(shards, specs["embed_head"])
         # 3. the layers with their inputs, gathered here or by the stage
@@ -96,7 +90,7 @@ class Device:
 
         m: of a function's shapes, any.
         """
-        keys = None if self.keys is None else read_slot(self.keys, m)
+        keys = self.microbatch(KEYS, m) if KEYS in self.microbatches else None
         return self.model.inputs.with_keys(self.chunks[v], keys), self.layer_slots[v]
 
     def run_if(
@@ -137,7 +131,7 @@ class Device:
         return value, sums
 
     def microbatch(self, name: str, m: Any) -> Tree:
-        """Return the inputs or targets of microbatch m."""
+        """Return the inputs, targets or keys of microbatch m."""
         return read_slot(self.microbatches[name], m)
 
     # slots and sums
@@ -156,10 +150,11 @@ class Device:
         number = self.ticks.num_slots.get("pending")
         return empty_slots(number, self.stage.pending_shapes(*self.chunk(0))) if number else None
 
-    def zero_sums(self) -> Tree:
+    def zero_sums(self) -> tuple[Tree, Tree]:
+        """Return (ends, gradients of the layers); without backwards only of losses."""
         losses, model = zeros_like(self.model.losses), self.model
         if not self.ticks.has_backward:
-            return (*losses, None, None)
+            return (*losses, None), None
         sums = lambda *dims: lambda a: jnp.zeros((*dims, *a.shape), model.master)  # noqa: E731
         layer = model.trained_weights(model.with_inputs(model.layer))
         layers = [
@@ -169,23 +164,23 @@ class Device:
             for chunk in self.chunks
         ]
         embed_head = model.trained_embed_head(model.embed_head)
-        return (*losses, jax.tree.map(sums(), embed_head), layers)
+        return (*losses, jax.tree.map(sums(), embed_head)), layers
 
     def results(
-        self, sums: Tree, reduced: Callable[[Tree, Tree], Tree], are_scattered: bool
+        self, ends: Tree, layers: Tree, reduced: Callable[[Tree, Tree], Tree]
     ) -> tuple[dict[str, jax.Array], jax.Array, Tree]:
         """Return (sums of losses, number, sums of gradients laid out as the parameters).
 
         The sums are {"loss": this device's, name: an attached loss, of all replicas of the rank}.
-        reduced: returns the sums over all replicas of gradients and their specs. are_scattered: to
-        shards, layer by layer, and stacked only then. Stacked earlier, gradients would be in memory
-        twice, and XLA transposes arrays to scatter another dim than the first.
+        reduced: returns the sums over all replicas of gradients and their specs. Where it scatters
+        them to shards, layers are apart and stacked only then. Stacked earlier, gradients would be
+        in memory twice, and XLA transposes arrays to scatter another dim than the first.
         """
         # 1. sums over all replicas
-        loss, number, embed_head, layers = sums
+        loss, number, embed_head = ends
         if not self.ticks.has_backward:
             return {LOSS: loss}, number, None
-        if are_scattered:
+        if self.are_sharded:
             layers = [self._apart(chunk) for chunk in layers]
         is_list = isinstance(layers[0], list)
         trained = trained_part(self.specs, self.model.inputs.trainable(self.stack))
@@ -195,7 +190,7 @@ class Device:
             "layers": [[one] * len(chunk) if is_list else one for chunk in layers],
         }
         grads = reduced({"embed_head": embed_head, "layers": layers}, specs)
-        layers: Tree = grads["layers"]
+        layers = grads["layers"]
         # 2. stacked
         num_slots = len(layers) * (len(layers[0]) if is_list else 1)
         stack = padded_sum if self.model.for_gpu and num_slots <= MOST_PADDED else jnp.stack
@@ -215,109 +210,35 @@ class Device:
 
     # embedding and head
 
-    def input(self, place: Place, slots: jax.Array, slot: jax.Array) -> jax.Array:
-        """Return the input of a stage: the first's tokens embedded, else the arrived activation.
+    def embed(self, m: Any) -> jax.Array:
+        """Return the embedding of microbatch m."""
+        return self.stack.embed(self.embed_head, self.microbatch("inputs", m))
 
-        With a divided vocabulary, the embedded tokens are in a slot too.
-        """
-        if self.vocab_parts:
-            return read_slot(slots, slot)
-        inputs = lambda: self.microbatch("inputs", place.microbatch)  # noqa: E731
-        embed = lambda: self.stack.embed(self.embed_head, inputs())  # noqa: E731
-        if slots.shape[0] == 0:
-            return embed()
-        return jax.lax.cond(place.first, embed, lambda: read_slot(slots, slot))
-
-    def _with_head(self, y: jax.Array, m: jax.Array, sums: Tree) -> tuple[jax.Array, Tree]:
-        """Return (gradient of y, or y without backwards; sums with microbatch m's head)."""
-        head, targets = self.stack.head, self.microbatch("targets", m)
+    def add_head(self, y: jax.Array, m: Any, ends: Tree) -> tuple[jax.Array, Tree]:
+        """Return (gradient of y, or y without backwards; ends with microbatch m's head)."""
+        args = self.embed_head, y, self.microbatch("targets", m)
         if not self.ticks.has_backward:
-            loss, number = head(self.embed_head, y, targets)
-            return y, (*jax.tree.map(jnp.add, sums[:2], (loss, number)), *sums[2:])
-        args = self.embed_head, y, targets, sums[2], self.stack.trains("embed_head")
-        gy, total, loss, number = add_head_grads(head, *args)
-        return gy, (*jax.tree.map(jnp.add, sums[:2], (loss, number)), total, *sums[3:])
+            return y, (*jax.tree.map(jnp.add, ends[:2], self.stack.head(*args)), None)
+        which = self.stack.trains("embed_head")
+        gy, total, *losses = add_head_grads(self.stack.head, *args, ends[2], which)
+        return gy, (*jax.tree.map(jnp.add, ends[:2], tuple(losses)), total)
 
-    def _with_embedding(self, gx: jax.Array, m: jax.Array, total: Tree) -> tuple[None, Tree]:
-        """Return (None, sums with the embedding's gradient of microbatch m)."""
+    def add_embedding(self, gx: jax.Array, m: Any, total: Tree) -> Tree:
+        """Return the gradients of embedding and head, that of microbatch m's embedding added."""
         inputs, which = self.microbatch("inputs", m), self.stack.trains("embed_head")
-        return None, add_embedding_grad(self.stack.embed, self.embed_head, inputs, gx, total, which)
-
-    def head(
-        self, place: Place, y: jax.Array, otherwise: Callable | None, sums: Tree
-    ) -> tuple[jax.Array, Tree]:
-        """Return (gradient of the loss, sums with it) on the last stage, else (otherwise(), sums).
-
-        otherwise=None: the only stage. Only the first three sums are read.
-        """
-        run = lambda sums: self._with_head(y, place.microbatch, sums)  # noqa: E731
-        own, layers = sums[:3], sums[3:]
-        gy, own = run(own) if otherwise is None else self.run_if(place.last, run, otherwise, own)
-        return gy, (*own, *layers)
-
-    def loss(self, place: Place, y: jax.Array, sums: Tree) -> Tree:
-        """Return the sums, with the loss of y on the last stage; only without backwards."""
-        run = lambda sums: self._with_head(y, place.microbatch, sums)[1]  # noqa: E731
-        return jax.lax.cond(place.last, run, lambda sums: sums, sums)
-
-    def embedded(self, place: Place, gx: jax.Array, sums: Tree) -> Tree:
-        """Return the sums, with the embedding's gradient on the first stage.
-
-        With a divided vocabulary, all ranks add it after the tick's tasks.
-        """
-        if self.vocab_parts:
-            return sums
-        run = partial(self._with_embedding, gx, place.microbatch)
-        return (*sums[:2], self.run_if(place.first, run, lambda: None, sums[2])[1], sums[3])
-
-    # parts of a vocabulary divided over the ranks: all ranks take the same branch
-
-    def embed_part(self, at: dict[str, jax.Array]) -> jax.Array:
-        """Return the embedding of the tick's microbatch, summed over ranks; zeros without one."""
-
-        def run() -> jax.Array:
-            inputs = self.microbatch("inputs", at["embedded"] - 1)
-            return jax.lax.psum(self.stack.embed(self.embed_head, inputs), "pp")
-
-        return jax.lax.cond(at["embedded"] > 0, run, lambda: zeros_like(self.x))
-
-    def head_part(
-        self, at: dict[str, jax.Array], y: jax.Array, is_last: jax.Array, sums: Tree
-    ) -> tuple[Any, Tree]:
-        """Return (gradient of the last stage's output y, sums with this rank's part of the head).
-
-        is_last: whether y is this rank's. Without a microbatch in the tick, or without backwards,
-        the gradient is y. S and T in one: apart, ranks in lockstep would only wait longer.
-        """
-
-        def run(sums: Tree) -> tuple[jax.Array, Tree]:
-            whole = jax.lax.psum(jnp.where(is_last, y, 0), "pp")
-            gy, sums = self._with_head(whole, at["head"] - 1, sums)
-            return jax.lax.psum(gy, "pp") if self.ticks.has_backward else y, sums
-
-        return self.run_if(at["head"] > 0, run, lambda: y, sums)
-
-    def embedding_grad_part(
-        self, at: dict[str, jax.Array], gx: jax.Array, is_first: jax.Array, sums: Tree
-    ) -> Tree:
-        """Return the sums with this rank's part of the embedding; is_first: gx is of stage 0."""
-
-        def run(total: Tree) -> tuple[None, Tree]:
-            whole = jax.lax.psum(jnp.where(is_first, gx, 0), "pp")
-            return self._with_embedding(whole, at["embedding_grad"] - 1, total)
-
-        _, total = self.run_if(at["embedding_grad"] > 0, run, lambda: None, sums[2])
-        return (*sums[:2], total, sums[3])
-
-    # tasks, in any ticks
-
-    def forward(self, place: Place, slots: jax.Array, slot: jax.Array) -> tuple[jax.Array, Tree]:
-        """Return (output, stash) of the forward whose input is in a slot, or is embedded."""
-        x = self.input(place, slots, slot)
-        run = lambda v: self.stage.forward(*self.chunk(v, place.microbatch), x)  # noqa: E731
-        return self.on_chunk(place.chunk, run)
+        return add_embedding_grad(self.stack.embed, self.embed_head, inputs, gx, total, which)
 
     def hop(self, value: jax.Array, step: int) -> jax.Array:
         """Return the value of the rank `step` ranks before this one, round the ring."""
         number = self.ticks.schedule.num_ranks
         return jax.lax.ppermute(value, "pp", [(r, (r + step) % number) for r in range(number)])
+
+
+def _layer_slots(
+    stack: Stack, layout: Layout, v: int, count: jax.Array, numbers: jax.Array
+) -> LayerSlots | None:
+    """Return the layer slots of chunk v on this rank: `count` layers with these numbers."""
+    if stack.are_alike:
+        return None if layout.is_even else LayerSlots(count)
+    number, is_one_of = None if layout.is_even else count, layout.num_chunks > 1
+    return LayerSlots(number, numbers, layout.among(v), is_one_of=is_one_of)

@@ -11,16 +11,6 @@ import jax.numpy as jnp
 Tree = Any
 
 
-def with_own(sums: Tree, own: Tree) -> Tree:
-    """Replace the leading sums by `own`, a backward's aux; (): keep them."""
-    return (*own, *sums[len(own) :])
-
-
-def with_layers(sums: Tree, v: int, layers: Tree) -> Tree:
-    """Replace the sums of chunk v's layers."""
-    return (*sums[:3], [layers if i == v else total for i, total in enumerate(sums[3])])
-
-
 def empty_slots(count: int, tree: Tree) -> Tree:
     return jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), tree)
 

@@ -24,10 +24,9 @@ from ppctl.executors.model_shapes import Model, shard_shapes, tree_bytes
 from ppctl.executors.parameter_layout import Layout, scatter_sums
 from ppctl.executors.spmd.device_program import Device
 from ppctl.executors.spmd.tick_programs import TickBody
-from ppctl.executors.stage.stage import LayerSlots
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.layer_reports import divided_by
-from ppctl.model.stack import Stack, divisor, metric_means, number_of
+from ppctl.model.stack import divisor, metric_means, number_of
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.mesh_axes import AXES, DATA_AXES, RANK_AXES
 from ppctl.schedule.tick_lowering import Ticks
@@ -61,8 +60,8 @@ def spmd(model: Model, layout: Layout, ticks: Ticks) -> Callable[[Tree, Tree], t
                 }
 
             # 1. the ticks of this device
-            program = model, layout, ticks
-            losses, number, grads = _results(Device, program, params, specs, batch, rank, reduced)
+            device = Device(model, layout, ticks, params, specs, batch, *rank)
+            losses, number, grads = device.results(*TickBody(device).run(), reduced)
             # 2. the means over the batch
             loss, number = jax.lax.psum((losses.pop(LOSS), number), AXES)
             losses = {LOSS: loss} | jax.lax.psum(losses, "pp")
@@ -95,7 +94,8 @@ def spmd_of_rank(
 
     def alone(params: Tree, batch: Tree, *rank: jax.Array) -> tuple[Tree, jax.Array, Tree]:
         specs = jax.tree.map(lambda _: P(), params)
-        return _results(_Alone, (model, layout, ticks), params, specs, batch, rank)
+        device = _Alone(model, layout, ticks, params, specs, batch, *rank)
+        return device.results(*TickBody(device).run(), lambda grads, _: grads)
 
     return alone
 
@@ -122,38 +122,6 @@ class _Alone(Device):
     def hop(self, value: jax.Array, step: int) -> jax.Array:
         """Return the value with noise: finite, and not zero after an idle tick."""
         return jnp.clip(value + self.noise, -1, 1)
-
-
-def _results(
-    kind: type[Device],
-    program: tuple[Model, Layout, Ticks],
-    params: Tree,
-    specs: Tree,
-    batch: Tree,
-    rank: tuple[jax.Array, ...],
-    reduced: Callable[[Tree, Tree], Tree] = lambda grads, _: grads,
-) -> tuple[dict[str, jax.Array], jax.Array, Tree]:
-    """Return (sums of losses, their number, sums of gradients) of a device after all ticks.
-
-    rank: its `rank_arrays`. reduced: see `Device.results`.
-    """
-    (model, layout, ticks), (table, counts, numbers) = program, rank
-    num_microbatches, chunks = ticks.schedule.num_microbatches, range(layout.num_chunks)
-    microbatches = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), batch)
-    slots = [_layer_slots(model.stack, layout, v, counts[v, 0], numbers[v, 0]) for v in chunks]
-    device = kind(model, ticks, params, specs, microbatches, slots, numbers)
-    sums = TickBody(device).run(table[0])
-    return device.results(sums, reduced, layout.mesh.shape["fsdp"] > 1)
-
-
-def _layer_slots(
-    stack: Stack, layout: Layout, v: int, count: jax.Array, numbers: jax.Array
-) -> LayerSlots | None:
-    """Return the layer slots of chunk v on this rank: `count` layers with these numbers."""
-    if stack.are_alike:
-        return None if layout.is_even else LayerSlots(count)
-    number, is_one_of = None if layout.is_even else count, layout.num_chunks > 1
-    return LayerSlots(number, numbers, layout.among(v), is_one_of=is_one_of)
 
 
 def spmd_bytes(model: Model, layout: Layout, ticks: Ticks, layers: Tree) -> dict[str, int]:

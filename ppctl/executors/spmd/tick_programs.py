@@ -20,8 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.executors.spmd.device_program import PART_SCOPES, SCOPES, Device, Place
-from ppctl.executors.spmd.slots import read_slot, with_layers, with_own, write_arrival, write_slot
+from ppctl.executors.spmd.device_program import PART_SCOPES, SCOPES, Device
+from ppctl.executors.spmd.slots import read_slot, write_arrival, write_slot
 from ppctl.executors.stage.layer_programs import zeros_like
 from ppctl.schedule.ir import KINDS, Kind
 from ppctl.schedule.tick_table import FB_HOPS, HOPS, task_columns
@@ -35,7 +35,7 @@ class TickBody:
 
     Carried from tick to tick: slots for activations and gradients that arrive, "act" and "grad", or
     "value" for both; `stash`, slots for stashes (None with remat=full); `pending`, slots from I to
-    W; `sums`.
+    W; `ends` and `layers`, the sums of the device.
     """
 
     def __init__(self, device: Device):
@@ -43,6 +43,7 @@ class TickBody:
         ticks = device.ticks
         self.device, self.stage, self.is_fb = device, device.stage, ticks.program == "fb"
         self.act, self.grad = ("act", "grad") if self.is_fb else ("value", "value")
+        self.has_parts = bool(ticks.schedule.vocab_parts)
         # 2. the kinds and hops that occur, each with its number in the table
         columns = {name: column for column, name in enumerate(ticks.columns)}
         lines = [line for tick in ticks.table for line in tick]
@@ -64,13 +65,14 @@ class TickBody:
             "W": self.weight_grad,
         }
 
-    def run(self, table: jax.Array) -> Tree:
-        """Return the sums of the device after all ticks; table [tick, column]."""
+    def run(self) -> tuple[Tree, Tree]:
+        """Return the sums of the device after all ticks: ends, and of the layers."""
         device = self.device
         carry = {slots: device.slots_of_x(slots) for slots in dict.fromkeys((self.act, self.grad))}
         carry |= {"stash": device.stash_slots(), "pending": device.pending_slots()}
-        carry, _ = jax.lax.scan(self.tick, carry | {"sums": device.zero_sums()}, table)
-        return carry["sums"]
+        carry["ends"], carry["layers"] = device.zero_sums()
+        carry, _ = jax.lax.scan(self.tick, carry, device.table)
+        return carry["ends"], carry["layers"]
 
     def tick(self, carry: Tree, columns: jax.Array) -> tuple[Tree, None]:
         """Run one tick: the task of its kind, or an F and then a B, and the hops of outputs."""
@@ -82,7 +84,7 @@ class TickBody:
             for kind, named in self.columns.items()
         }
         outs: dict[str, Any] = dict.fromkeys((self.act, self.grad), zero)
-        if device.vocab_parts:
+        if self.has_parts:
             carry = self._embed_part(at, carry)
         for kind, number in self.kinds.items():
             slots = self.act if kind == "F" else self.grad
@@ -90,11 +92,11 @@ class TickBody:
                 run, out = partial(self.tasks[kind], at[kind], outs[slots]), outs[slots]
                 is_run = at[kind]["kind"] == number
                 outs[slots], carry = device.run_if(is_run, run, lambda out=out: out, carry)
-            if device.vocab_parts and self.is_fb and kind == "F":
+            if self.has_parts and self.is_fb and kind == "F":
                 outs, carry = self._head_part(at, outs, carry)
-        if device.vocab_parts and not self.is_fb:
+        if self.has_parts and not self.is_fb:
             outs, carry = self._head_part(at, outs, carry)
-        if device.vocab_parts and device.ticks.has_backward:
+        if self.has_parts and device.ticks.has_backward:
             carry = self._embedding_grad_part(at, outs[self.grad], carry)
         # 2. transfers: a value may arrive in a slot that a task of this tick has just freed
         carry, flags = dict(carry), at[next(iter(at))]
@@ -118,104 +120,150 @@ class TickBody:
 
     def _embed_part(self, at: dict[str, At], carry: Tree) -> Tree:
         """Return the carry with the input of the first stage's forward in this tick."""
+        device, m, slot = self.device, at["F"]["embedded"], at["F"]["act"]
+        run = lambda: jax.lax.psum(device.embed(m - 1), "pp")  # noqa: E731
         with jax.named_scope(PART_SCOPES["E"]):
-            x, is_first = self.device.embed_part(at["F"]), self._is_at(at, "F", "first")
-            return carry | {self.act: write_arrival(carry[self.act], at["F"]["act"], x, is_first)}
+            x = jax.lax.cond(m > 0, run, lambda: zeros_like(device.x))
+            arrival = slot, x, self._is_at(at, "F", "first")
+            return carry | {self.act: write_arrival(carry[self.act], *arrival)}
 
     def _head_part(self, at: dict[str, At], outs: Tree, carry: Tree) -> tuple[Tree, Tree]:
-        """Return (outputs, carry) with the gradient of the last stage's output, and the sums."""
+        """Return (outputs, carry) with the gradient of the last stage's output, and the sums.
+
+        S and T in one: apart, ranks in lockstep would only wait longer.
+        """
+        device, y, m = self.device, outs[self.act], at["F"]["head"]
+        trains, is_last = device.ticks.has_backward, self._is_at(at, "F", "last")
+
+        def run(ends: Tree) -> tuple[jax.Array, Tree]:
+            gy, ends = device.add_head(jax.lax.psum(jnp.where(is_last, y, 0), "pp"), m - 1, ends)
+            return jax.lax.psum(gy, "pp") if trains else y, ends
+
         with jax.named_scope(PART_SCOPES["T"]):
-            y, is_last = outs[self.act], self._is_at(at, "F", "last")
-            gy, sums = self.device.head_part(at["F"], y, is_last, carry["sums"])
-            carry = carry | {"sums": sums}
+            gy, ends = device.run_if(m > 0, run, lambda: y, carry["ends"])
+            carry = carry | {"ends": ends}
             if not self.is_fb:  # the last stage's rank sends it to itself
-                return {"value": jnp.where(is_last, gy, y)}, carry
-            if not self.device.ticks.has_backward:
-                return outs, carry
-            grads = write_arrival(carry["grad"], at["F"]["grad"], gy, is_last)
-            return outs, carry | {"grad": grads}
+                outs = {"value": jnp.where(is_last, gy, y)}
+            elif trains:
+                carry["grad"] = write_arrival(carry["grad"], at["F"]["grad"], gy, is_last)
+        return outs, carry
 
     def _embedding_grad_part(self, at: dict[str, At], gx: jax.Array, carry: Tree) -> Tree:
+        m, is_first = at["F"]["embedding_grad"], self._is_at(at, "BI", "first")
+        whole = lambda: jax.lax.psum(jnp.where(is_first, gx, 0), "pp")  # noqa: E731
         with jax.named_scope(PART_SCOPES["G"]):
-            args = at["F"], gx, self._is_at(at, "BI", "first"), carry["sums"]
-            return carry | {"sums": self.device.embedding_grad_part(*args)}
+            return carry | {"ends": self._add_embedding(m > 0, whole, m - 1, carry["ends"])}
+
+    # embedding and head on the first and the last stage
+
+    def _input(self, at: At, carry: Tree) -> jax.Array:
+        """Return the input of a stage: the first's tokens embedded, else the arrived activation.
+
+        With a divided vocabulary, the embedded tokens are in a slot too.
+        """
+        slots, embed = carry[self.act], lambda: self.device.embed(at["microbatch"])
+        arrived = lambda: read_slot(slots, at["act"])  # noqa: E731
+        if self.has_parts:
+            return arrived()
+        return jax.lax.cond(at["first"], embed, arrived) if slots.shape[0] else embed()
+
+    def _head(
+        self, at: At, y: jax.Array, otherwise: Callable | None, ends: Tree
+    ) -> tuple[jax.Array, Tree]:
+        """Return (gradient of the loss, ends with it) on the last stage, else (otherwise(), ends).
+
+        otherwise=None: the only stage.
+        """
+        run = lambda ends: self.device.add_head(y, at["microbatch"], ends)  # noqa: E731
+        return (
+            run(ends) if otherwise is None else self.device.run_if(at["last"], run, otherwise, ends)
+        )
+
+    def _add_embedding(
+        self, active: jax.Array, gx: Callable[[], jax.Array], m: jax.Array, ends: Tree
+    ) -> Tree:
+        """Return ends, where active with the embedding's gradient of microbatch m."""
+        run = lambda total: (None, self.device.add_embedding(gx(), m, total))  # noqa: E731
+        return (*ends[:2], self.device.run_if(active, run, lambda: None, ends[2])[1])
 
     # tasks
 
     def forward(self, at: At, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
-        carry, device, place = dict(carry), self.device, _place(at)
-        y, stash = device.forward(place, carry[self.act], at["act"])
-        keeps_stash = device.ticks.has_backward and not self.stage.keeps_input
-        if keeps_stash:
+        device, x, carry = self.device, self._input(at, carry), dict(carry)
+        run = lambda v: self.stage.forward(*device.chunk(v, at["microbatch"]), x)  # noqa: E731
+        y, stash = device.on_chunk(at["chunk"], run)
+        trains = device.ticks.has_backward
+        if trains and not self.stage.keeps_input:
             carry["stash"] = write_slot(carry["stash"], at["stash"], stash)
-        if device.vocab_parts:
+        if self.has_parts or (trains and self.stage.keeps_input):
             return y, carry
-        if not device.ticks.has_backward:
-            carry["sums"] = device.loss(place, y, carry["sums"])
-        elif keeps_stash and self.is_fb:
+        if trains and self.is_fb:
             slot = lambda: read_slot(carry["grad"], at["grad"])  # noqa: E731
-            gy, carry["sums"] = device.head(place, y, slot, carry["sums"])
+            gy, carry["ends"] = self._head(at, y, slot, carry["ends"])
             carry["grad"] = write_slot(carry["grad"], at["grad"], gy)
-        elif keeps_stash:  # the last stage sends its gradient
-            y, carry["sums"] = device.head(place, y, lambda: y, carry["sums"])
-        return y, carry
+            return y, carry
+        gy, carry["ends"] = self._head(at, y, lambda: y, carry["ends"])
+        return gy if trains else y, carry  # the last stage sends its gradient
 
     def backward(self, at: At, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
-        carry, device, place = dict(carry), self.device, _place(at)
-        stash, cotangent = self._stash_and_cotangent(at, carry)
+        def run(v: int, layers: list, stash: Tree, cotangent: Callable) -> tuple:
+            chunk = self.device.chunk(v, at["microbatch"])
+            gx, total, ends = self.stage.backward(*chunk, stash, cotangent, layers[v])
+            return gx, _replaced(layers, v, total), ends
 
-        def run(v: int, sums: Tree) -> tuple[jax.Array, Tree]:
-            args = stash, cotangent(sums), sums[3][v]
-            gx, layers, own = self.stage.backward(*device.chunk(v, place.microbatch), *args)
-            return gx, with_layers(with_own(sums, own), v, layers)
-
-        zero = zeros_like(device.x)
-        gx, sums = device.add_on_chunk(place.chunk, run, zero, carry["sums"])
-        return gx, carry | {"sums": device.embedded(place, gx, sums)}
+        return self._in_backward(at, carry, "layers", run)
 
     def input_grad(self, at: At, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
-        carry, device, place = dict(carry), self.device, _place(at)
-        stash, cotangent = self._stash_and_cotangent(at, carry)
         keep = lambda slots, pending: write_slot(slots, at["pending"], pending)  # noqa: E731
 
-        def run(v: int, held: tuple) -> tuple[jax.Array, tuple]:
-            slots, own = held
-            args = stash, cotangent(own), slots, keep
-            gx, slots, new = self.stage.input_grad(*device.chunk(v, place.microbatch), *args)
-            return gx, (slots, with_own(own, new))
+        def run(v: int, slots: Tree, stash: Tree, cotangent: Callable) -> tuple:
+            chunk = self.device.chunk(v, at["microbatch"])
+            return self.stage.input_grad(*chunk, stash, cotangent, slots, keep)
 
-        held, zero = (carry["pending"], carry["sums"][:3]), zeros_like(device.x)
-        gx, (carry["pending"], own) = device.add_on_chunk(place.chunk, run, zero, held)
-        carry["sums"] = device.embedded(place, gx, with_own(carry["sums"], own))
-        return gx, carry
+        return self._in_backward(at, carry, "pending", run)
 
     def weight_grad(self, at: At, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
-        carry, device, place = dict(carry), self.device, _place(at)
         pending = read_slot(carry["pending"], at["pending"])
 
-        def run(v: int, sums: Tree) -> tuple[None, Tree]:
-            chunk = device.chunk(v, place.microbatch)
-            layers = self.stage.weight_grad(*chunk, pending, sums[3][v])
-            return None, with_layers(sums, v, layers)
+        def run(v: int, layers: list) -> tuple[None, list]:
+            args = *self.device.chunk(v, at["microbatch"]), pending, layers[v]
+            return None, _replaced(layers, v, self.stage.weight_grad(*args))
 
-        _, carry["sums"] = device.add_on_chunk(place.chunk, run, None, carry["sums"])
-        return out, carry
+        _, layers = self.device.add_on_chunk(at["chunk"], run, None, carry["layers"])
+        return out, carry | {"layers": layers}
 
-    def _stash_and_cotangent(self, at: At, carry: Tree) -> tuple[Tree, Callable]:
-        """Return (stash, function from the sums to the cotangent) for backwards of `Stage`.
+    def _in_backward(
+        self, at: At, carry: Tree, name: str, run: Callable[..., tuple]
+    ) -> tuple[jax.Array, Tree]:
+        """Return (gx, carry), where run(chunk, value, stash, cotangent) -> (gx, value, new ends).
 
-        Their aux is the new first three sums, () if these do not change.
+        name: of the carried value that it updates.
         """
-        device, place, grads = self.device, _place(at), carry[self.grad]
+        # 1. the stash, and where the cotangent comes from; new ends are () if they do not change
+        device, grads = self.device, carry[self.grad]
         arrived = lambda: read_slot(grads, at["grad"])  # noqa: E731
-        if not self.stage.keeps_input:
-            return read_slot(carry["stash"], at["stash"]), lambda _: lambda _: (arrived(), ())
-        stash = device.input(place, carry[self.act], at["act"])
-        if device.vocab_parts:
-            return stash, lambda _: lambda _: (arrived(), ())
+        recomputes = self.stage.keeps_input
+        stash = self._input(at, carry) if recomputes else read_slot(carry["stash"], at["stash"])
         otherwise = arrived if grads.shape[0] else None  # no gradient arrives at a single stage
-        return stash, lambda sums: lambda y: device.head(place, y, otherwise, sums[:3])
+
+        def cotangent(ends: Tree, y: jax.Array | None) -> tuple[jax.Array, Tree]:
+            if y is None or self.has_parts:
+                return arrived(), ()
+            return self._head(at, y, otherwise, ends)
+
+        # 2. the chunk's backward, then the embedding's
+        def of_chunk(v: int, held: tuple) -> tuple[jax.Array, tuple]:
+            value, ends = held
+            gx, value, new = run(v, value, stash, partial(cotangent, ends))
+            return gx, (value, new or ends)
+
+        held = carry[name], carry["ends"]
+        gx, (value, ends) = device.add_on_chunk(at["chunk"], of_chunk, zeros_like(device.x), held)
+        if not self.has_parts:
+            ends = self._add_embedding(at["first"], lambda: gx, at["microbatch"], ends)
+        return gx, carry | {name: value, "ends": ends}
 
 
-def _place(at: At) -> Place:
-    return Place(*(at[name] for name in Place._fields))
+def _replaced(layers: list, v: int, total: Tree) -> list:
+    """Return the sums of all chunks with that of chunk v replaced."""
+    return [total if i == v else each for i, each in enumerate(layers)]
