@@ -197,7 +197,7 @@ def test_what_has_no_vocabulary_is_refused_and_who_has_it_whole():
     for model in (mlp, mlp.with_options(divided=lambda axes: without_parts)):
         with pytest.raises(
             ConfigError,
-            match=r"over 2 ranks by their vocabulary, .* \(DividedStack.parts\). Use sched",
+            match=r"over 2 ranks by their vocabulary, .* \(DividedStack.parts\). Use vocab",
         ):
             make_pipe(model, rows, {"pp": 2}, vocab="parallel")
 
