@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from hydra.core.override_parser.types import Override
+from hydra.core.config_loader import ConfigLoader
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -33,10 +32,7 @@ def compose_drawing(overrides: list[str], flags: list[str]) -> ScheduleConfig:
     Only the parts that a schedule depends on are converted and checked; a recipe may leave others
     incomplete.
     """
-    parsed = [parse_override(text) for text in overrides]
-    for override in parsed:
-        faults.refuse(override, multirun=False, drawing=True)
-    with _in_one_line(parsed), config_loader(_config_dir(flags)) as loader:
+    with _loader(overrides, flags, drawing=True) as loader:
         composed = load_one(loader, overrides)
         faults.check_keys(composed.config)
         faults.check_names(*composed)
@@ -51,13 +47,8 @@ def compose(overrides: list[str], flags: list[str], words: list[str]) -> Config 
 
     `words` start the command line of a sweep's job. ConfigError for whatever is wrong.
     """
-    multirun = "--multirun" in flags
-    parsed = [parse_override(text) for text in overrides]
-    for override in parsed:
-        faults.refuse(override, multirun=multirun, drawing=False)
-    overrides = [re.sub(f"^{faults.SWEEP_DIR}=", "run.dir=", text) for text in overrides]
-    with _in_one_line(parsed), config_loader(_config_dir(flags)) as loader:
-        if not multirun:
+    with _loader(overrides, flags) as loader:
+        if "--multirun" not in flags:
             return checked(load_one(loader, overrides))
         from ppctl.cli.multirun import compose_sweep
 
@@ -77,15 +68,18 @@ def checked(composed: Composed) -> Config:
     return config
 
 
-def _config_dir(flags: list[str]) -> Path | None:
-    return Path(flags[flags.index("--config-dir") + 1]) if "--config-dir" in flags else None
-
-
 @contextmanager
-def _in_one_line(parsed: list[Override]) -> Iterator[None]:
-    """Turn Hydra's and OmegaConf's errors in the body into ConfigErrors."""
+def _loader(
+    overrides: list[str], flags: list[str], *, drawing: bool = False
+) -> Iterator[ConfigLoader]:
+    """Yield Hydra's loader for checked overrides; its errors in the body become ConfigErrors."""
+    parsed = [parse_override(text) for text in overrides]
+    for override in parsed:
+        faults.refuse(override, multirun="--multirun" in flags, drawing=drawing)
+    config_dir = flags[flags.index("--config-dir") + 1] if "--config-dir" in flags else None
     try:
-        yield
+        with config_loader(None if config_dir is None else Path(config_dir)) as loader:
+            yield loader
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
         # ValueError and OSError: what Hydra raises for a malformed or unreadable file of the user's
         raise ConfigError(faults.explain(error, parsed)) from error

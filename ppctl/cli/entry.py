@@ -25,15 +25,14 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from ppctl.cli.choices import did_you_mean
+from ppctl.cli.choices import PARTS, default_option, did_you_mean
 from ppctl.cli.command_options import job_flags, parse
 from ppctl.cli.commands import COMMANDS, COMPOSED, OTHERS
 from ppctl.cli.help_texts import APPLIES_TO, command_help, overview
 from ppctl.cli.resume_command import started_with
 from ppctl.config import Config
-from ppctl.config.changed_settings import shown
 from ppctl.errors import (
     BUG,
     INTERRUPTED,
@@ -237,28 +236,17 @@ def _refuse_impossible_schedule(config: Config) -> None:
 
 def refuse_inapplicable(command: str, config: Config) -> None:
     """Raise ConfigError for settings of other commands, which this one would ignore."""
-    default = Config()
+    from ppctl.cli.config_overrides import request_words
+
     for name, commands in APPLIES_TO.items():
-        part, _, key = name.partition(".")
-        usual = getattr(default, part)
-        changed = _difference(part, getattr(config, part), usual, key)
+        part = name.partition(".")[0]
+        words = request_words({part: asdict(getattr(config, part))})
+        changed = " ".join(word for word in words if word.startswith(name))
         if changed and command not in commands:
             *others, last = (f"`ppctl {each}`" for each in commands)
             names = f"{', '.join(others)} and {last}" if others else last
-            or_use = f", or use {part}={usual.name}" if changed.startswith(f"{part}=") else ""
+            or_use = f", or use {name}={default_option(name)}" if name in PARTS else ""
             raise ConfigError(f"{changed}: applies to {names} only. Leave it out{or_use}.")
-
-
-def _difference(part: str, value: Any, default: Any, only: str) -> str:
-    """Return the choice or the settings of a part that differ from the default, as typed.
-
-    only: the setting to compare, empty for all.
-    """
-    values, usual = asdict(value), asdict(default)
-    if values.get("name") != usual.get("name"):
-        return f"{part}={value.name}"
-    keys = [key for key in ([only] if only else values) if values[key] != usual[key]]
-    return " ".join(f"{part}.{key}={shown(values[key])}" for key in keys)
 
 
 def _one_line(text: str) -> str:

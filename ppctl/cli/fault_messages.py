@@ -30,7 +30,6 @@ from ppctl.schedule.mesh_axes import mesh_text
 
 UNKNOWN_KEY = (omegaconf_errors.ConfigKeyError, omegaconf_errors.ConfigAttributeError)
 ASSUMED = "such costs are assumed by `ppctl schedule` alone. Leave them out."
-SWEEP_DIR = "hydra.sweep.dir"  # of --multirun: Hydra's word for run.dir
 IN_RUN_DIR = (
     "A run's files are in run.dir, and it stays in the directory of its start. Leave it out."
 )
@@ -87,7 +86,7 @@ def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
 
 def _refuse_of_sweep(override: Override, line: str, *, multirun: bool) -> None:
     key = override.key_or_group.replace("/", ".")
-    if part_of(key, (*SWEEP_PARTS, SWEEP_DIR)) is None:
+    if part_of(key, SWEEP_PARTS) is None:
         raise ConfigError(f"{line}: ppctl reads no such setting of Hydra's. {IN_RUN_DIR}")
     if override.is_sweep_override():
         raise ConfigError(f"{line}: a sweep runs in one way. Give {key} one value.")

@@ -87,7 +87,7 @@ def compose_sweep(
             "values. Give some, or leave it out."
         )
     # 2. its jobs, or the study that chooses them
-    directory = Path(common.hydra.sweep.dir)
+    directory = Path(common.run.dir)
     jobs: list[Job] = []
     study = None
     if isinstance(sweeper, Search):

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeGuard, cast
 
 from ppctl.config.composed_config import Config
 from ppctl.config.groups.model_settings import Transformer
-from ppctl.config.groups.run_settings import Run
 from ppctl.errors import ConfigError
 
 # Parts and settings that change nothing that a run computes or records.
@@ -78,17 +77,7 @@ def changes(before: Mapping[str, Any], config: Config) -> list[Change]:
             found.append(Change(part.name, stored.get("name"), now.name))
             continue
         found += _differing(part.name, stored, asdict(now))
-    return [change for change in found if not _is_default(change, before, config)]
-
-
-def _is_default(change: Change, before: Mapping[str, Any], config: Config) -> bool:
-    """Return whether one of two numbers is null and the other is what null stands for."""
-    if change.name == "run.eval_batches":
-        return {change.before, change.now} == {None, Run.EVAL_BATCHES}
-    if change.name != "model.num_kv_heads":
-        return False
-    heads = before["model"].get("num_heads"), asdict(config.model)["num_heads"]
-    return (change.before or heads[0]) == (change.now or heads[1])
+    return found
 
 
 def _differing(prefix: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:

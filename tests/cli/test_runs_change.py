@@ -170,16 +170,15 @@ def test_the_lock_is_held_while_a_run_is_renamed(monkeypatch):
     ("words", "message"),
     [
         ("rm", "`ppctl runs rm` needs the names of runs; `ppctl runs` lists them."),
-        ("rm nothing", "nothing is no run in runs, and no path of one. `ppctl runs` lists them."),
+        ("rm nothing", "nothing is no run in runs."),
         (
             "rm sched",
-            "sched is no run in runs, and no path of one. Did you mean sweep/schedule=gpipe? "
-            "Here a name has to be",
+            "sched is no run. Did you mean sweep/schedule=gpipe? Here a name has to be",
         ),
         ("rm a runs/a", "a and runs/a are the same run. Name each once."),
-        ("rm sweep", "sweep is no run, but holds 1, as schedule=gpipe. Name the runs themselves."),
-        ("rm runs", "runs is no run, but holds "),
-        ("rm no_run", "no_run is no run in runs, and no path of one."),
+        ("rm sweep", "sweep is no run. Did you mean sweep/schedule=gpipe? Here"),
+        ("rm runs", "runs is no run: it has no metrics.jsonl."),
+        ("rm no_run", "no_run is no run in runs. (runs: a, "),
         ("rm linked", "linked lies behind a link, in "),
         ("rm behind/far", "behind/far lies behind a link, in "),
         ("rm runs/behind/far", "runs/behind/far lies behind a link, in "),

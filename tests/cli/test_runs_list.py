@@ -124,7 +124,7 @@ def test_a_column_that_some_runs_lack_is_empty_there(in_empty_directory, capsys)
         ),
         (
             ["--columns", "partition.layers"],
-            "--columns partition.layers: none of the runs has this setting.",
+            "--columns partition.layers: no run has such a setting.",
         ),
         (["--columns", "optim.lr,"], "--columns : no run has such a setting."),
         (

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ppctl.cli.choices import nearest
 from ppctl.errors import ConfigError, DeclinedError
 from ppctl.launch.sweep.sweep_jobs import LOG, SUBMITTED, SUBMITTED_LOG
 from ppctl.reports.foreign_files import printable
@@ -29,7 +28,7 @@ from ppctl.reports.run_files import (
 from ppctl.reports.run_page.write_report import FILE as REPORT
 from ppctl.reports.run_status import HeldError, held_by, kept_still
 from ppctl.reports.runs_columns import steps_text
-from ppctl.reports.runs_table import few
+from ppctl.reports.runs_table import few, find_run
 from ppctl.reports.terminal_output import show_json, size_text
 
 
@@ -72,22 +71,12 @@ def remove(names: Sequence[str], top: Path, *, is_sure: bool, as_json: bool) -> 
 
 def _find(name: str, top: Path) -> _Run:
     """Return the run of this path, or of this whole name in the list."""
-    for path, place in ((Path(name), None), (top / name, top)):
+    for path in (Path(name), top / name):
         if name and is_run(path):
             path = Path(os.path.normpath(path))
-            above = top if _is_below(path, top) else place or path.parent
-            return _Run(name, path, above)
-    for path in (Path(name), top / name):
-        below = [each for each, _ in find_runs(path)] if name and os.path.isdir(path) else []
-        if below:
-            fault = f"{name} is no run, but holds {len(below)}, as {below[0]}."
-            raise ConfigError(f"{fault} Name the runs themselves.")
-    known = [each for each, _ in find_runs(top)] if top.is_dir() else []
-    near = [each for each in known if name and name in each] or nearest(name, known)
-    hint = " `ppctl runs` lists them."
-    if near:
-        hint = f" Did you mean {near[0]}? Here a name has to be whole."
-    raise ConfigError(f"{name or repr(name)} is no run in {top}, and no path of one.{hint}")
+            return _Run(name, path, top if _is_below(path, top) else path.parent)
+    found, _ = find_run(name, [top])
+    raise ConfigError(f"{name} is no run. Did you mean {found}? Here a name has to be whole.")
 
 
 def _is_below(path: Path, top: Path) -> bool:
