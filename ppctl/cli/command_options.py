@@ -16,21 +16,12 @@ from ppctl.errors import ConfigError
 class Parser(argparse.ArgumentParser):
     """Options of a command, anywhere among its words, with --json and --help among them.
 
-    usage: the words after `ppctl COMMAND`; notes: printed after the first line of the help;
-    examples: None for those of `ppctl examples`; words: the attribute of all words that are no
-    options. Errors are ConfigErrors.
+    usage: the words after `ppctl COMMAND`; notes: printed after the first line of the help; words:
+    the attribute of all words that are no options. Errors are ConfigErrors.
     """
 
-    def __init__(
-        self,
-        command: str,
-        usage: str,
-        *,
-        notes: str = "",
-        examples: Sequence[str] | None = None,
-        words: str = "words",
-    ):
-        lines = examples_of(command) if examples is None else examples
+    def __init__(self, command: str, usage: str, *, notes: str = "", words: str = "words"):
+        lines = examples_of(command)
         examples_text = "\n".join(["Examples:", *(f"  {line}" for line in lines)])
         super().__init__(
             prog=f"ppctl {command}",

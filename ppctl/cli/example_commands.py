@@ -34,6 +34,10 @@ ppctl init mine
 ppctl init mine --network
 # look at a schedule before choosing it
 ppctl schedule show schedule=zb_h1 mesh=1x4
+# compare all of them, with assumed costs
+ppctl schedule list mesh=1x8 schedule.num_microbatches=32 costs.transfer_s=0.1
+# see how the bubble falls with microbatches
+ppctl schedule curves schedule=1f1b --ranks 2,4,8,16 --microbatches 1-64
 # compare schedules on your number of ranks and microbatches
 ppctl schedule compare gpipe 1f1b interleaved zb_v mesh=1x8 schedule.num_microbatches=32
 # know beforehand how long a step takes and whether it fits

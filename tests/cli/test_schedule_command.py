@@ -7,12 +7,12 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from ppctl import cli
-from ppctl.cli.commands.schedule import EXAMPLES, SUBCOMMANDS
+from ppctl.cli.commands.schedule import SUBCOMMANDS
+from ppctl.cli.example_commands import examples_of
 from ppctl.config import Costs as ConfigCosts
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES
@@ -196,18 +196,9 @@ def test_list_has_every_family_and_says_why_one_is_missing(capsys):
 def test_help_says_what_there_is(line, capsys):
     assert cli.main(line.split()) == 0
     out = capsys.readouterr().out
-    for text in (*SUBCOMMANDS, "schedule costs", "perfetto", *EXAMPLES):
+    for text in (*SUBCOMMANDS, "schedule costs", "perfetto", *examples_of("schedule")):
         assert text in out
     assert max(map(len, out.splitlines())) <= 120
-
-
-@pytest.mark.full
-def test_the_examples_of_the_help_run(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["plan", "mesh=1x4", "schedule=1f1b", "--json"]) == 0
-    Path("plan.json").write_text(capsys.readouterr().out)
-    for line in EXAMPLES:
-        assert cli.main(line.split()[1:]) == 0, line
 
 
 def test_a_chart_of_1024_ranks_is_instant_and_loads_neither_jax_nor_matplotlib():

@@ -83,7 +83,7 @@ def test_tables_and_figures_show_the_same_lines(capsys, tmp_path):
 
 
 WRONG = {
-    "gpipe": "gpipe is not KEY=VALUE. Name one schedule, as in schedule=gpipe",
+    "gpipe": "gpipe is not KEY=VALUE. One schedule is schedule=gpipe",
     "mesh=1x8": "mesh: `ppctl schedule curves` takes several sizes. Use --ranks",
     "schedule.num_microbatches=8": "schedule.num_microbatches: .* Use --microbatches",
     "--ranks 0": "--ranks 0: write numbers and ranges from 1 to 1024, as in 2,4,8-12",

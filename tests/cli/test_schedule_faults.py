@@ -54,7 +54,7 @@ FAULTS = [
     ("show gpipe", "gpipe is neither KEY=VALUE nor a FILE.csv. Did you mean schedule=gpipe"),
     ("show a.csv b.csv", "takes one file, not 2"),
     ("show a.csv", "a.csv cannot be read: No such file"),
-    ("show a.csv mesh=1x2", "mesh=1x2: a.csv says what the schedule is"),
+    ("show a.csv mesh=1x2", "a.csv cannot be read: No such file"),
     ("check", "takes one file, not 0"),
     ("check a.csv", "a.csv cannot be read: No such file"),
     ("check a.csv mesh=1x2", "`ppctl schedule check` takes a file and nothing else"),
@@ -62,7 +62,7 @@ FAULTS = [
     ("list --format html", "--format html is not one of text, json"),
     ("compare", "Name the schedules to compare"),
     ("compare gpipe foo", "schedule=foo is not an option of schedule"),
-    ("compare gpipe schedule=1f1b", "takes the names alone: 1f1b"),
+    ("compare gpipe schedule=1f1b", "takes the name only: 1f1b"),
     ("compare gpipe:num_chunks=2", "schedule.num_chunks is not a setting of schedule=gpipe"),
     (
         "compare gpipe 1f1b schedule.num_chunks=3",

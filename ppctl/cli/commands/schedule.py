@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ppctl.cli.choices import did_you_mean, options, schema_of, settings_of
+from ppctl.cli.choices import did_you_mean, options, schema_of, settings_of, value_text
 from ppctl.cli.command_options import Parser
-from ppctl.config import Csv, ScheduleConfig
+from ppctl.config import ScheduleConfig
 from ppctl.errors import ConfigError
 
 SUBCOMMANDS = {
@@ -24,17 +24,6 @@ SUBCOMMANDS = {
     "curves": "bubble, speedup and memory over ranks and microbatches, as tables or figures",
     "check": "whether a CSV file holds a valid schedule: exit code 0, or 1 and where the fault is",
 }
-EXAMPLES = (
-    "ppctl schedule show mesh=1x4",
-    "ppctl schedule show schedule=1f1b mesh=1x8 schedule.num_microbatches=32 --out 1f1b.html",
-    "ppctl schedule list mesh=1x8 schedule.num_microbatches=32 costs.transfer_s=0.1",
-    "ppctl schedule compare gpipe 1f1b interleaved:num_chunks=4 mesh=1x8",
-    "ppctl schedule compare 1f1b zb_h1 zb_v mesh=1x4 --out panels.pdf",
-    "ppctl schedule curves schedule=1f1b --ranks 2,4,8,16 --microbatches 1-64 --out curves.svg",
-    "ppctl schedule show schedule=gpipe mesh=1x4 --format csv --out gpipe.csv",
-    "ppctl schedule check gpipe.csv",
-    "ppctl schedule show schedule=auto schedule.max_activations=3 mesh=1x4",
-)
 USAGE = """\
 show    [FILE.csv] [GROUP=OPTION ...] [SETTING=VALUE ...]
        ppctl schedule list    [GROUP=OPTION ...] [SETTING=VALUE ...]
@@ -68,7 +57,7 @@ class _Words(NamedTuple):
 
 def parser() -> Parser:
     """Return the options of `ppctl schedule`, and its help."""
-    options = Parser("schedule", USAGE, notes=NOTES, examples=EXAMPLES)
+    options = Parser("schedule", USAGE, notes=NOTES)
     add = options.add_argument
     add("--format", metavar="F", help=FORMAT)
     about = "curves: sizes as in 2,4,8-12 (default 2,4,8,16)"
@@ -106,6 +95,9 @@ def serve(args: argparse.Namespace) -> int:
         if getattr(args, option) is not None and subcommand != "curves":
             shown = f"--{option.replace('_', '-')}"
             raise ConfigError(f"{shown} only goes with `ppctl schedule curves`.")
+    if names and subcommand in ("list", "curves"):
+        hint = f" One schedule is schedule={names[0]}." * (subcommand == "curves")
+        raise ConfigError(f"{names[0]} is not KEY=VALUE.{hint}")
     out = None if args.out is None else Path(args.out)
     return _SERVE[subcommand](_Words(args, names, overrides, out))
 
@@ -114,27 +106,17 @@ def _show(words: _Words) -> int:
     from ppctl.cli.subcommands import schedule_show
     from ppctl.config.schedule_from_config import read_valid
 
-    form = _format(words, schedule_show.SHOW_FORMATS)
-    if not words.names:
-        drawing = schedule_show.draw(_compose(words.args, words.overrides))
-        return schedule_show.show_drawing(drawing, form, words.out)
-    path = _one_file("show", words.names)
-    bad = next((word for word in words.overrides if not word.startswith("costs")), None)
-    if bad:
-        what = f"{path} says what the schedule is. Only costs can be set with a file."
-        raise ConfigError(f"{bad}: {what}")
-    schedule = read_valid(path)
-    costs = _compose(words.args, [f"mesh=1x{schedule.num_ranks}", *words.overrides]).costs
-    drawing = schedule_show.drawing_of(schedule, costs, path.name)
+    form, overrides = _format(words, schedule_show.SHOW_FORMATS), words.overrides
+    if words.names:
+        path = _one_file("show", words.names)
+        overrides = [f"mesh=1x{read_valid(path).num_ranks}", *_csv(path), *overrides]
+    drawing = schedule_show.draw(_compose(words.args, overrides))
     return schedule_show.show_drawing(drawing, form, words.out)
 
 
 def _list(words: _Words) -> int:
     from ppctl.cli.subcommands import schedule_show
 
-    if words.names:
-        what = f"{words.names[0]} is not KEY=VALUE"
-        raise ConfigError(f"{what}. `ppctl schedule list` lists every family.")
     config = _compose(words.args, words.overrides)
     given = {word.partition("=")[0] for word in words.overrides}
     form = _format(words, schedule_show.LIST_FORMATS)
@@ -150,10 +132,10 @@ def _compare(words: _Words) -> int:
         example = "ppctl schedule compare gpipe 1f1b interleaved"
         raise ConfigError(f"Name the schedules to compare, for example: {example}")
     form = _format(words, schedule_show.COMPARE_FORMATS)
-    chosen = next((word for word in overrides if word.startswith("schedule=")), None)
-    if chosen:
-        use = f"`ppctl schedule compare` takes the names alone: {chosen.partition('=')[2]}"
-        raise ConfigError(f"{chosen}: {use}")
+    for word in overrides:
+        if word.startswith("schedule="):
+            use = f"`ppctl schedule compare` takes the name only: {word.partition('=')[2]}"
+            raise ConfigError(f"{word}: {use}")
     # 2. the settings that each schedule has
     files = [name for name in names if name.endswith(".csv") and not name.startswith("csv:")]
     knobs_of = {name: _knobs("csv" if name in files else name.partition(":")[0]) for name in names}
@@ -173,13 +155,9 @@ def _compare(words: _Words) -> int:
     for name, knobs in knobs_of.items():
         family, _, values = name.partition(":")
         shared = [word for word in overrides if has(knobs, word)]
-        if name in files:
-            config = _compose(args, shared)
-            file = Csv(name="csv", path=name, num_microbatches=config.schedule.num_microbatches)
-            requests.append(config._replace(schedule=file))
-        else:
-            extra = [f"schedule.{value}" for value in values.split(",") if value]
-            requests.append(_compose(args, [f"schedule={family}", *shared, *extra]))
+        extra = [f"schedule.{value}" for value in values.split(",") if value]
+        chosen = _csv(Path(name)) if name in files else [f"schedule={family}"]
+        requests.append(_compose(args, [*chosen, *shared, *extra]))
     return schedule_show.show_comparison(requests, form, out)
 
 
@@ -200,9 +178,6 @@ def _curves(words: _Words) -> int:
 
     # 1. the words
     args = words.args
-    if words.names:
-        name = words.names[0]
-        raise ConfigError(f"{name} is not KEY=VALUE. Name one schedule, as in schedule={name}.")
     axes = {"mesh": "ranks", "mesh.pp": "ranks", "schedule.num_microbatches": "microbatches"}
     for key, option in axes.items():
         if any(word.startswith(f"{key}=") for word in words.overrides):
@@ -264,6 +239,10 @@ def _one_file(subcommand: str, names: Sequence[str]) -> Path:
         hint = did_you_mean(names[0], options("schedule"), "schedule=")
         raise ConfigError(f"{names[0]} is neither KEY=VALUE nor a FILE.csv.{hint}")
     return Path(names[0])
+
+
+def _csv(path: Path) -> list[str]:
+    return ["schedule=csv", f"schedule.path={value_text(str(path))}"]
 
 
 def _compose(args: argparse.Namespace, overrides: list[str]) -> ScheduleConfig:

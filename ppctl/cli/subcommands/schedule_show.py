@@ -27,8 +27,7 @@ from ppctl.reports.charts.text_chart import show_gantt, show_schedules_table
 from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, write_file
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES
-from ppctl.schedule.ir import Schedule
-from ppctl.schedule.search.auto_choice import GIB, Choice
+from ppctl.schedule.search.auto_choice import GIB
 from ppctl.schedule.search.placement_costs import CostsOf, Placed
 from ppctl.schedule.simulator import MOST_TASKS, simulate
 
@@ -103,7 +102,8 @@ def draw(request: settings.ScheduleConfig) -> Drawing:
     """Return the requested schedule with its costs. ScheduleError where it is too large."""
     check_size(request)
     requested = schedule_of(request.schedule, request.mesh.pp, costs_on(request))
-    return drawing_of(requested.schedule, request.costs, requested.label, requested.choice)
+    timeline = simulate(requested.schedule, costs_of(request.costs))
+    return replace(drawing_of_timeline(requested.label, timeline), choice=requested.choice)
 
 
 def check_size(request: settings.ScheduleConfig) -> None:
@@ -134,13 +134,6 @@ def formulas(family: str) -> str:
     paragraph = " ".join(text.split("\n\n")[1].partition("\nSource:")[0].split())
     found = re.match(r".*?peak activations.*?(?=[.;] |\.$|$)", paragraph, re.IGNORECASE)
     return found[0] if found else paragraph
-
-
-def drawing_of(
-    schedule: Schedule, costs: settings.Costs, label: str, choice: Choice | None = None
-) -> Drawing:
-    """Return the drawing of a schedule with these costs."""
-    return replace(drawing_of_timeline(label, simulate(schedule, costs_of(costs))), choice=choice)
 
 
 def costs_of(costs: settings.Costs) -> Costs:
