@@ -42,9 +42,14 @@ def training_tokens(key: str, value: float) -> None:
         raise ConfigError(f"{key}={value} is no number of tokens to train on. {remedy}")
 
 
-def fraction(key: str, value: float, *, below_one: bool = False) -> None:
-    if not (0 <= value < 1 if below_one else 0 <= value <= 1):
-        raise ConfigError(f"{key}={value} must lie in [0, 1{')' if below_one else ']'}.")
+def within(key: str, value: float, *, least: float = 0, most: float = 1) -> None:
+    if not least <= value <= most:  # written so that NaN fails
+        raise ConfigError(f"{key}={value} must lie in [{least}, {most}].")
+
+
+def below_one(key: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise ConfigError(f"{key}={value} must lie in [0, 1).")
 
 
 def dotted(key: str, value: str) -> None:
@@ -73,8 +78,8 @@ Count = Annotated[int, partial(at_least, least=1)]  # 1, 2, ...
 Natural = Annotated[int, partial(at_least, least=0)]  # 0, 1, ...
 NotNegative = Annotated[float, partial(at_least, least=0)]
 Positive = Annotated[float, above_zero]
-Share = Annotated[float, fraction]  # [0, 1]
-Rate = Annotated[float, partial(fraction, below_one=True)]  # [0, 1)
+Share = Annotated[float, within]  # [0, 1]
+Rate = Annotated[float, below_one]  # [0, 1)
 
 
 class Settings:

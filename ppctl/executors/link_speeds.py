@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -34,17 +33,6 @@ class MeasuredLink:
     latency_s: float  # seconds of a message of 4 bytes, one way
     bytes_per_s: float  # bytes a second of a message of 4 MiB, each way at the same time
     is_right: bool  # received equals sent
-
-
-@dataclass(frozen=True)
-class AllReduce:
-    """The measured sum over one axis of a mesh."""
-
-    axis: str
-    size: int
-    num_bytes: int  # bytes of the summed array on each device
-    seconds: float
-    is_right: bool
 
 
 def probe_devices(devices: Sequence[Device], most: int = 16) -> list[Device]:
@@ -78,18 +66,6 @@ def _exchanges(mesh: Mesh, length: int, number: int) -> tuple[float, bool]:
     wanted, shards = numbers[::-1], received.addressable_shards
     right = all(np.array_equal(shard.data, wanted[shard.index]) for shard in shards)
     return seconds / number, right
-
-
-def measure_all_reduce(mesh: Mesh, axis: str, length: int = LARGE[0]) -> AllReduce:
-    """Measure a sum over `axis` of float32 [length] on each device; all processes call this."""
-    add = lambda x: jax.lax.psum(x, axis)  # noqa: E731
-    run = jax.jit(jax.shard_map(add, mesh=mesh, in_specs=P(axis), out_specs=P()))
-    size = mesh.shape[axis]
-    sent = _placed(mesh, P(axis), np.repeat(np.arange(1, size + 1, dtype=np.float32), length))
-    seconds, received = _timed(run, sent)
-    wanted = size * (size + 1) / 2
-    right = all(bool(jnp.all(shard.data == wanted)) for shard in received.addressable_shards)
-    return AllReduce(axis, size, length * 4, seconds, right)
 
 
 def _placed(mesh: Mesh, spec: P, numbers: np.ndarray) -> jax.Array:

@@ -46,13 +46,9 @@ class TextLoss:
 
 
 def loss_of_data(
-    model: LanguageModel,
-    data: DataSet,
-    examples: range,
-    tokenizer: Tokenizer | None,
-    progress: Callable[[int], object],
+    model: LanguageModel, data: DataSet, examples: range, tokenizer: Tokenizer | None
 ) -> TextLoss:
-    """Return the loss of examples of a data set; progress gets the number of examples done.
+    """Return the loss of examples of a data set.
 
     DataError if the model lacks tokens of the data set, or the examples have no target.
     """
@@ -79,7 +75,6 @@ def loss_of_data(
         if number:
             nats += float(mean(params, filled)[0]) * number
         num_tokens += number
-        progress(last - examples.start)
     if not num_tokens:
         raise DataError(f"data={data.name} has no token to predict in these examples.")
     return TextLoss(nats, num_tokens, None if tokenizer is None else num_bytes)
@@ -138,16 +133,13 @@ def _question(path: Path, number: int, line: str) -> Question:
     raise DataError(f"{path}:{number} is no question. Write {example}.")
 
 
-def answer_questions(
-    model: LanguageModel, questions: Sequence[Question], progress: Callable[[int], object]
-) -> ChoiceResult:
+def answer_questions(model: LanguageModel, questions: Sequence[Question]) -> ChoiceResult:
     """Return the share of right answers, by the likelihood of each choice after its prompt."""
     likelihood, right = log_likelihood(model), np.zeros(2, int)
-    for number, (prompt, choices, answer) in enumerate(questions, 1):
+    for prompt, choices, answer in questions:
         scores = np.array([likelihood(prompt, choice) for choice in choices])
         per_byte = scores / [len(choice.encode()) for choice in choices]
         right += [scores.argmax() == answer, per_byte.argmax() == answer]
-        progress(number)
     return ChoiceResult(len(questions), *(right / len(questions)).tolist())
 
 

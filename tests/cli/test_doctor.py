@@ -15,7 +15,7 @@ from ppctl.cli.commands import doctor
 from ppctl.errors import ConfigError
 from ppctl.executors import link_speeds as links
 from ppctl.executors.device_mesh import make_mesh
-from ppctl.executors.link_speeds import AllReduce, MeasuredLink
+from ppctl.executors.link_speeds import MeasuredLink
 from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.training.pipeline.known_hardware import known
 
@@ -61,9 +61,6 @@ def test_a_request_that_trains_here_passes_and_leaves_nothing_behind(ask, tmp_pa
         link["is_right"] and link["latency_s"] > 0 and link["bytes_per_s"] > 0
         for link in found["links"]
     )
-    assert [(each["axis"], each["size"], each["is_right"]) for each in found["all_reduces"]] == [
-        ("pp", 3, True)
-    ]
     near = [link for link in found["links"] if link["second"] == link["first"] + 1]
     assert found["costs"] == {
         "transfer_s": max(link["latency_s"] for link in near),
@@ -229,11 +226,6 @@ def test_of_many_devices_one_of_each_process_is_probed():
     assert links.probe_devices([Device(i, 0) for i in range(64)]) == [
         Device(i, 0) for i in range(16)
     ]
-
-
-def test_a_sum_over_an_axis_is_right_on_each_of_its_devices():
-    found = links.measure_all_reduce(make_mesh(MeshSizes(2, 2, 2)), "dp", length=8)
-    assert found == AllReduce("dp", 2, 32, found.seconds, True)
 
 
 @pytest.mark.full

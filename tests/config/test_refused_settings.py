@@ -248,10 +248,10 @@ def scaled(**scaling):
         (config_with(partition=c.Explicit(layers={"a": 1})), "layers={'a': 1} is neither a list"),
         (
             config_with(partition=c.Explicit(layers=[1, "t"])),
-            r"layers=\[1, 't'\]: stage 1 has t layers. Use a whole",
+            r"layers=\[1, 't'\]: is neither a listole",
         ),
-        (config_with(partition=c.Explicit(layers=[True])), "stage 0 has True layers"),
-        (config_with(partition=c.Explicit(layers=[1, 2.0])), "stage 1 has 2.0 layers"),
+        (config_with(partition=c.Explicit(layers=[True])), "is neither a list with the number"),
+        (config_with(partition=c.Explicit(layers=[1, 2.0])), "is neither a list with the number"),
         (
             config_with(partition=c.Balanced(), executor=c.Reference()),
             "partition=balanced divides .*Use partition=",

@@ -29,7 +29,7 @@ from ppctl.config import AutoHardware, Config, Hardware, Run
 from ppctl.errors import ConfigError, PpctlError
 from ppctl.executors import link_speeds
 from ppctl.executors.device_mesh import all_devices
-from ppctl.executors.link_speeds import AllReduce, MeasuredLink
+from ppctl.executors.link_speeds import MeasuredLink
 from ppctl.launch import join_processes as distributed
 from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, size_text
 from ppctl.training.pipeline.jax_start import is_gpu, memory_share, start_jax
@@ -74,15 +74,14 @@ def _doctor(config: Config, *, as_json: bool) -> int:
     request, mesh, needed = _request(config)
     local = [*request, _directory(config.run, needed)]
     findings = [*_merged(_gathered(Finding, local)), _together()]
-    links, sums = ([], []) if mesh is None else _measured(mesh)
-    findings += _of_links(links, sums)
+    links = [] if mesh is None else _measured(mesh)
+    findings += _of_links(links)
     costs = None if mesh is None else hop_costs(links, mesh)
     bad = [finding for finding in findings if not finding.is_ok]
     # 2. no output, or JSON
     if as_json and distributed.is_lead():
-        measured = {"links": list(map(asdict, links)), "all_reduces": list(map(asdict, sums))}
         found = {"ok": not bad, "findings": list(map(asdict, findings))}
-        show_json({**found, **measured, "costs": costs})
+        show_json({**found, "links": list(map(asdict, links)), "costs": costs})
     if as_json or not distributed.is_lead():
         return int(bool(bad))
     # 3. text
@@ -198,9 +197,8 @@ def _together() -> Finding:
 # --- links
 
 
-def _measured(mesh: Mesh) -> tuple[list[MeasuredLink], list[AllReduce]]:
-    """Return speeds of links between devices and of sums over axes, alike on all processes."""
-    # 1. the links of this process
+def _measured(mesh: Mesh) -> list[MeasuredLink]:
+    """Return the links between devices, alike on all processes."""
     own = jax.process_index()
     links = []
     for a, b in combinations(link_speeds.probe_devices(list(mesh.devices.flat)), 2):
@@ -208,44 +206,29 @@ def _measured(mesh: Mesh) -> tuple[list[MeasuredLink], list[AllReduce]]:
             ends = f"device {a.id} (process {a.process_index}) and {b.id} ({b.process_index})"
             with _answering(f"exchange of {ends}"):
                 links.append(link_speeds.measure_link(a, b))
-    # 2. the links of all processes; both ends of a link measured it
-    worst: dict[tuple[int, int], MeasuredLink] = {}
-    for link in itertools.chain(*_gathered(MeasuredLink, links)):
+    found: dict[tuple[int, int], MeasuredLink] = {}
+    for link in itertools.chain(*_gathered(MeasuredLink, links)):  # both ends of each
         ends = link.first, link.second
-        known = worst.get(ends, link)
-        latency_s = max(link.latency_s, known.latency_s)
-        bytes_per_s = min(link.bytes_per_s, known.bytes_per_s)
-        worst[ends] = MeasuredLink(*ends, latency_s, bytes_per_s, link.is_right and known.is_right)
-    # 3. the sums
-    sums = []
-    for axis, size in mesh.shape.items():
-        if size > 1:
-            with _answering(f"sum over {axis}"):
-                sums.append(link_speeds.measure_all_reduce(mesh, str(axis)))
-    return [worst[key] for key in sorted(worst)], sums
+        if ends not in found or not link.is_right:
+            found[ends] = link
+    return [found[ends] for ends in sorted(found)]
 
 
-def _of_links(links: Sequence[MeasuredLink], sums: Sequence[AllReduce]) -> list[Finding]:
+def _of_links(links: Sequence[MeasuredLink]) -> list[Finding]:
     wrong = [f"devices {link.first} and {link.second}" for link in links if not link.is_right]
-    wrong += [f"a sum over {each.axis}" for each in sums if not each.is_right]
     if wrong:
         text = f"{', '.join(wrong)}: other numbers arrived than were sent."
         return [Finding("links", False, text)]
-    findings = []
-    if links:
-        slowest = min(links, key=lambda link: link.bytes_per_s)
-        farthest = max(links, key=lambda link: link.latency_s)
-        text = (
-            f"{len(links)} pairs; slowest {size_text(int(slowest.bytes_per_s))}/s (devices "
-            f"{slowest.first} and {slowest.second}), farthest {farthest.latency_s * 1e6:.0f} us "
-            f"(devices {farthest.first} and {farthest.second})"
-        )
-        findings.append(Finding("links", True, text))
-    for each in sums:
-        what = f"sum over {each.axis} ({each.size} devices) of {size_text(each.num_bytes)}"
-        text = f"{what}: {each.seconds * 1e3:.2f} ms"
-        findings.append(Finding("sums", True, text))
-    return findings
+    if not links:
+        return []
+    slowest = min(links, key=lambda link: link.bytes_per_s)
+    farthest = max(links, key=lambda link: link.latency_s)
+    text = (
+        f"{len(links)} pairs; slowest {size_text(int(slowest.bytes_per_s))}/s (devices "
+        f"{slowest.first} and {slowest.second}), farthest {farthest.latency_s * 1e6:.0f} us "
+        f"(devices {farthest.first} and {farthest.second})"
+    )
+    return [Finding("links", True, text)]
 
 
 def hop_costs(links: Sequence[MeasuredLink], mesh: Mesh) -> dict[str, float] | None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,8 +70,7 @@ def _answer(model: LanguageModel, options: Namespace) -> int:
     from ppctl.language.text_evaluation import answer_questions, read_questions
 
     questions = read_questions(Path(options.choices))[: options.limit]
-    with _progress("questions", len(questions)) as progress:
-        found = answer_questions(model, questions, progress)
+    found = answer_questions(model, questions)
     if options.json:
         show_json({"run": str(model.directory), "step": model.step, **vars(found)})
         return 0
@@ -104,8 +101,7 @@ def _evaluate(model: LanguageModel, overrides: Sequence[str], options: Namespace
     # 2. their loss
     name, end_token = (getattr(config.data, key, None) for key in ("tokenizer", "end_token"))
     tokenizer = None if name is None else load_tokenizer(name, end_token)
-    with _progress("sequences", len(examples)) as progress:
-        found = loss_of_data(model, data, examples, tokenizer, progress)
+    found = loss_of_data(model, data, examples, tokenizer)
     # 3. the output
     if options.json:
         names = ("loss", "perplexity", "bits_per_byte", "num_tokens")
@@ -151,17 +147,3 @@ def _config(model: LanguageModel, overrides: Sequence[str]) -> Config:
         config.data.tokenizer = model.tokenizer.name
         config.data.end_token = getattr(data, "end_token", None)
     return config
-
-
-@contextmanager
-def _progress(what: str, number: int) -> Iterator[Callable[[int], object]]:
-    """Yield a function of the number done, shown as a bar if stderr is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    if not sys.stderr.isatty():
-        yield lambda done: None
-        return
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=number)
-        yield lambda done: bar.update(task, completed=done)

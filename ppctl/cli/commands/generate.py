@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
@@ -19,7 +18,6 @@ from ppctl.reports.terminal_output import show_json
 if TYPE_CHECKING:
     from ppctl.language.language_model import LanguageModel
 
-COMPILED = 1  # tokens after which all programs are compiled: the prompt's, and one more's
 NOTES = """\
 RUN is a path, a name in the list of `ppctl runs`, or a checkpoint (RUN/checkpoints/STEP). Text is
 read and written by the tokenizer.json in the run's directory, else by that of its data; without
@@ -122,7 +120,7 @@ def _generate(path: Path, prompts: Sequence[str], options: Namespace) -> int:
     write = (lambda row: None) if written is None else written.add
     how = {"max_tokens": options.max_tokens, "sampling": sampling, "seed": options.seed}
     tokens = generation.continuations(decoder, ids, **how)
-    new, is_done, per_s = _tokens(tokens, len(prompts), ends, write)
+    new, is_done = _tokens(tokens, len(prompts), ends, write)
     # 3. the output
     texts = [text_of(prompt, each) for prompt, each in zip(ids, new, strict=True)]
     if options.json:
@@ -130,7 +128,7 @@ def _generate(path: Path, prompts: Sequence[str], options: Namespace) -> int:
         rows = zip(prompts, texts, new, reasons, strict=True)
         keys = ("prompt", "text", "tokens", "finished")
         completions = [dict(zip(keys, row, strict=True)) for row in rows]
-        show_json({"completions": completions, "tokens_per_s": per_s})
+        show_json({"completions": completions})
         return 0
     if written is not None:
         written.end(new[0])
@@ -138,9 +136,8 @@ def _generate(path: Path, prompts: Sequence[str], options: Namespace) -> int:
     else:
         for prompt, text in zip(prompts, texts, strict=True):
             print(f"{prompt}{text}\n")
-    speed = "" if per_s is None else f", {per_s:.1f} tokens/s"
     number = sum(map(len, new))
-    print(f"{number} tokens of {model.directory}, step {model.step}{speed}", file=sys.stderr)
+    print(f"{number} tokens of {model.directory}, step {model.step}", file=sys.stderr)
     return 0
 
 
@@ -149,17 +146,14 @@ def _tokens(
     num_prompts: int,
     ends: Container[int],
     write: Callable[[list[int]], object],
-) -> tuple[list[list[int]], list[bool], float | None]:
-    """Return (new tokens of each prompt, whether its text has ended, tokens/s without compiling).
+) -> tuple[list[list[int]], list[bool]]:
+    """Return (new tokens of each prompt, whether its text has ended).
 
     write: called with the first prompt's tokens after each that does not end it.
     """
     new: list[list[int]] = [[] for _ in range(num_prompts)]
     is_done = [False] * num_prompts
-    began, timed_from = 0.0, 0
-    for place, tokens in enumerate(found):
-        if place == COMPILED:
-            began, timed_from = time.perf_counter(), sum(map(len, new)) + num_prompts - sum(is_done)
+    for tokens in found:
         for row, token in enumerate(tokens.tolist()):
             if not is_done[row]:
                 new[row].append(token)
@@ -168,8 +162,7 @@ def _tokens(
             write(new[0])
         if all(is_done):
             break
-    number = sum(map(len, new)) - timed_from
-    return new, is_done, number / (time.perf_counter() - began) if began and number > 0 else None
+    return new, is_done
 
 
 def _question(model: LanguageModel, prompt: str) -> list[int]:

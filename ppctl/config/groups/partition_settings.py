@@ -34,15 +34,12 @@ class Explicit(Uniform):
     layers: Any = "???"
 
     def check(self) -> None:
-        counts = self.layers
-        if isinstance(counts, str):
-            return  # `ppctl.schedule.partition.partition` reads it
-        if not isinstance(counts, list):
+        counts: Any = self.layers
+        is_list = isinstance(counts, list) and all(
+            type(count) is int for count in cast("list[Any]", counts)
+        )
+        if not is_list and not isinstance(counts, str):  # text is read by schedule.partition
             raise ConfigError(
                 f"partition.layers={counts} is neither a list with the number of layers of each "
                 "stage, [3,2,2,3], nor text such as 'Et*3|(tt|)*2,tL'."
             )
-        for stage, count in enumerate(cast(list[Any], counts)):
-            if type(count) is not int:
-                place = f"partition.layers={counts}: stage {stage}"
-                raise ConfigError(f"{place} has {count} layers. Use a whole number.")

@@ -13,8 +13,8 @@ from ppctl.config.field_checks import (
     Settings,
     above_zero,
     at_least,
-    fraction,
     one_of,
+    within,
 )
 from ppctl.errors import ConfigError
 
@@ -43,7 +43,7 @@ class Run(Settings):
     # cpu | cuda | tpu; None: JAX chooses
     platform: Annotated[str, one_of("cpu", "cuda", "tpu")] | None = None
     # of a GPU, preallocated by JAX; None: its default, 0.75
-    memory_fraction: Annotated[float, above_zero, fraction] | None = None
+    memory_fraction: Annotated[float, above_zero, within] | None = None
     # directory of compiled programs; auto: ~/.cache/ppctl; None: not kept
     compilation_cache: str | None = "auto"
     # auto: resume if there is a checkpoint | must: fail without | never: fail with one

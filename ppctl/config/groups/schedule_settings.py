@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
-from ppctl.config.field_checks import Count, Natural, Positive, Settings, one_of, up_to
+from ppctl.config.field_checks import Count, Natural, Positive, Settings, one_of, up_to, within
 from ppctl.errors import ConfigError
 
 VOCAB = ("whole", "parallel")
@@ -35,12 +36,8 @@ class Eager1F1B(Schedule):
     """1F1B with a longer warm-up: `warmup_hops` forwards for each rank behind this one."""
 
     name: str = "eager_1f1b"
-    warmup_hops: float = 2.0  # 1: fewest activations (1F1B) .. 2: hides transfers
-
-    def check(self) -> None:
-        super().check()
-        if not 1 <= self.warmup_hops <= 2:  # written so that NaN fails
-            raise ConfigError(f"schedule.warmup_hops={self.warmup_hops} must lie in [1, 2].")
+    # 1: fewest activations (1F1B) .. 2: hides transfers
+    warmup_hops: Annotated[float, partial(within, least=1, most=2)] = 2.0
 
 
 @dataclass
