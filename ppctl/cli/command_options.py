@@ -17,10 +17,18 @@ class Parser(argparse.ArgumentParser):
     """Options of a command, anywhere among its words, with --json and --help among them.
 
     usage: the words after `ppctl COMMAND`; notes: printed after the first line of the help; words:
-    the attribute of all words that are no options. Errors are ConfigErrors.
+    the attribute of the words that are no options, nargs of them. Errors are ConfigErrors.
     """
 
-    def __init__(self, command: str, usage: str, *, notes: str = "", words: str = "words"):
+    def __init__(
+        self,
+        command: str,
+        usage: str,
+        *,
+        notes: str = "",
+        words: str = "words",
+        nargs: str | None = "*",
+    ):
         lines = examples_of(command)
         examples_text = "\n".join(["Examples:", *(f"  {line}" for line in lines)])
         super().__init__(
@@ -34,34 +42,30 @@ class Parser(argparse.ArgumentParser):
             add_help=False,
             allow_abbrev=False,
         )
-        self.add_argument(words, nargs="*", help=argparse.SUPPRESS)
+        self.add_argument(words, nargs=nargs, metavar=words.upper(), help=argparse.SUPPRESS)
         self.add_argument("-h", "--help", action="store_true", help="print this text")
         about = 'print the result as JSON; an error as {"error": {"kind", "message", "remedy"}}'
         self.add_argument("--json", action="store_true", help=about)
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}.")
+        write = f" Write {self.usage}." if "are required" in message else ""
+        raise ConfigError(f"{message}.{write}")
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """Return the options in `words`. ConfigError for unknown ones."""
+        known = [name for action in self._actions for name in action.option_strings]
+        names = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+        self._refuse([name for name in names if name not in known], known)  # before missing ones
         options, unknown = self.parse_known_intermixed_args(words)
-        if unknown:
-            bad = unknown[0].partition("=")[0]
-            known = [name for action in self._actions for name in action.option_strings]
-            near = did_you_mean(bad, known)
-            raise ConfigError(f"{bad} is not an option.{near} ({', '.join(known)})")
+        self._refuse(unknown, known)
         return options
 
-
-def one_directory(command: str, words: Sequence[str], *, out: str | None) -> str:
-    """Return the directory that a command reads. ConfigError without one, or without --out."""
-    if len(words) != 1:
-        found = " ".join(words) or "none"
-        raise ConfigError(f"ppctl {command} takes one directory to read, not {found}.")
-    if not out:
-        remedy = f"ppctl {command} {words[0]} --out DIR"
-        raise ConfigError(f"ppctl {command} needs a directory to write: {remedy}.")
-    return words[0]
+    def _refuse(self, unknown: Sequence[str], known: Sequence[str]) -> None:
+        for bad in (word.partition("=")[0] for word in unknown):
+            if not bad.startswith("-"):
+                raise ConfigError(f"{bad} is one word too many. Leave it out.")
+            near = did_you_mean(bad, known)
+            raise ConfigError(f"{bad} is not an option.{near} ({', '.join(known)})")
 
 
 def composed_parser(command: str) -> Parser:

@@ -156,11 +156,10 @@ def _serve(argv: list[str]) -> int:
     if command in OTHERS:
         module = import_module(f"ppctl.cli.commands.{command}")
         parser = module.parser()
-        options = parser.read(words)
-        if options.help:
+        if {"-h", "--help"} & {*words}:
             parser.print_help()
             return 0
-        return module.serve(options)
+        return module.serve(parser.read(words))
     if command not in COMPOSED:
         if "=" in command:
             example = f"ppctl train {command}"

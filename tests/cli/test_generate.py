@@ -196,7 +196,7 @@ def test_a_score_is_the_sum_over_the_continuation(here):
     ("words", "message"),
     [
         ("generate run", "needs a prompt"),
-        ("generate --prompt a", "`ppctl generate` needs a run"),
+        ("generate --prompt a", "are required: RUN. Write ppctl generate RUN"),
         ("generate nowhere --prompt a", "nowhere is no run"),
         ("generate run/checkpoints/7 --prompt a", "run/checkpoints/7 is no checkpoint"),
         ("generate run --prompt a --max-tokens 0", "--max-tokens 0 is too few. Use 1 or more"),

@@ -251,7 +251,7 @@ def test_a_run_without_metrics_or_settings_is_a_page_too(capsys):
 # --- faults -------------------------------------------------------------------------------------
 
 FAULTS = [
-    ("", r"`ppctl report` needs a run: ppctl report RUN. `ppctl runs` lists them"),
+    ("", r"the following arguments are required: RUNS"),
     ("nowhere", r"nowhere is no run in runs. \(runs: abc, cab\)"),
     ("ab", "ab is a part of 2 names: abc, cab. Use more of one, or a path"),
     ("abc runs/abc", "abc and runs/abc are the same run. Name each once"),

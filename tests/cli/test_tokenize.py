@@ -105,9 +105,9 @@ def test_the_result_as_json(here, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "ppctl tokenize names no file. Write ppctl tokenize FILE"),
-        (["notes.txt", *OUT], "ppctl tokenize without --vocab-size. Write "),
-        (["notes.txt", *SIZE], "ppctl tokenize without --out. Write "),
+        ([], "the following arguments are required: --vocab-size, --out. Write"),
+        (["notes.txt", *OUT], "the following arguments are required: --vocab-size"),
+        (["notes.txt", *SIZE], "the following arguments are required: --out"),
         (
             ["notes.txt", "--vocab-size", "258", *OUT],
             "--vocab-size 258 is not in 259..1048576: 256 bytes and 3 special",

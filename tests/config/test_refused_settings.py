@@ -248,7 +248,7 @@ def scaled(**scaling):
         (config_with(partition=c.Explicit(layers={"a": 1})), "layers={'a': 1} is neither a list"),
         (
             config_with(partition=c.Explicit(layers=[1, "t"])),
-            r"layers=\[1, 't'\]: is neither a listole",
+            r"layers=\[1, 't'\] is neither a list",
         ),
         (config_with(partition=c.Explicit(layers=[True])), "is neither a list with the number"),
         (config_with(partition=c.Explicit(layers=[1, 2.0])), "is neither a list with the number"),

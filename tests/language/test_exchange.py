@@ -216,10 +216,10 @@ def test_places_that_are_no_models_are_refused(copy, tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"has no \*.safetensors"):
         import_model(directory, tmp_path / "run")
     for words, message in (
-        (["import"], "takes one directory to read, not none"),
+        (["import"], "are required: --out. Write ppctl import DIR --out RUN_DIR"),
         (
             ["import", "a"],
-            "ppctl import needs a directory to write: ppctl import a --out DIR",
+            "are required: --out. Write ppctl import DIR --out RUN_DIR",
         ),
         (["import", "a", "--out"], "argument --out: expected one argument"),
         (

@@ -167,9 +167,9 @@ def test_init_overwrites_nothing(here, capsys):
     assert [file.name for file in (here / "own").iterdir()] == ["my_data.py"]
     (here / "file").write_text("")
     for words, message in (
-        ([], "name one directory"),
-        (["a", "b"], "name one directory"),
-        (["-x"], "-x is not an option"),
+        ([], "are required: DIR. Write ppctl init DIR"),
+        (["a", "b"], "b is one word too many"),
+        (["--x"], "--x is not an option"),
         (["file/x"], "file/x cannot be written"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -37,7 +37,7 @@ answer is the likeliest choice (accuracy), or the one of the largest likelihood 
 def parser() -> Parser:
     """Return the options of `ppctl evaluate`."""
     usage = "RUN [data=... data.SETTING=...] [model.seq_len=N] [OPTIONS]"
-    options = Parser("evaluate", usage, notes=NOTES)
+    options = Parser("evaluate", usage, notes=NOTES, nargs="+")
     options.add_argument("--choices", metavar="FILE.jsonl", help="questions, a line each")
     about = "only the first N sequences or questions"
     options.add_argument("--limit", type=int, metavar="N", help=about)
@@ -57,7 +57,12 @@ def serve(options: Namespace) -> int:
         raise ConfigError(f"{what}. Leave {overrides[0]} out.")
     if options.limit is not None and options.limit < 1:
         raise ConfigError(f"--limit {options.limit} leaves nothing to evaluate. Use 1 or more.")
-    path = run_or_checkpoint([word for word in options.words if word not in overrides], "evaluate")
+    runs = [word for word in options.words if word not in overrides]
+    if len(runs) != 1:
+        raise ConfigError(
+            f"`ppctl evaluate` takes one run, not {len(runs)}. `ppctl runs` lists them."
+        )
+    path = run_or_checkpoint(runs[0])
     from ppctl.language.language_model import open_language_model
 
     model = open_language_model(path, options.dtype)

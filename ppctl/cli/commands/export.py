@@ -6,7 +6,7 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
-from ppctl.cli.command_options import Parser, one_directory
+from ppctl.cli.command_options import Parser
 
 
 def parser() -> Parser:
@@ -15,8 +15,9 @@ def parser() -> Parser:
         "DIR gets safetensors, config.json, generation_config.json and the tokenizer's files; with "
         "--adapter\nadapter_config.json and adapter_model.safetensors."
     )
-    options = Parser("export", "RUN_DIR --out DIR [OPTIONS]", notes=notes)
-    options.add_argument("--out", metavar="DIR", help="a new directory")
+    usage = "RUN_DIR --out DIR [OPTIONS]"
+    options = Parser("export", usage, notes=notes, words="run_dir", nargs=None)
+    options.add_argument("--out", metavar="DIR", required=True, help="a new directory")
     about = "of the checkpoint, a number of finished steps; without it the newest"
     options.add_argument("--step", type=int, metavar="N", help=about)
     about = "float32 | bfloat16 | float16; without it that of an imported model, or float32"
@@ -28,7 +29,7 @@ def parser() -> Parser:
 
 def serve(options: Namespace) -> int:
     """Write the model directory; return 0. ConfigError where transformers has no such model."""
-    source, out = Path(one_directory("export", options.words, out=options.out)), Path(options.out)
+    source, out = Path(options.run_dir), Path(options.out)
     from ppctl.language.export_model import export_adapter, export_model
 
     export = export_adapter if options.adapter else export_model

@@ -28,7 +28,8 @@ the end of a turn in the chat template."""
 
 def parser() -> Parser:
     """Return the options of `ppctl generate`."""
-    options = Parser("generate", "RUN --prompt TEXT [OPTIONS]", notes=NOTES)
+    usage = "RUN --prompt TEXT [OPTIONS]"
+    options = Parser("generate", usage, notes=NOTES, words="run", nargs=None)
     add = options.add_argument
     about = 'the text to continue; may be repeated; "" is the end of a document'
     add("--prompt", action="append", default=[], metavar="TEXT", help=about)
@@ -60,19 +61,14 @@ def serve(options: Namespace) -> int:
             raise ConfigError(f"{given} is too few. Use {least} or more.")
     if options.seed >= 2**31:
         raise ConfigError(f"--seed {options.seed} is too large. Use 0 to {2**31 - 1}.")
-    path = run_or_checkpoint(options.words, "generate")
-    return _generate(path, prompts, options)
+    return _generate(run_or_checkpoint(options.run), prompts, options)
 
 
-def run_or_checkpoint(words: Sequence[str], command: str) -> Path:
-    """Return the directory of the run, or of the checkpoint, that the words of a command name."""
+def run_or_checkpoint(word: str) -> Path:
+    """Return the directory of the run, or of the checkpoint, that a word names."""
     from ppctl.reports.run_files import is_run
 
-    if len(words) != 1:
-        what = "needs a run" if not words else f"takes one run, not {len(words)}"
-        remedy = f"ppctl {command} RUN. `ppctl runs` lists them."
-        raise ConfigError(f"`ppctl {command}` {what}: {remedy}")
-    path = Path(words[0])
+    path = Path(word)
     has_model = any((path / name).is_file() for name in ("config.yaml", "config.json"))
     if path.is_dir() and (is_run(path) or has_model):
         return path
@@ -81,7 +77,7 @@ def run_or_checkpoint(words: Sequence[str], command: str) -> Path:
             return path
         what = f"{path} is no checkpoint: there is no such directory"
         raise ConfigError(f"{what}. `ppctl runs show RUN` lists them.")
-    return run_named(words[0])[1]
+    return run_named(word)[1]
 
 
 def _prompts(options: Namespace) -> list[str]:

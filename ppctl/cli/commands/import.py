@@ -9,7 +9,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from ppctl.cli.command_options import Parser, one_directory
+from ppctl.cli.command_options import Parser
 
 
 def parser() -> Parser:
@@ -17,24 +17,22 @@ def parser() -> Parser:
     notes = (
         "DIR is a model directory (config.json, *.safetensors, tokenizer files) or a .gguf file."
     )
-    options = Parser("import", "DIR --out RUN_DIR [--json]", notes=notes)
+    usage = "DIR --out RUN_DIR [--json]"
+    options = Parser("import", usage, notes=notes, words="dir", nargs=None)
     about = "a new directory: a checkpoint of step 0, a recipe, the tokenizer's files"
-    options.add_argument("--out", metavar="RUN_DIR", help=about)
+    options.add_argument("--out", metavar="RUN_DIR", required=True, help=about)
     return options
 
 
 def serve(options: Namespace) -> int:
     """Write the run directory; return 0. ConfigError where ppctl has no such model."""
-    source, out = Path(one_directory("import", options.words, out=options.out)), Path(options.out)
+    source, out = Path(options.dir), Path(options.out)
     from ppctl.language.import_model import import_model
 
     started = time.monotonic()
     found = import_model(source, out)
-    number, layers, seconds = (
-        found.num_parameters,
-        found.model.num_layers,
-        time.monotonic() - started,
-    )
+    number, layers = found.num_parameters, found.model.num_layers
+    seconds = time.monotonic() - started
     command = f"ppctl train --config-dir {out} recipes=imported"
     if options.json:
         shown = {"run_dir": str(out), "num_parameters": number, "num_layers": layers}

@@ -23,7 +23,8 @@ KINDS = (".py", ".yaml", ".md")
 def parser() -> Parser:
     """Return the options of `ppctl init`."""
     notes = f"DIR gets a Stack, equal layers between an embedding and a head:\n{_listed(STARTER)}"
-    options = Parser("init", "DIR [--network] [--json]", notes=notes)
+    usage = "DIR [--network] [--json]"
+    options = Parser("init", usage, notes=notes, words="dir", nargs=None)
     about = f"a Network, any JAX function of a batch, with .npy files: {_listed(NETWORK)}"
     options.add_argument("--network", action="store_true", help=about)
     return options
@@ -32,10 +33,7 @@ def parser() -> Parser:
 def serve(options: Namespace) -> int:
     """Write the files; return 0. ConfigError if that fails or would replace others."""
     # 1. the directory and the starter
-    if len(options.words) != 1:
-        line = " ".join(["ppctl init", *options.words])
-        raise ConfigError(f"{line} is not `ppctl init DIR [--network]`: name one directory.")
-    directory, starter = Path(options.words[0]), NETWORK if options.network else STARTER
+    directory, starter = Path(options.dir), NETWORK if options.network else STARTER
     # 2. the files
     files = _files(starter)
     has_maker = Path(MAKE_DATA) in files

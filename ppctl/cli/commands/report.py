@@ -29,7 +29,7 @@ without a network. It is of the moment; write it again while a run goes on."""
 def parser() -> Parser:
     """Return the options of `ppctl report`."""
     usage = "RUN [RUN ...] [--out FILE.html] [--json]"
-    options = Parser("report", usage, notes=NOTES)
+    options = Parser("report", usage, notes=NOTES, words="runs", nargs="+")
     about = (
         "where to write it (default: report.html in the run's directory; of several runs, in the "
         "current one). A file that is no report is not overwritten"
@@ -40,13 +40,11 @@ def parser() -> Parser:
 
 def serve(options: Namespace) -> int:
     """Write the page of a run or of several; return the exit code."""
-    if not options.words:
-        raise ConfigError("`ppctl report` needs a run: ppctl report RUN. `ppctl runs` lists them.")
     from ppctl.reports.run_page import write_report as report
 
-    runs = [run_named(word) for word in options.words]
+    runs = [run_named(word) for word in options.runs]
     places: dict[Path, str] = {}
-    for word, (_, path) in zip(options.words, runs, strict=True):
+    for word, (_, path) in zip(options.runs, runs, strict=True):
         place = path.resolve()
         if place in places:
             raise ConfigError(f"{places[place]} and {word} are the same run. Name each once.")

@@ -19,11 +19,11 @@ def parser() -> Parser:
     """Return the options of `ppctl tokenize`."""
     usage = "FILE... --vocab-size N --out DIR [OPTIONS]"
     notes = "FILE is a text, .jsonl or .parquet file, a pattern, or a directory; .gz and .zst too."
-    options = Parser("tokenize", usage, notes=notes, words="files")
+    options = Parser("tokenize", usage, notes=notes, words="files", nargs="+")
     about = "tokens, the 256 bytes and the special ones included"
-    options.add_argument("--vocab-size", type=int, metavar="N", help=about)
+    options.add_argument("--vocab-size", type=int, metavar="N", required=True, help=about)
     about = "the directory of tokenizer.json and tokenizer_config.json, for data.tokenizer=DIR"
-    options.add_argument("--out", metavar="DIR", help=about)
+    options.add_argument("--out", metavar="DIR", required=True, help=about)
     about = "a special token; may be repeated. The first ends documents"
     options.add_argument("--special", action="append", metavar="TOKEN", help=about)
     about = "the field of text or messages in .jsonl and .parquet (default: text)"
@@ -41,8 +41,8 @@ def serve(options: Namespace) -> int:
 
     # 1. the request
     special = options.special or [*SPECIAL]
-    out = Path(options.out or "")
-    vocab_size = _check(options, special, out)
+    out, vocab_size = Path(options.out), options.vocab_size
+    _check(vocab_size, special, out)
     # 2. the tokenizer
     began, skips_broken = time.perf_counter(), options.on_error == "skip"
     with written_as(as_option):
@@ -74,21 +74,13 @@ def serve(options: Namespace) -> int:
     return 0
 
 
-def _check(options: Namespace, special: Sequence[str], out: Path) -> int:
-    """Return the vocabulary's size. ConfigError for options that are missing or impossible."""
-    usage = "Write ppctl tokenize FILE... --vocab-size N --out DIR."
-    if not options.files:
-        raise ConfigError(f"ppctl tokenize names no file. {usage}")
-    for name, value in (("--vocab-size", options.vocab_size), ("--out", options.out)):
-        if value is None:
-            raise ConfigError(f"ppctl tokenize without {name}. {usage}")
+def _check(vocab_size: int, special: Sequence[str], out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is no directory. Use another.")
     if len({*special}) < len(special):
         raise ConfigError("--special names a token twice. Name each once.")
     least = 256 + len(special)
-    if not least <= options.vocab_size <= MOST_VOCAB:
+    if not least <= vocab_size <= MOST_VOCAB:
         tokens = f"256 bytes and {len(special)} special tokens are {least} already"
-        what = f"--vocab-size {options.vocab_size} is not in {least}..{MOST_VOCAB}: {tokens}"
+        what = f"--vocab-size {vocab_size} is not in {least}..{MOST_VOCAB}: {tokens}"
         raise ConfigError(f"{what}. Use 4096 to 128000, which are usual.")
-    return options.vocab_size
