@@ -11,8 +11,6 @@ from ppctl.schedule.execution_order import timed_walk
 from ppctl.schedule.ir import ALL_KINDS, Kind, Schedule, Task, Value, writes
 from ppctl.schedule.search.placement_costs import Placed, peak_activations
 
-__all__ = ["Timeline", "peak_activations", "simulate"]
-
 MOST_TASKS = 500_000  # of one simulation and one chunk a rank, about a second
 
 

@@ -19,7 +19,8 @@ from ppctl.executors.mpmd.dispatch_plan import last_uses
 from ppctl.executors.mpmd.mpmd_runtime import MOST_STARTED
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.families.registry import FAMILIES
-from ppctl.schedule.simulator import peak_activations, simulate
+from ppctl.schedule.search.placement_costs import peak_activations
+from ppctl.schedule.simulator import simulate
 
 COLLECTIVES = re.compile(
     r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("

@@ -5,7 +5,8 @@ from support.all_families import COSTS, REAL, UNIT, cases, make
 
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES
-from ppctl.schedule.simulator import peak_activations, simulate
+from ppctl.schedule.search.placement_costs import peak_activations
+from ppctl.schedule.simulator import simulate
 
 HOPS = [
     Costs(1, 1, 1, 0.1),

@@ -26,8 +26,8 @@ from ppctl.schedule.search.building_blocks import (
 from ppctl.schedule.search.greedy_order import fill
 from ppctl.schedule.search.hill_climbing import Trials, _moves, climb
 from ppctl.schedule.search.numbered_orders import Jobs
-from ppctl.schedule.search.placement_costs import Ledger
-from ppctl.schedule.simulator import peak_activations, simulate
+from ppctl.schedule.search.placement_costs import Ledger, peak_activations
+from ppctl.schedule.simulator import simulate
 from ppctl.schedule.validation import validate
 
 SCHEDULES = [

@@ -30,20 +30,15 @@ def hanayo(num_ranks: int, num_microbatches: int, *, num_waves: int = 1) -> Sche
     for m in range(num_microbatches):
         offer(Task(0, "F", m))
     while any(ready):
-        for stage, kind, m in _run_tick(ready, ranks):  # its values can be read in the next tick
+        ran = [(r, heapq.heappop(queue)[2]) for r, queue in enumerate(ready) if queue]
+        for r, task in ran:  # one a rank; its values can be read in the next tick
+            ranks[r].append(task)
+            stage, kind, m = task
             if kind == "F":
                 offer(Task(stage + 1, "F", m) if stage < last else Task(stage, "B", m))
             elif stage > 0:
                 offer(Task(stage - 1, "B", m))
     return Schedule("hanayo", tuple(map(tuple, ranks)), rank_of, num_microbatches)
-
-
-def _run_tick(ready: list[list[tuple[bool, int, Task]]], ranks: list[list[Task]]) -> list[Task]:
-    """Return the tasks of a tick, one a rank at most, moved from `ready` to `ranks`."""
-    ran = [(r, heapq.heappop(queue)[2]) for r, queue in enumerate(ready) if queue]
-    for r, task in ran:
-        ranks[r].append(task)
-    return [task for _, task in ran]
 
 
 def _is_even(s: FormulaInputs) -> bool:

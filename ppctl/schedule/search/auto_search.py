@@ -24,7 +24,6 @@ from ppctl.schedule.ir import Schedule, split_backward
 from ppctl.schedule.lower_bounds import bound_under_cap_s
 from ppctl.schedule.search.auto_choice import GIB, NO_GAP, Choice, FoundSchedule
 from ppctl.schedule.search.building_blocks import (
-    Block,
     blocks,
     repeated,
     squeeze,
@@ -38,12 +37,11 @@ from ppctl.schedule.search.placement_costs import CostsOf, Ledger, Placed
 from ppctl.schedule.validation import validate
 
 MOST_TASKS = 400_000  # of a schedule that is searched; above, the search takes minutes
-PROBED_TASKS = 1_000_000  # of building blocks squeezed with few microbatches: about 5 s
-SQUEEZED_TASKS = 3_000_000  # of the best of them, squeezed in full: about 15 s
+SQUEEZED_TASKS = 3_000_000  # of building blocks, those nearest to the cap first: about 12 s
 FILLED_TASKS = 3_000_000  # of one round of greedy runs: about 12 s
-NUM_SQUEEZED, NUM_FILLED, NUM_CLIMBED = 32, 12, 6  # best so far: blocks in full, greedy, climbs
+NUM_FILLED, NUM_CLIMBED = 12, 6  # best so far: greedy, climbs
 CLIMBED_TASKS = 2_000_000  # run by one climb, about 1 s
-SQUEEZE_PATIENCE = (0.0, 0.35, 0.5, 0.75)
+SQUEEZE_PATIENCE = 0.5
 GREEDY_PATIENCE = (0.0, 0.5, 1.0)
 
 
@@ -212,7 +210,7 @@ class _Search:
             self._fill(label, jobs, jobs.first)
 
     def squeeze_blocks(self, num_ranks: int, num_microbatches: int) -> None:
-        """Add V-shaped building blocks squeezed under the cap: the best with few microbatches."""
+        """Add V-shaped building blocks squeezed under the cap, those nearest to it first."""
         placed = self.placement(v_shape(num_ranks))
         if placed is None:
             return
@@ -224,24 +222,14 @@ class _Search:
         excess = {block: steady_excess(block, ledger, limit) for block in blocks(num_ranks)}
         within = [block for block, above in excess.items() if above <= more]
         within.sort(key=lambda block: (abs(excess[block]), block))
-        # 2. the best of them with few microbatches
-        few = min(num_microbatches, 2 * num_ranks)
-        jobs = {m: v_jobs(num_ranks, m, placed.costs, ledger) for m in (few, num_microbatches)}
-        within, num_all = within[: PROBED_TASKS // (6 * num_ranks * few)], len(within)
-        self.num_blocks = (len(within), num_all)
-        expected: list[tuple[float, int, Block]] = []
-        for number, block in enumerate(within):
-            orders = squeeze(jobs[few], repeated(block, few), limit, 0.5)
+        # 2. as many of them as the budget allows
+        jobs = v_jobs(num_ranks, num_microbatches, placed.costs, ledger)
+        tried = within[: max(2, SQUEEZED_TASKS // len(jobs.tasks))]
+        self.num_blocks = (len(tried), len(within))
+        for number, block in enumerate(tried):
+            orders = squeeze(jobs, repeated(block, num_microbatches), limit, SQUEEZE_PATIENCE)
             if orders is not None:
-                expected.append((_expected_s(jobs[few], orders, num_microbatches), number, block))
-        # 3. these in full
-        most = min(NUM_SQUEEZED, self._affordable(SQUEEZED_TASKS, len(SQUEEZE_PATIENCE)))
-        for _, number, block in sorted(expected)[:most]:
-            for patience in SQUEEZE_PATIENCE:
-                priority = repeated(block, num_microbatches)
-                orders = squeeze(jobs[num_microbatches], priority, limit, patience)
-                if orders is not None:
-                    self._add(f"V block {number}", jobs[num_microbatches], orders)
+                self._add(f"V block {number}", jobs, orders)
 
     def improve(self) -> None:
         """Add greedy runs of the best so far, then climbs the best of all."""
@@ -332,16 +320,3 @@ class _Search:
             except ScheduleError:
                 return
         self.found.append(_Start(found_s, len(self.found), label, jobs, orders, published))
-
-
-def _expected_s(jobs: Jobs, orders: Orders, num_microbatches: int) -> float:
-    """Return the makespan with more microbatches, extrapolated from the middle ones of these."""
-    run = jobs.run(orders)
-    assert run is not None, "a squeezed block runs"
-    few = jobs.schedule.num_microbatches
-    if few == num_microbatches:
-        return run.makespan_s
-    timed = zip(jobs.tasks, run.end_s, strict=True)
-    ends_s = [end_s for task, end_s in timed if task[:2] == (0, "I")]
-    each_s = (ends_s[3 * few // 4] - ends_s[few // 4]) / (3 * few // 4 - few // 4)
-    return run.makespan_s + (num_microbatches - few) * each_s

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ppctl.schedule.costs import Costs, OfStages
-from ppctl.schedule.ir import PART_KINDS, Schedule
+from ppctl.schedule.ir import KINDS, Schedule
 from ppctl.schedule.partition.partition import Partition, stage_costs
 
 
@@ -86,13 +86,12 @@ class Ledger:
 
     def change(self, stage: int, kind: str) -> int:
         """Return the change of a rank's memory once the task has run."""
-        if kind in PART_KINDS:
+        if kind not in KINDS:
             return 0
-        if kind == "F":
-            return self.stash[stage]
-        if kind == "B" or self.pending is None:
-            return 0 if kind == "I" else -self.stash[stage]
-        return self.pending[stage] - self.stash[stage] if kind == "I" else -self.pending[stage]
+        stash, pending = self.stash[stage], self.stash[stage]  # from I to W the stash stays
+        if self.pending is not None:
+            pending = self.pending[stage]
+        return {"F": stash, "B": -stash, "I": pending - stash, "W": -pending}[kind]
 
     @cached_property
     def reserve(self) -> int:
