@@ -1,20 +1,28 @@
 """The one walk over a schedule: tasks in an order that ranks can really run, with start and end.
 
 The dependency rule of `ir` is the same for every microbatch, so it is evaluated once for each stage
-and kind; the walk then runs on integers. A schedule of 131,072 tasks takes a fraction of a second.
+and kind; the walk then runs on integers. A schedule of 131,072 tasks takes a fraction of a second,
+and a search times thousands of orders of one schedule. Other walks are special for a reason: `pack`
+counts ticks, `free_running` slows ranks down, in `ChoosingRanks` ranks choose their tasks, and
+`Trials` runs the changes of an order only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
 
+from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import WRITES, Kind, Schedule, Task, writes
-from ppctl.schedule.schedule_faults import fault, order_that_blocks
+from ppctl.schedule.search.placement_costs import Ledger
 
 # by kind and stage the values that a task reads: (base, seconds after it was written)
 Arrivals = dict[Kind, list[tuple[tuple[int, float], ...]]]
 NEVER = float("inf")
+Orders = list[list[int]]  # for each rank the numbers of its tasks, in program order
+NONE = -1
 
 
 @dataclass(frozen=True)
@@ -62,70 +70,126 @@ class Rule:
         return {kind: list(map(delayed, of_stage)) for kind, of_stage in self.reads.items()}
 
 
-def check_order(schedule: Schedule) -> None:
-    """Raise ScheduleError, with the grid and an arrow, when ranks wait for each other for ever."""
-    for _ in timed_walk(schedule, lambda kind, stage: 0.0, 0.0):
-        pass
+@dataclass
+class TimedOrders:
+    """Orders run by free ranks: of each task start, end, and the task whose end set the start."""
+
+    makespan_s: float
+    start_s: list[float]
+    end_s: list[float]
+    waits_for: list[int]  # a task, or NONE
+
+    def critical_path(self) -> list[int]:
+        """Return a chain of tasks from 0 to the last end, each waiting for its predecessor."""
+        task = max(range(len(self.end_s)), key=self.end_s.__getitem__)
+        path: list[int] = []
+        while task != NONE:
+            path.append(task)
+            task = self.waits_for[task]
+        return path[::-1]
 
 
-def timed_walk(
-    schedule: Schedule, seconds: Callable[[Kind, int], float], hop_s: float
-) -> Iterator[tuple[int, int, Task, float, float]]:
-    """Yield (rank, step, task, start, end): tasks start once rank is free and values arrived.
+class Jobs:
+    """The tasks of `schedule` as numbers, with their values and costs; `first`: its orders.
 
-    seconds(kind, stage) is how long a task takes; a value that crosses ranks arrives `hop_s` after
-    it was written. The other walks are special for a reason: `Jobs.run` numbers tasks and gives up
-    early (thousands of runs of one search), `pack` counts ticks, `free_running` slows ranks down,
-    and in `ChoosingRanks` ranks choose their tasks.
+    `rank`, `microbatch`, `seconds`, `needs`, `makes` (as in `Rule`: the number of a value is base
+    plus microbatch), `rise` and `change` are lists over task numbers. ledger: the units of memory;
+    None: stashes are counted. `spent` counts the tasks that runs have timed so far.
     """
-    rule = Rule.of(schedule)
-    arrivals = rule.arrivals(hop_s)
-    # 1. for each kind and stage: its reads, its writes, how long it takes
-    plan = {
-        kind: [(reads, rule.writes[kind][s], seconds(kind, s)) for s, reads in enumerate(of_kind)]
-        for kind, of_kind in arrivals.items()
-    }
-    written_s: list[float | None] = [None] * rule.num_values
-    waiting: dict[int, list[int]] = {}
-    at, free_s = [0] * schedule.num_ranks, [0.0] * schedule.num_ranks
-    ready = list(range(schedule.num_ranks))
-    # 2. each ready rank goes on until a value is missing; who writes it makes the rank ready again
-    while ready:
-        rank = ready.pop()
-        tasks, step, start = schedule.ranks[rank], at[rank], free_s[rank]
-        while step < len(tasks):
-            task = tasks[step]
-            stage, kind, m = task
-            needs, makes, lasts_s = plan[kind][stage]
-            missing = None
-            for base, after_s in needs:
-                arrives = written_s[base + m]
-                if arrives is None:
-                    missing = base + m
-                    break
-                if arrives + after_s > start:
-                    start = arrives + after_s
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
+
+    def __init__(self, schedule: Schedule, costs: Costs, ledger: Ledger | None = None):
+        self.schedule, self.num_ranks = schedule, schedule.num_ranks
+        self.tasks = [task for tasks in schedule.ranks for task in tasks]
+        self.rank = [r for r, tasks in enumerate(schedule.ranks) for _ in tasks]
+        self.microbatch = [microbatch for _, _, microbatch in self.tasks]
+        bounds = accumulate(map(len, schedule.ranks), initial=0)
+        self.first: Orders = [list(range(*each)) for each in pairwise(bounds)]
+        chunks = schedule.num_chunks
+        seconds = {
+            (stage, kind): costs.seconds(kind, stage, chunks)
+            for of_rank in schedule.counts
+            for kind, stage, _ in of_rank
+        }
+        self.seconds = [seconds[task[:2]] for task in self.tasks]
+        rule = Rule.of(schedule)
+        reads, writes, self.num_values = (
+            rule.arrivals(costs.transfer_s),
+            rule.writes,
+            rule.num_values,
+        )
+        self.needs = [reads[kind][stage] for stage, kind, _ in self.tasks]
+        self.makes = [writes[kind][stage] for stage, kind, _ in self.tasks]
+        self.ledger = Ledger.counted(schedule) if ledger is None else ledger
+        self.held, self.reserve = self.ledger.held, self.ledger.reserve
+        self.spent = 0
+
+    @cached_property
+    def rise(self) -> list[int]:
+        """Return the extra memory of a rank while each task runs."""
+        return [self.ledger.rise(stage, kind) for stage, kind, _ in self.tasks]
+
+    @cached_property
+    def change(self) -> list[int]:
+        """Return the change of a rank's memory by each task."""
+        return [self.ledger.change(stage, kind) for stage, kind, _ in self.tasks]
+
+    def run(self, orders: Orders, limit_s: float = float("inf")) -> TimedOrders | None:
+        """Return the times of orders; None if ranks block, or a task ends at limit_s or later.
+
+        `at` is then the step of each rank.
+        """
+        # 1. times of tasks and values; of each rank its step, its time, its last task
+        needs, makes, seconds, number = self.needs, self.makes, self.seconds, len(self.seconds)
+        microbatch = self.microbatch
+        start_s, end_s, waits_for = [0.0] * number, [0.0] * number, [NONE] * number
+        written_s: list[float | None] = [None] * self.num_values
+        writer = [NONE] * self.num_values
+        at, free_s, before = [0] * self.num_ranks, [0.0] * self.num_ranks, [NONE] * self.num_ranks
+        self.at, waiting = at, dict[int, list[int]]()
+        ready, left, latest_s = list(range(self.num_ranks)), number, 0.0
+        # 2. each ready rank goes on until a value is missing
+        while ready:
+            rank = ready.pop()
+            order, step, now_s, last = orders[rank], at[rank], free_s[rank], before[rank]
+            while step < len(order):
+                task = order[step]
+                begin_s, why, m = now_s, last, microbatch[task]
+                for base, hop_s in needs[task]:
+                    arrives_s = written_s[base + m]
+                    if arrives_s is None:
+                        waiting.setdefault(base + m, []).append(rank)
+                        break
+                    if arrives_s + hop_s > begin_s:
+                        begin_s, why = arrives_s + hop_s, writer[base + m]
+                else:
+                    now_s = begin_s + seconds[task]
+                    if now_s >= limit_s:
+                        self.spent += number - left
+                        return None
+                    start_s[task], end_s[task], waits_for[task], last = begin_s, now_s, why, task
+                    for base in makes[task]:
+                        written_s[base + m], writer[base + m] = now_s, task
+                        if base + m in waiting:
+                            ready.extend(waiting.pop(base + m))
+                    step, left = step + 1, left - 1
+                    continue
                 break
-            end = start + lasts_s
-            yield rank, step, task, start, end
-            for base in makes:
-                written_s[base + m] = end
-                if base + m in waiting:
-                    ready.extend(waiting.pop(base + m))
-            step, start, free_s[rank] = step + 1, end, end
-        at[rank] = step
-    _check_done(schedule, rule, at, written_s)
+            at[rank], free_s[rank], before[rank] = step, now_s, last
+            latest_s = max(latest_s, now_s)
+        self.spent += number - left
+        return None if left else TimedOrders(latest_s, start_s, end_s, waits_for)
 
+    def fits(self, order: Sequence[int], cap: int) -> bool:
+        """Return whether a rank that runs its tasks in this order never holds more than `cap`."""
+        rise, change = self.rise, self.change
+        live = self.held[self.rank[order[0]]]
+        for task in order:
+            if live + rise[task] > cap:
+                return False
+            live += change[task]
+        return True
 
-def _check_done(schedule: Schedule, rule: Rule, at: list[int], written: list[float | None]) -> None:
-    """Raise ScheduleError for the first rank that could not finish."""
-    for rank, tasks in enumerate(schedule.ranks):
-        if at[rank] < len(tasks):
-            task = tasks[at[rank]]
-            reads = schedule.reads(task)
-            missing = next(v for v in reads if written[rule.base[v[:2]] + v.microbatch] is None)
-            what = f"{task} waits for {missing}, which no rank can write any more. "
-            what += order_that_blocks(schedule, at)
-            raise fault(schedule, rank, at[rank], what.rstrip())
+    def as_schedule(self, orders: Orders, name: str) -> Schedule:
+        """Return the schedule of these orders."""
+        ranks = tuple(tuple(self.tasks[task] for task in order) for order in orders)
+        return replace(self.schedule, name=name, ranks=ranks)

@@ -10,8 +10,9 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.execution_order import Rule, check_order
+from ppctl.schedule.execution_order import Rule
 from ppctl.schedule.ir import KINDS, PART_KINDS, Schedule, Task
+from ppctl.schedule.validation import check_order
 
 TickShape = Literal["op", "fb"]  # one task a tick | an F, then a backward
 

@@ -7,9 +7,10 @@ from functools import cached_property
 from itertools import pairwise
 
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.execution_order import timed_walk
-from ppctl.schedule.ir import ALL_KINDS, Kind, Schedule, Task, Value, writes
+from ppctl.schedule.execution_order import Jobs
+from ppctl.schedule.ir import ALL_KINDS, Schedule, Task, Value, writes
 from ppctl.schedule.search.placement_costs import Placed, peak_activations
+from ppctl.schedule.validation import check_order
 
 MOST_TASKS = 500_000  # of one simulation and one chunk a rank, about a second
 
@@ -117,11 +118,10 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     117.0
     """
     costs.check(schedule.num_stages, schedule.vocab_parts)
-    start_s, end_s, num_chunks = dict[Task, float](), dict[Task, float](), schedule.num_chunks
-
-    def seconds(kind: Kind, stage: int) -> float:
-        return costs.seconds(kind, stage, num_chunks)
-
-    for _, _, task, start, end in timed_walk(schedule, seconds, costs.transfer_s):
-        start_s[task], end_s[task] = start, end
+    jobs = Jobs(schedule, costs)
+    run = jobs.run(jobs.first)
+    if run is None:
+        check_order(schedule)  # raises the error that names the missing value
+    assert run is not None, "orders block at any costs"
+    start_s, end_s = (dict(zip(jobs.tasks, each, strict=True)) for each in (run.start_s, run.end_s))
     return Timeline(schedule, costs, start_s, end_s)

@@ -12,11 +12,12 @@ from itertools import accumulate, chain, pairwise
 from math import inf
 
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.execution_order import Rule, check_order
+from ppctl.schedule.execution_order import Rule
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.schedule.lockstep_ticks import tick_phases
 from ppctl.schedule.simulator import Timeline, simulate
 from ppctl.schedule.tick_lowering import Ticks
+from ppctl.schedule.validation import check_order
 
 ROUNDING = 1e-12  # relative
 

@@ -7,9 +7,10 @@ before it exists.
 from __future__ import annotations
 
 from ppctl.errors import ScheduleError
-from ppctl.schedule.execution_order import Rule, check_order
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.execution_order import Jobs, Rule
 from ppctl.schedule.ir import PART_KINDS, WRITES, Kind, Schedule, Task, Value, writes
-from ppctl.schedule.schedule_faults import fault
+from ppctl.schedule.schedule_faults import fault, order_that_blocks
 
 # values that each stage, and each part of the vocabulary, must have, and the tasks that write them
 NEEDED: tuple[dict[str, Kind], ...] = (
@@ -28,6 +29,21 @@ def validate(schedule: Schedule) -> Schedule:
     _check_complete(schedule, rule, _check_tasks(schedule, rule))
     check_order(schedule)
     return schedule
+
+
+def check_order(schedule: Schedule) -> None:
+    """Raise ScheduleError, with the grid and an arrow, when ranks wait for each other for ever."""
+    jobs = Jobs(schedule, Costs())
+    if jobs.run(jobs.first) is not None:
+        return
+    programs = list(zip(schedule.ranks, jobs.at, strict=True))
+    written = {v for tasks, at in programs for task in tasks[:at] for v in writes(task)}
+    rank = next(rank for rank, (tasks, at) in enumerate(programs) if at < len(tasks))
+    task = schedule.ranks[rank][jobs.at[rank]]
+    missing = next(value for value in schedule.reads(task) if value not in written)
+    what = f"{task} waits for {missing}, which no rank can write any more. "
+    what += order_that_blocks(schedule, jobs.at)
+    raise fault(schedule, rank, jobs.at[rank], what.rstrip())
 
 
 def _check_tasks(schedule: Schedule, rule: Rule) -> bytearray:

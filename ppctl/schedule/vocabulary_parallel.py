@@ -14,8 +14,9 @@ from math import inf
 
 from ppctl.errors import ScheduleError, setting
 from ppctl.schedule.costs import Costs
+from ppctl.schedule.execution_order import Jobs
 from ppctl.schedule.ir import Kind, Schedule, Task
-from ppctl.schedule.search.numbered_orders import ChoosingRanks, Jobs
+from ppctl.schedule.search.choosing_ranks import ChoosingRanks
 from ppctl.schedule.validation import validate
 
 DELAYS = (0, 1, 2)  # one hides the way to the sums, one that to the last output's gradient
@@ -63,7 +64,7 @@ def _delayed(schedule: Schedule, delay: int, costs: Costs) -> tuple[float, Sched
     for earlier, m in zip(embedded, embedded[AHEAD:], strict=False):
         (act, _stash) = jobs.makes[number[Task(0, "F", earlier)]]
         for r in range(schedule.num_ranks):
-            jobs.needs[number[Task(r, "E", m)]].append((act, 0.0))
+            jobs.needs[number[Task(r, "E", m)]] = ((act + earlier - m, 0.0),)
     # 2. the run of ranks: each goes on with the task that is ready first
     ranks = ChoosingRanks(jobs)
     queues = [_queues(jobs, order) for order in jobs.first]

@@ -10,10 +10,10 @@ from support.orders import orders_of
 
 from ppctl.errors import ScheduleError
 from ppctl.schedule.costs import Costs
+from ppctl.schedule.execution_order import Jobs
 from ppctl.schedule.families.stage_placement import loop
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.search.auto_search import choose, published
-from ppctl.schedule.search.numbered_orders import Jobs
 from ppctl.schedule.search.placement_costs import peak_activations
 from ppctl.schedule.simulator import simulate
 from ppctl.schedule.tick_lowering import runs_on_ring, ticks

@@ -9,6 +9,7 @@ from support.all_families import COSTS, REAL, UNIT, cases, make
 from support.sizes import random_programs
 
 from ppctl.schedule.costs import Costs
+from ppctl.schedule.execution_order import Jobs
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.ir import split_backward
 from ppctl.schedule.search.building_blocks import (
@@ -25,7 +26,6 @@ from ppctl.schedule.search.building_blocks import (
 )
 from ppctl.schedule.search.greedy_order import fill
 from ppctl.schedule.search.hill_climbing import Trials, _moves, climb
-from ppctl.schedule.search.numbered_orders import Jobs
 from ppctl.schedule.search.placement_costs import Ledger, peak_activations
 from ppctl.schedule.simulator import simulate
 from ppctl.schedule.validation import validate

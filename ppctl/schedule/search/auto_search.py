@@ -18,6 +18,7 @@ from operator import add
 
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.costs import Costs
+from ppctl.schedule.execution_order import Jobs, Orders
 from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.families.stage_placement import v_shape
 from ppctl.schedule.ir import Schedule, split_backward
@@ -32,7 +33,6 @@ from ppctl.schedule.search.building_blocks import (
 )
 from ppctl.schedule.search.greedy_order import fill
 from ppctl.schedule.search.hill_climbing import climb
-from ppctl.schedule.search.numbered_orders import Jobs, Orders
 from ppctl.schedule.search.placement_costs import CostsOf, Ledger, Placed
 from ppctl.schedule.validation import validate
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, permutations
 
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.execution_order import NEVER
+from ppctl.schedule.execution_order import NEVER, Jobs, Orders
 from ppctl.schedule.families.stage_placement import v_shape
 from ppctl.schedule.ir import Kind, Schedule, Task
-from ppctl.schedule.search.numbered_orders import ChoosingRanks, Jobs, Orders
+from ppctl.schedule.search.choosing_ranks import ChoosingRanks
 from ppctl.schedule.search.placement_costs import Ledger
 
 PERIOD = 6  # ticks of a microbatch on every rank: F, I and W of two chunks

@@ -5,8 +5,8 @@ A rank that would wait runs a later task of its order that is ready, if memory a
 
 from __future__ import annotations
 
-from ppctl.schedule.execution_order import NEVER
-from ppctl.schedule.search.numbered_orders import ChoosingRanks, Jobs, Orders
+from ppctl.schedule.execution_order import NEVER, Jobs, Orders
+from ppctl.schedule.search.choosing_ranks import ChoosingRanks
 
 WINDOW = 48  # how far along its order a rank looks for a task that is ready
 

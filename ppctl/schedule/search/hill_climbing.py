@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ppctl.schedule.search.numbered_orders import Jobs, Orders, TimedOrders
+from ppctl.schedule.execution_order import Jobs, Orders, TimedOrders
 
 AHEAD = (1, 2, 3, 4, 6, 9)  # steps by which the second task of a pair moves ahead
 BACK = (2, 3, 4, 6, 9, 14)  # steps by which the first one moves back (1 is the second one's 1)
@@ -102,7 +102,8 @@ class Trials:
         self.written_s = [0.0] * jobs.num_values
         self.began_s = [float("inf")] * jobs.num_values  # when the task began that writes a value
         for task, makes in enumerate(jobs.makes):
-            for value in makes:
+            for base in makes:
+                value = base + jobs.microbatch[task]
                 self.written_s[value], self.began_s[value] = run.end_s[task], run.start_s[task]
         self.tail_s = self._tails_s()
 
@@ -116,16 +117,16 @@ class Trials:
                 before[other] = one
         writer = [-1] * jobs.num_values
         for task, makes in enumerate(jobs.makes):
-            for value in makes:
-                writer[value] = task
+            for base in makes:
+                writer[base + jobs.microbatch[task]] = task
         ends = list(zip(run.start_s, run.end_s, strict=True))
         for task in sorted(range(len(tail_s)), key=ends.__getitem__, reverse=True):
             through_s = tail_s[task] + jobs.seconds[task]
             one = before[task]
             if one >= 0 and through_s > tail_s[one]:
                 tail_s[one] = through_s
-            for value, hop_s in jobs.needs[task]:
-                one = writer[value]
+            for base, hop_s in jobs.needs[task]:
+                one = writer[base + jobs.microbatch[task]]
                 if through_s + hop_s > tail_s[one]:
                     tail_s[one] = through_s + hop_s
         return tail_s
@@ -139,7 +140,7 @@ class Trials:
         """
         # 1. where each rank stands when the first changed place starts
         jobs, orders, run = self.jobs, self.orders, self.run
-        needs, makes, seconds = jobs.needs, jobs.makes, jobs.seconds
+        needs, makes, seconds, microbatch = jobs.needs, jobs.makes, jobs.seconds, jobs.microbatch
         written_s, began_s, tail_s, start_s = self.written_s, self.began_s, self.tail_s, run.start_s
         from_s = run.end_s[orders[rank][first - 1]] if first else 0.0
         settled_s = start_s[orders[rank][last]]
@@ -157,8 +158,9 @@ class Trials:
             step, now_s = at[here], free_s[here]
             while step < len(tasks):
                 task = tasks[step]
-                begin_s = now_s
-                for value, hop_s in needs[task]:
+                begin_s, m = now_s, microbatch[task]
+                for base, hop_s in needs[task]:
+                    value = base + m
                     arrives_s = again_s.get(value, MISSING)
                     if arrives_s < 0.0:
                         if began_s[value] >= from_s:
@@ -174,7 +176,8 @@ class Trials:
                     if now_s + chain_s >= limit_s:
                         jobs.spent += done
                         return False
-                    for value in makes[task]:
+                    for base in makes[task]:
+                        value = base + m
                         again_s[value] = now_s
                         if value in waiting:
                             ready.append(waiting.pop(value))
