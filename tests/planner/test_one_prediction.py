@@ -97,7 +97,7 @@ def test_rows_of_tune_are_those_of_plan_and_train_digit_for_digit(how, seed, mon
     words = some(seed) if how == "chosen" else fuzzed(seed, tmp_path)
     tuned = tune_module.tune_layouts(composed(words))
     for row in tuned.found.best:
-        job = assemble(row.request, on_one_device=True, only_planned=True)
+        job = assemble(row.request.config, on_one_device=True, only_planned=True)
         plan, train = predicted(job), predict_step(job)
         assert plan.partition == row.layout.partition
         assert max(plan.total_bytes) == row.total_bytes == train.memory_bytes

@@ -35,7 +35,7 @@ def test_the_recipe_is_the_request_found(words, tmp_path):
     asked = composed(shown) if "mlp" in words or "recipes" in words else request(*shown)
     path = tmp_path / "recipes/tuned.yaml"
     assert tune(asked, as_json=True) == 0
-    configs = [row.request for row in tune_layouts(asked).found.best]
+    configs = [row.request.config for row in tune_layouts(asked).found.best]
     name = asked.run.name if asked.run.name != config.Run().name else "tuned"
     uneven = [i for i, found in enumerate(configs) if found.partition.name == "explicit"][:1]
     assert uneven or "num_layers=9" not in words

@@ -130,7 +130,7 @@ def test_the_stages_that_the_planner_finds_train_the_same():
     asked = compose(words, [], ["tune"])
     rows = tune_layouts(asked).found.best
     is_chosen = lambda found: found.mesh.pp > 1 and min(found.partition)
-    chosen = next(row.request for row in rows if is_chosen(row.layout))
+    chosen = next(row.request.config for row in rows if is_chosen(row.layout))
     job = assemble(replace(chosen, run=replace(chosen.run, dtype="float64")))
     state = stepped(job, None, next(job.data.batches()))
     assert (

@@ -23,10 +23,10 @@ def tune(config: Config, *, as_json: bool) -> int:
     tuned = tune_layouts(config)
     first = tuned.found.best[0] if tuned.found.best else None
     if first is not None and path is not None:
-        write_recipe(path, first.request, first.step_s, first.measured_s)
+        write_recipe(path, first.request.config, first.step_s, first.measured_s)
         tuned = replace(tuned, recipe=str(path))
     if first is not None and name is not None and launch is not None and script is not None:
-        request = first.request
+        request = first.request.config
         layout = f"{request.mesh.text} of {request.mesh.num_devices} {request.hardware.name}"
         words = job_words(launch, request, name)
         command = write_job_script(launch, f"mesh={layout}", words, tuned.hosts, script)

@@ -47,7 +47,6 @@ from ppctl.training.pipeline.execution import Execution
 from ppctl.training.pipeline.jax_start import check_memory_fraction, start_jax
 from ppctl.training.pipeline.job import (
     DEFAULT_DTYPE,
-    TrainingJob,
     assemble,
     batch_shapes,
     make_optimizer,
@@ -68,7 +67,7 @@ class Row:
 
     layout: Candidate
     plan: PipelinePlan
-    request: Any  # a Config, or the arguments of `ppctl.pipeline`
+    request: Any  # the job, or the arguments of `ppctl.pipeline`
     measured_s: float | None = None  # of a step that was run
 
     @property
@@ -154,7 +153,7 @@ def tune_layouts(config: Config) -> Tuned:
         f"{num_devices} x {target.hardware.name}",
         target.limit,
         batch_tokens=tokens,
-        step_flops=None if first is None else model_flops(_job(first.request)).full,
+        step_flops=None if first is None else model_flops(first.request).full,
         peak_flops=target.peak_flops,
         token_budget=token_budget(config.plan.tokens, tokens, step_s, num_devices, target.hardware),
         hosts=hosts,
@@ -185,13 +184,12 @@ def search_of(
     # 1. the model, and how it may be divided
     assert isinstance(executor, Spmd | Mpmd), "others have one layout"
     machine, dtype, limit = target.machine, jnp.dtype(target.dtype), target.limit
-    params = jax.eval_shape(lambda: init(stack, 0))
     state = jax.eval_shape(lambda: init_state(init(stack, 0), optimizer, stack.options.trainable))
     context = executor.context if isinstance(executor, Mpmd) else "gather"
     axes = StageAxes(sequence_parallel=executor.sequence_parallel, context=context)
     models = device_models(stack, state, batch, dtype, axes)
     requested = {name: getattr(tune, name) for name in STAGE_AXES}
-    x = jax.eval_shape(stack.embed, params["embed_head"], example(batch)["inputs"])
+    x = jax.eval_shape(stack.embed, state["params"]["embed_head"], example(batch)["inputs"])
     num_devices = target.number, machine.host_devices or target.number
     divisions = stage_divisions(models, stack, x, axes, requested, *num_devices)
 
@@ -216,7 +214,7 @@ def search_of(
         remats=tuple(tune.remat or tune.REMAT),
         max_chunks=tune.max_chunks,
         layer_costs=layer_costs,
-        trained=trained_share(params["layers"], stack.trains("layers")),
+        trained=trained_share(state["params"]["layers"], stack.trains("layers")),
         divisions=tuple(divisions),
         vocab=_vocab(executor, tune.vocab, stack, batch),
     )
@@ -304,14 +302,12 @@ def as_planned(config: Config, stack: Stack, layout: Candidate) -> Row:
         tune=settings.Tune(),
     )
     settings.check(request)
-    return Row(layout, predict_job(replace(_job(request), counted_stack=stack)), request)
-
-
-def _job(request: Config) -> TrainingJob:
-    return assemble(request, on_one_device=True, only_planned=True)
+    job = assemble(request, on_one_device=True, only_planned=True)
+    return Row(layout, predict_job(replace(job, counted_stack=stack)), job)
 
 
 def _measured(rows: Sequence[Row], count: int) -> tuple[Row, ...]:
     """Return the first `count` with and by their measured step times, then the others."""
-    ran = [replace(row, measured_s=run_steps(assemble(row.request)).wall_s) for row in rows[:count]]
+    step_s = lambda row: run_steps(assemble(row.request.config)).wall_s  # noqa: E731
+    ran = [replace(row, measured_s=step_s(row)) for row in rows[:count]]
     return (*sorted(ran, key=lambda row: row.measured_s or 0.0), *rows[count:])
