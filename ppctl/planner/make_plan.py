@@ -158,7 +158,6 @@ def _network_layers(pipe: Pipeline) -> tuple[LayerPart, ...]:
 
 
 def _stages(job: TrainingJob, costs: Costs | None) -> dict[str, Any]:
-    """Return Prediction's stages and transfer_s, by the costs of tasks."""
     pipe = job.pipe
     if not pipe.execution.engine.is_pipelined:
         return {"stages": (), "transfer_s": None}
@@ -172,7 +171,6 @@ def _stages(job: TrainingJob, costs: Costs | None) -> dict[str, Any]:
 
 
 def _memory(job: TrainingJob, target: Target, found: PipelinePlan) -> dict[str, Any]:
-    """Return Prediction's fields of memory, as compiled with plan.compile."""
     # 1. the memory of each rank
     memory, needed, compile_s, refusal = found.memory, found.total_bytes, None, None
     is_compiled = False

@@ -101,7 +101,6 @@ def _links(job: TrainingJob, machine: Machine) -> Iterator[str]:
 
 
 def _overlap(job: TrainingJob, machine: Machine) -> Iterator[str]:
-    """Yield the work that runs at the same time."""
     # 1. tasks and transfers between ranks
     pipe, mesh = job.pipe, job.config.mesh
     if mesh.pp > 1 and pipe.execution.engine.in_ticks:

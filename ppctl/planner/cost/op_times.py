@@ -154,7 +154,6 @@ def op_times(step: Step) -> OpTimes:
 
 
 def _gathers(step: Step) -> LayerGathers | None:
-    """Return the gathers of layers within tasks, or None."""
     (link, size), params = step.ring(("fsdp",)), step.params
     if step.gather == "step" or size == 1:
         return None

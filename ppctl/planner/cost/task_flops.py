@@ -79,7 +79,6 @@ def _divided_evenly(work: ModelWork, number: int) -> ModelWork:
 
 
 def _over(op: Op, number: int) -> Op:
-    """Return an operation with its FLOPs and bytes divided by a number."""
     names = "flops", "bytes", "fixed_bytes"
     return replace(op, **{name: getattr(op, name) / number for name in names})
 
@@ -252,7 +251,6 @@ def _extent(few: float, many: float, number: int = FEW[0]) -> Extent:
 
 
 def _shape(few: ProductShape | None, many: ProductShape | None, number: int) -> ProductShape | None:
-    """Return the shape of a product, likewise."""
     if few is None or many is None:
         return None
     sizes = zip(vars(few).values(), vars(many).values(), strict=True)

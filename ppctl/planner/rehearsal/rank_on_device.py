@@ -124,7 +124,6 @@ class RankOnDevice:
         self.values[copy] = jax.block_until_ready({key: values[key] for key in kept})
 
     def _stand_in(self, key: Key) -> jax.Array:
-        """Return the stand-in for a value that another rank sends."""
         return self.arriving[key[0] if key[0] in self.arriving else "x"]
 
     @cached_property
@@ -164,7 +163,6 @@ class RankOnDevice:
         return jax.device_put((random_like if is_weight else zeros_like)(shape), self.device)
 
     def _compiled(self, given: dict[Key, Tree]) -> dict[ProgramId, jax.stages.Compiled]:
-        """Return the compiled programs of the tasks."""
         # 1. lowered in order: a task's results have the shapes that later ones read
         shapes, lowered = dict(given), dict[ProgramId, jax.stages.Lowered]()
         written, arriving = dict[ProgramId, Tree](), self._shapes_arriving

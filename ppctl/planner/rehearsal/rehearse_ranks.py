@@ -175,7 +175,6 @@ class Simulated:
         return Costs(*kinds, transfer_s=self._counted.hop_s, **parts)
 
     def _of_stage(self, s: int) -> tuple[float, float, float]:
-        """Return the seconds of F, I and W of a stage, with its gathers and sends."""
         schedule, sent = self.job.pipe.schedule, self._sent
         like = self.ran_as[schedule.rank_of[s]]
         times, stage = self.ran[like].task_s, schedule.stages_of[like][schedule.chunk_of[s]]

@@ -63,7 +63,6 @@ def _run(closed: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
 
 
 def _without_sends(body: Any) -> Any:
-    """Return the jaxpr of a loop, or those of branches, with stand-ins."""
     if isinstance(body, tuple):
         return tuple(map(_without_sends, body))
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in body.in_avals]

@@ -135,11 +135,8 @@ class Bounds:
         """
         # 1. work of a rank
         microbatch, op_times, pp = self.step.microbatch, self.op_times, self.mesh.pp
-        layer, embed_head_s, last_s = (
-            op_times.layer,
-            op_times.embed_head_s(pp),
-            op_times.layer.all_s,
-        )
+        layer, embed_head_s = op_times.layer, op_times.embed_head_s(pp)
+        last_s = layer.all_s
         if microbatch.remat.keeps_input_only and not self.vocab_parts:
             last_s -= layer.forward_s  # a layer of the last stage
         speed = (pp - 1) / layer.all_s + 1 / last_s  # layers a second, of all ranks

@@ -101,7 +101,6 @@ def tune(
 
 
 def _arguments(layout: Candidate, executor: Spmd | Mpmd) -> dict[str, Any]:
-    """Return the arguments of `ppctl.pipeline` that make a layout."""
     return {
         "schedule": family(layout.family, **knobs_of(layout.family, layout.num_chunks)),
         "num_microbatches": layout.num_microbatches,

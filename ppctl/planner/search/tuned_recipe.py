@@ -68,7 +68,7 @@ def write_recipe(path: Path, config: Config, step_s: float, measured_s: float | 
         MARK,
         f"# Claim: the fastest layout found for {config.mesh.num_devices} devices: {seconds}.",
         f"# Command: {command_of(path)}",
-        f"# Assumes: {_assumed(config)}.",
+        f"# Assumes: {_assumed(config.data, config.model, config.hardware)}.",
     ]
     if config.hardware.name not in (AutoHardware().name, *known()):
         head.append(f"# Needs: hardware/{config.hardware.name}.yaml next to recipes/.")
@@ -97,14 +97,13 @@ def _run_settings(run: Run, stem: str) -> dict[str, Any]:
     return found | {"name": stem if run.name == Run().name else run.name}
 
 
-def _assumed(config: Config) -> str:
-    """Return the data and the hardware that a layout is the fastest for, as overrides."""
-    data = _settings(config.data) | {"batch_size": config.data.batch_size}
-    words = [f"data={config.data.name}", *(f"data.{name}={value}" for name, value in data.items())]
-    seq_len = getattr(config.model, "seq_len", None)
+def _assumed(data: Any, model: Any, hardware: Hardware | AutoHardware) -> str:
+    settings = _settings(data) | {"batch_size": data.batch_size}
+    words = [f"data={data.name}", *(f"data.{name}={value}" for name, value in settings.items())]
+    seq_len = getattr(model, "seq_len", None)
     words += [] if seq_len is None else [f"model.seq_len={seq_len}"]
-    attached = " (attached)" if isinstance(config.hardware, AutoHardware) else ""
-    return f"{' '.join(words)}, hardware={config.hardware.name}{attached}"
+    attached = " (attached)" if isinstance(hardware, AutoHardware) else ""
+    return f"{' '.join(words)}, hardware={hardware.name}{attached}"
 
 
 def _settings(part: Any) -> dict[str, Any]:

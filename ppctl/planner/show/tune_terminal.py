@@ -55,7 +55,6 @@ def _before(tuned: Tuned) -> Iterator[str]:
 
 
 def _after(tuned: Tuned) -> Iterator[str]:
-    """Yield the lines below the table."""
     yield _about_pipelines(tuned)
     if tuned.token_budget is not None:
         yield f"tokens, with the first: {tuned.token_budget.text}."
@@ -66,7 +65,6 @@ def _after(tuned: Tuned) -> Iterator[str]:
 
 
 def _cells(tuned: Tuned, number: int, row: Row) -> dict[str, str]:
-    """Return the cells of a layout by their columns."""
     # 1. the layout
     layout, plan, is_alone = row.layout, row.plan, row.layout.mesh.pp == 1
     cells = {
