@@ -140,6 +140,11 @@ def op_times(step: Step) -> OpTimes:
 
     # 2. transfers, gathers and per-step overhead
     ranks, x_bytes = step.ring(("pp",)), examples * step.work.x_bytes
+    (link, size), gathers = step.ring(("fsdp",)), None
+    if step.gather == "layer" and size > 1:
+        layer_s = link.gather_s(step.params.layer * step.params.compute_ratio, size)
+        is_scanned = step.layout.rank_layers > step.unroll
+        gathers = LayerGathers(layer_s, machine.gathers_ahead, once_more=is_scanned)
     times = OpTimes(
         embed=seconds(step.work.embed),
         layer=seconds(layer, again),
@@ -148,18 +153,9 @@ def op_times(step: Step) -> OpTimes:
         hop_s=ranks.link.hop_s(x_bytes) if ranks.size > 1 else 0.0,
         overhead_s=overhead_s(step),
         capacity=inf if machine.cores is None else float(machine.cores),
-        gathers=_gathers(step),
+        gathers=gathers,
     )
     return times.in_parts(step.layout.vocab_parts) if step.layout.vocab_parts else times
-
-
-def _gathers(step: Step) -> LayerGathers | None:
-    (link, size), params = step.ring(("fsdp",)), step.params
-    if step.gather == "step" or size == 1:
-        return None
-    layer_s = link.gather_s(params.layer * params.compute_ratio, size)
-    is_scanned = step.layout.rank_layers > step.unroll
-    return LayerGathers(layer_s, step.known_machine.gathers_ahead, once_more=is_scanned)
 
 
 def overhead_s(step: Step) -> float:

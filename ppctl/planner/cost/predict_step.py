@@ -233,7 +233,7 @@ def time_of(pipe: Pipeline, times: OpTimes, costs: Costs | None = None) -> StepT
         return step_time(times, alone, None, whole, 1)
     counted = None if pipe.ticks is None else pipe.ticks.counted
     costs = costs or job_costs(pipe, times)
-    return step_time(times, pipe.schedule, counted, costs, _copies(pipe))
+    return step_time(times, pipe.schedule, counted, costs, pipe.mesh.size // pipe.mesh.shape["pp"])
 
 
 def timeline_of(pipe: Pipeline, times: OpTimes, costs: Costs | None = None) -> Timeline:
@@ -242,7 +242,8 @@ def timeline_of(pipe: Pipeline, times: OpTimes, costs: Costs | None = None) -> T
     Not for executor=reference, which has no stages.
     """
     costs = costs or job_costs(pipe, times)
-    return timeline_at(pipe.schedule, pipe.ticks, costs, times.capacity / _copies(pipe))
+    copies = pipe.mesh.size // pipe.mesh.shape["pp"]
+    return timeline_at(pipe.schedule, pipe.ticks, costs, times.capacity / copies)
 
 
 def job_costs(pipe: Pipeline, times: OpTimes, partition: Partition | None = None) -> Costs:
@@ -250,8 +251,3 @@ def job_costs(pipe: Pipeline, times: OpTimes, partition: Partition | None = None
     layers = None if pipe.stack.are_alike else pipe.relative_costs.layers
     partition = pipe.partition if partition is None else partition
     return costs_of(times, pipe.schedule, partition, pipe.execution.remat, layers)
-
-
-def _copies(pipe: Pipeline) -> int:
-    """Return the number of a rank's devices, which do the same at the same time."""
-    return pipe.mesh.size // pipe.mesh.shape["pp"]

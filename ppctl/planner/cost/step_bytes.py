@@ -24,7 +24,10 @@ def array_bytes(step: Step, slots: Mapping[str, float]) -> dict[str, int]:
     params, layout, work, microbatch = step.params, step.layout, step.work, step.microbatch
     layers, remat = layout.rank_layers, microbatch.remat
     state = layers * params.layer / layout.mesh.fsdp + params.embed_head / layout.end_devices
-    copies = _copied_layers(step) * params.layer + params.embed_head
+    copied = layers  # of a rank; gather=layer: one and the next, besides the shards of all
+    if layout.mesh.fsdp > 1 and step.gather == "layer":
+        copied = min(2, layout.chunk_layers) + layers / layout.mesh.fsdp
+    copies = copied * params.layer + params.embed_head
     sums = layers * params.trained_layer + params.trained_embed_head
 
     # 2. values of microbatches
@@ -40,17 +43,6 @@ def array_bytes(step: Step, slots: Mapping[str, float]) -> dict[str, int]:
         "transfers": round(microbatch.examples * sent),
         "batch": microbatch.example_bytes * microbatch.examples * microbatch.number,
     }
-
-
-def _copied_layers(step: Step) -> float:
-    """Return the number of layers in the copies that tasks read.
-
-    gather=step: all of a rank; layer: one and the next, besides the shards of all.
-    """
-    layout = step.layout
-    if layout.mesh.fsdp == 1 or step.gather == "step":
-        return layout.rank_layers
-    return min(2, layout.chunk_layers) + layout.rank_layers / layout.mesh.fsdp
 
 
 # temporaries

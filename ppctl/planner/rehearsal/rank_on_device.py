@@ -115,16 +115,14 @@ class RankOnDevice:
         values = dict(kept)
         for entry, drop in zip(self.entries, self.freed, strict=True):
             program = self.programs[_id(entry)]
-            read = [values[k] if k in values else _arrived(self._stand_in(k)) for k in entry.reads]
+            arriving = lambda key: self.arriving.get(key[0], self.arriving["x"])  # noqa: E731
+            read = [values[k] if k in values else _arrived(arriving(k)) for k in entry.reads]
             written = program(*read) if watched is None else watched(entry, program, read)
             del read
             values.update(zip(entry.writes, written, strict=True))
             for key in drop:
                 values.pop(key, None)
         self.values[copy] = jax.block_until_ready({key: values[key] for key in kept})
-
-    def _stand_in(self, key: Key) -> jax.Array:
-        return self.arriving[key[0] if key[0] in self.arriving else "x"]
 
     @cached_property
     def _shapes_arriving(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -130,7 +130,8 @@ def _run_ranks(job: TrainingJob) -> tuple[dict[int, RankTimes], list[int]]:
     """Return the times of the ranks that were run, and for each rank the one that ran for it."""
     parts, batch, ran = rank_parts(job), examples_of_device(job), dict[int, RankTimes]()
     kinds = [part.role for part in parts]
-    ran_as, copies = [kinds.index(kind) for kind in kinds], _at_once(job)
+    ran_as = [kinds.index(kind) for kind in kinds]
+    copies = min(os.cpu_count() or 1, job.pipe.mesh.size) if _is_shared(job) else 1
     for r in sorted(set(ran_as)):
         try:
             ran[r] = RankOnDevice(job, parts[r], batch, copies).times(RUNS)
@@ -146,11 +147,6 @@ def _run_ranks(job: TrainingJob) -> tuple[dict[int, RankTimes], list[int]]:
                 "executor.remat=full."
             ) from error
     return ran, ran_as
-
-
-def _at_once(job: TrainingJob) -> int:
-    """Return how many ranks run at once: as many as share this machine, a core each."""
-    return min(os.cpu_count() or 1, job.pipe.mesh.size) if _is_shared(job) else 1
 
 
 def _is_shared(job: TrainingJob) -> bool:

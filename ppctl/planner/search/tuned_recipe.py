@@ -83,18 +83,14 @@ def write_recipe(path: Path, config: Config, step_s: float, measured_s: float | 
     document: dict[str, Any] = {"defaults": [{f"override /{k}": name} for k, name in names.items()]}
     settings = {part: _settings(each) for part, each in parts.items()}
     document |= {part: found for part, found in settings.items() if found}
-    document["run"] = _run_settings(config.run, path.stem)
+    run, usual = config.run, Run()  # the name is by default the recipe's, and dir follows from it
+    name = path.stem if run.name == usual.name else run.name
+    document["run"] = _settings(run) | {"name": name}
+    if run.dir == f"runs/{run.name}":
+        document["run"].pop("dir", None)
     with writing(path, path.stem):
         path.parent.mkdir(exist_ok=True)
         path.write_text("\n".join([*head, yaml.safe_dump(document, sort_keys=False)]))
-
-
-def _run_settings(run: Run, stem: str) -> dict[str, Any]:
-    """Return the settings of run; its name is by default the recipe's, and dir follows from it."""
-    found = _settings(run)
-    if run.dir == f"runs/{run.name}":
-        found.pop("dir", None)
-    return found | {"name": stem if run.name == Run().name else run.name}
 
 
 def _assumed(data: Any, model: Any, hardware: Hardware | AutoHardware) -> str:

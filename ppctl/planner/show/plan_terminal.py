@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ppctl.planner.make_plan import LayerPart, Prediction, StagePart
@@ -139,7 +139,9 @@ def stage_table(stages: Sequence[StagePart], submesh: str) -> TextTable:
     devices, rows = ["devices"] * any(stage.devices for stage in stages), []
     for s in which:
         stage = stages[s]
-        layers = _range(stage.first_layer, stage.num_layers)
+        first, last_layer = stage.first_layer, stage.first_layer + stage.num_layers - 1
+        layers = "none" if not stage.num_layers else f"{first}-{last_layer}"
+        layers = str(first) if first == last_layer else layers
         place = str(s), layers, str(stage.rank), submesh, *[_devices(stage.devices)] * len(devices)
         forward = IN_BACKWARD if stage.forward_s == 0 else _seconds(stage.forward_s)
         rows.append((*place, forward, _seconds(stage.backward_s)))
@@ -151,10 +153,6 @@ def stage_table(stages: Sequence[StagePart], submesh: str) -> TextTable:
 
 def _seconds(seconds: float | None) -> str:
     return "not known" if seconds is None else f"{seconds:.3g}"
-
-
-def _range(first: int, count: int) -> str:
-    return "none" if not count else str(first) if count == 1 else f"{first}-{first + count - 1}"
 
 
 def _devices(devices: Sequence[int]) -> str:
@@ -213,7 +211,9 @@ def fit_text(found: Prediction) -> str:
     worst = max(range(len(found.total_bytes)), key=lambda r: found.total_bytes[r])
     need = found.total_bytes[worst]
     kind = "predicted" if found.compile_s is None else f"compiled in {found.compile_s:.1f} s"
-    remedy, limit = _remedy(found.memory_bytes[worst]), found.limit_bytes
+    held, limit = found.memory_bytes[worst], found.limit_bytes
+    largest = max(held, key=lambda part: held[part])
+    remedy = f"Most are {largest}: {REMEDIES[largest]}"
     if found.refusal is not None:
         return f"does not fit ({kind}): {found.refusal.rstrip('.')}. {remedy}"
     if found.fits and limit is None:
@@ -236,12 +236,6 @@ def _more_memory(found: Prediction) -> str:
         return ""
     size = size_text(round(found.limit_bytes / found.limit_fraction * fraction))
     return f" With run.memory_fraction={fraction:g}, which is {size}, it fits."
-
-
-def _remedy(held: Mapping[str, int]) -> str:
-    """Return how to make the largest part smaller."""
-    largest = max(held, key=lambda part: held[part])
-    return f"Most are {largest}: {REMEDIES[largest]}"
 
 
 def shown_ranks(found: Prediction, most: int) -> list[int]:

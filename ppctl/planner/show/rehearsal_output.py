@@ -26,7 +26,9 @@ def rehearsal_lines(found: Rehearsal) -> Iterator[tuple[str, str]]:
     yield "ran here", f"{ran}; the others are like these"
     microbatches = f"{request.num_microbatches} microbatches"
     yield "schedule", f"{found.schedule}, {microbatches}, {request.executor}"
-    yield "step", _step_text(found)
+    cpu = "" if found.step_cpu_s is None else f", {found.step_cpu_s:.4g} CPU seconds"
+    overhead = overhead_text(found.per_step_overhead_s, found.step_time_s)
+    yield "step", f"{speed_text(found)}, bubble {found.bubble_fraction:.1%}{cpu}; {overhead}"
     if request.stage_axes:
         sent = "sends between devices that divide a stage; one ran here"
         yield ", ".join(request.stage_axes), f"{found.sent_s:.3g} s of the step, counted: {sent}"
@@ -36,12 +38,6 @@ def rehearsal_lines(found: Rehearsal) -> Iterator[tuple[str, str]]:
     worst = max(found.ranks, key=lambda each: each.total_bytes)
     limit = "" if found.limit_bytes is None else f" of {size_text(found.limit_bytes)}"
     yield "memory", f"{size_text(worst.total_bytes)}{limit} on rank {worst.rank}, which needs most"
-
-
-def _step_text(found: Rehearsal) -> str:
-    cpu = "" if found.step_cpu_s is None else f", {found.step_cpu_s:.4g} CPU seconds"
-    overhead = overhead_text(found.per_step_overhead_s, found.step_time_s)
-    return f"{speed_text(found)}, bubble {found.bubble_fraction:.1%}{cpu}; {overhead}"
 
 
 def ranks_to_show(found: Rehearsal, most: int) -> tuple[RehearsedRank, ...]:
