@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.parameter_layout import Layout, gather_shards, own_shards
-from ppctl.executors.stage.layer_programs import pack_flat, unpack_flat
+from ppctl.executors.stage.layer_programs import FlatPacking
 from ppctl.executors.stage.traced_network import MULTIPLE, TracedNetwork
 from ppctl.model.layer_reports import Updates
 from ppctl.training.pipeline.layer_optimizers import (
@@ -33,8 +33,7 @@ from ppctl.training.pipeline.update_formulas import Place, places_in, update_for
 
 Tree = Any
 Shape = jax.ShapeDtypeStruct
-Leaves = dict[int, Any]  # by the number of the parameter
-Members = dict[str, dict[int, Shape]]  # shapes in a slot of the state, by dtype and parameter
+Leaves = dict[int, Any]  # parameters, or leaves of optax's state, by number
 
 
 def network_optimizer(
@@ -51,30 +50,20 @@ def network_optimizer(
     except Exception:  # a mask that knows only the author's tree
         return by_name
     # the formula of each parameter's array, by the numbers of the parameters
-    trained = [i for i, flag in enumerate(network.is_trained) if flag]
     numbers = jax.tree.unflatten(jax.tree.structure(on_packed.one_layer), range(len(stored)))
     arrays = network.embed_head_leaves(numbers["embed_head"])
     for l in range(network.num_layers):
         arrays |= network.vectors_of(l, numbers["layers"])
-    pairs = ((formulas[n], stored[arrays[i]]) for n, i in enumerate(trained))
+    pairs = ((formulas[n], stored[arrays[i]]) for n, i in enumerate(by_name.trained))
     return on_packed if all(a == b for a, b in pairs) else by_name
-
-
-class Update(NamedTuple):
-    """The updates of some parameters, and their state by slot; `shared` numbers of the state."""
-
-    updates: Leaves
-    slots: dict[str, Leaves]
-    shared: dict[str, jax.Array]
 
 
 @dataclass(frozen=True)
 class NetworkOptimizer:
     """An optimizer of a network, with the arguments of `LayerOptimizer`.
 
-    The state is {"shared": {name: number}, "slots": {name: {"embed_head", "layers"}}}, with a slot
-    for each tree like the parameters in optax's state. Layers are packed as parameters are, by
-    dtype.
+    The state is {"shared": {name: number}, "embed_head": {parameter: {group: {name: array}}},
+    "layers": arrays [..., n], one a dtype, with a layer's leaves of optax's state packed}.
     """
 
     optimizer: optax.GradientTransformation
@@ -86,40 +75,109 @@ class NetworkOptimizer:
     def __post_init__(self) -> None:
         check_optimizer(self.optimizer, self.shapes, update_formulas)
 
+    # the author's tree
+
+    @property
+    def trained(self) -> list[int]:
+        """The numbers of the trained parameters."""
+        return [i for i, flag in enumerate(self.network.is_trained) if flag]
+
     @cached_property
     def shapes(self) -> Tree:
         """The shapes of the author's trained parameters, None for frozen ones."""
         net = self.network
-        trained = {i: s for i, s in enumerate(net.shapes) if net.is_trained[i]}
-        return self._tree({i: Shape(shape, net.dtype) for i, shape in trained.items()})
+        return self._tree({i: Shape(net.shapes[i], net.dtype) for i in self.trained})
+
+    @cached_property
+    def state(self) -> Tree:
+        """The shapes of optax's state."""
+        return jax.eval_shape(self.optimizer.init, self.shapes)
 
     @cached_property
     def places(self) -> list[Place]:
         """The place of each leaf of optax's state; owners are numbers of all parameters."""
-        trained = [i for i, flag in enumerate(self.network.is_trained) if flag]
-        places = places_in(jax.eval_shape(self.optimizer.init, self.shapes), self.shapes)
-        return [p if p.owner is None else p._replace(owner=trained[p.owner]) for p in places]
-
-    @cached_property
-    def members(self) -> dict[str, Members]:
-        """The shapes in each slot."""
-        found: dict[str, Members] = {}
-        state = jax.eval_shape(self.optimizer.init, self.shapes)
-        for place, a in zip(self.places, jax.tree.leaves(state), strict=True):
-            if place.owner is not None:
-                found.setdefault(place.slot, {}).setdefault(a.dtype.name, {})[place.owner] = a
-        return found
+        places = places_in(self.state, self.shapes)
+        return [p if p.owner is None else p._replace(owner=self.trained[p.owner]) for p in places]
 
     @property
     def guards_finite(self) -> bool:
         return has_rule(self.optimizer, self.shapes)
 
+    def _tree(self, leaves: Leaves) -> Tree:
+        number = len(self.network.shapes)
+        return jax.tree.unflatten(self.network.treedef, [leaves.get(i) for i in range(number)])
+
+    def _params(self, tree: Tree, indices: Mapping[int, tuple]) -> Leaves:
+        """Return the parameters of embedding and head, and of layers at their indices in arrays."""
+        leaves = self.network.embed_head_leaves(tree["embed_head"])
+        for l, index in indices.items():
+            leaves |= self.network.leaves_of(l, _at(tree["layers"], index))
+        return leaves
+
+    # as it is stored
+
+    @cached_property
+    def _members(self) -> dict[int | None, dict[int, Shape]]:
+        """The leaves of optax's state in each layer; None: embedding and head."""
+        members: dict[int | None, dict[int, Shape]] = {None: {}}
+        members |= {l: {} for l in range(self.network.num_layers)}
+        for j, (place, a) in enumerate(zip(self.places, jax.tree.leaves(self.state), strict=True)):
+            if place.owner is not None:
+                members[self.network.places[place.owner]][j] = a
+        return members
+
+    @cached_property
+    def _packing(self) -> FlatPacking:
+        """The packing of layers, of lengths that can be sharded."""
+        layers = range(self.network.num_layers)
+        longest = FlatPacking([[*self._members[l].values()] for l in layers]).shapes
+        length = lambda a: -(-a.size // MULTIPLE) * MULTIPLE  # noqa: E731
+        return FlatPacking([[Shape((length(a),), a.dtype) for a in longest]])
+
+    def _pack(self, l: int, state: Leaves) -> list[jax.Array]:
+        leaves = (state[j].astype(a.dtype) for j, a in self._members[l].items())
+        return self._packing.pack([*leaves])
+
+    def _unpacked(self, stored: Tree, indices: Mapping[int, tuple]) -> Leaves:
+        """Return the leaves of optax's state of embedding and head, of these layers, and shared."""
+        state = {}
+        for j, place in enumerate(self.places):
+            if place.owner is None:
+                state[j] = stored["shared"][place.slot]
+            elif j in self._members[None]:
+                name, group = self._name(place.owner)
+                state[j] = stored["embed_head"].get(name, {}).get(group, {}).get(place.slot)
+        for l, index in indices.items():
+            packed, members = _at(stored["layers"], index), self._members[l]
+            state |= zip(members, self._packing.unpack(packed, [*members.values()]), strict=True)
+        return {j: leaf for j, leaf in state.items() if leaf is not None}
+
+    def _name(self, i: int) -> tuple[str, str]:
+        """Return the names of a parameter of embedding and head in the stored tree."""
+        return self.network.names[i], self.network.group(i)
+
+    def _stored(self, state: Leaves, layers: Tree) -> Tree:
+        """Return the stored state, None for missing leaves of embedding and head."""
+        embed_head: Tree = {}
+        for j in self._members[None]:
+            owner, slot = self.places[j].owner, self.places[j].slot
+            assert owner is not None, "a leaf of a parameter"
+            name, group = self._name(owner)
+            embed_head.setdefault(name, {group: {}})[group][slot] = state.get(j)
+        return {"shared": self._shared(state), "embed_head": embed_head, "layers": layers}
+
+    def _shared(self, state: Leaves) -> dict[str, jax.Array]:
+        return {p.slot: state[j] for j, p in enumerate(self.places) if p.owner is None}
+
+    # init and update
+
     def init(self, params: Tree) -> Tree:
         """Return the initial state, in natural order."""
-        leaves = self._leaves(params, {l: (l,) for l in range(self.network.num_layers)})
-        found = self._taken_apart(self.optimizer.init(self._tree(leaves)), leaves)
-        layers = [self._packed_state(l, found) for l in range(self.network.num_layers)]
-        return self._state(found, jax.tree.map(lambda *a: jnp.stack(a), *layers))
+        layers = range(self.network.num_layers)
+        leaves = self._params(params, {l: (l,) for l in layers})
+        state = dict(enumerate(jax.tree.leaves(self.optimizer.init(self._tree(leaves)))))
+        packed = [self._pack(l, state) for l in layers]
+        return self._stored(state, jax.tree.map(lambda *a: jnp.stack(a), *packed))
 
     def update(
         self,
@@ -134,37 +192,37 @@ class NetworkOptimizer:
         grads = poisoned(self.optimizer, self.shapes, grads, norm)
         # 1. embedding and head; of one rank, also its layers
         numbers = np.full((1, 1, 1), -1) if layer_in_slot is None else layer_in_slot
-        found = self._updated(numbers, grads, state, params, norm)
-        updates, layers = grads["layers"], {n: slot["layers"] for n, slot in state["slots"].items()}
+        updates, found = self._updated(numbers, grads, state, params, norm)
+        shared, layers = self._shared(found), (grads["layers"], state["layers"])
         # 2. the layers
         if layer_in_slot is not None:
-            updates, layers = self._packed(numbers, found)
+            layers = self._packed(numbers, updates, found)
         elif jax.tree.leaves(grads["layers"]):
-            updates, layers, shared = self._of_ranks(grads, state, params, norm)
-            found = found._replace(shared=shared)
-        outer = self._packed_outer(found.updates, grads["embed_head"])
-        return {"embed_head": outer, "layers": updates}, self._state(found, layers)
+            *layers, shared = self._of_ranks(grads, state, params, norm)
+        # 3. as they are stored
+        places = (self._name(self.network.names.index(name)) for name in grads["embed_head"])
+        named = {self.network.names[i]: leaf for i, leaf in updates.items()}
+        outer = {name: {group: named.get(name)} for name, group in places}
+        state = self._stored(found, layers[1]) | {"shared": shared}
+        return {"embed_head": outer, "layers": layers[0]}, state
 
     def _of_ranks(self, grads: Tree, state: Tree, params: Tree, norm: jax.Array) -> tuple:
-        """Return (updates of layers, their state by slot, shared numbers): each rank does its own.
+        """Return (updates of layers, their state, shared numbers): each rank does its own.
 
         A rank gathers its layers over fsdp, and keeps its shard of the results.
         """
-        stored = {name: slot["layers"] for name, slot in state["slots"].items()}
-        given = {"grads": grads["layers"], "state": stored, "params": params["layers"]}
+        trees = {"grads": grads, "state": state, "params": params}
+        given = {name: tree["layers"] for name, tree in trees.items()}
         specs = self.layout.staged_specs({"layers": given})["layers"]
         out_specs = specs["grads"], specs["state"], P()
         slots = self.layout.layer_in_slot
 
         def of_rank(rank: int, given: Tree, shared: Tree, norm: jax.Array) -> tuple:
-            trees = {
-                name: {"embed_head": {}, "layers": given[name]} for name in ("grads", "params")
-            }
-            layers = {name: {"embed_head": {}, "layers": a} for name, a in given["state"].items()}
+            trees = {name: {"embed_head": {}, "layers": a} for name, a in given.items()}
+            trees["state"] |= {"shared": shared}
             numbers = slots[:, rank : rank + 1]
-            whole = {"shared": shared, "slots": layers}
-            found = self._updated(numbers, trees["grads"], whole, trees["params"], norm)
-            return *self._packed(numbers, found), found.shared
+            updates, found = self._updated(numbers, **trees, norm=norm)
+            return *self._packed(numbers, updates, found), self._shared(found)
 
         def local(given: Tree, shared: Tree, norm: jax.Array) -> tuple:
             branches = [partial(of_rank, rank) for rank in range(slots.shape[1])]
@@ -181,106 +239,29 @@ class NetworkOptimizer:
         )
         return run(given, state["shared"], norm)
 
-    # on the author's tree
-
     def _updated(
         self, numbers: np.ndarray, grads: Tree, state: Tree, params: Tree, norm: jax.Array
-    ) -> Update:
-        """Return the update of embedding and head in these trees, and of the layers by number.
+    ) -> tuple[Leaves, Leaves]:
+        """Return updates and the next state of embedding and head, and of the layers by number.
 
         The optimizer is given the whole tree, with zeros in the place of other parameters.
         """
         indices = {int(l): index for index, l in np.ndenumerate(numbers) if l >= 0}
-        # 1. the author's tree and optax's state
-        g, p = self._leaves(grads, indices), self._leaves(params, indices)
-        slots = {name: self._slot(name, slot, indices) for name, slot in state["slots"].items()}
-        template = jax.eval_shape(self.optimizer.init, self.shapes)
-        leaves = [
-            state["shared"][place.slot]
-            if place.owner is None
-            else slots[place.slot].get(place.owner, jnp.zeros(a.shape, a.dtype))
-            for place, a in zip(self.places, jax.tree.leaves(template), strict=True)
-        ]
-        given = jax.tree.unflatten(jax.tree.structure(template), leaves)
-        # 2. the update
-        zeros = dict(enumerate(jax.tree.leaves(zeros_of(self.shapes), is_leaf=lambda a: a is None)))
-        whole = lambda leaves: self._tree(zeros | leaves)  # noqa: E731
+        g, p = self._params(grads, indices), self._params(params, indices)
+        s = self._unpacked(state, indices)
+        is_none = lambda a: a is None  # noqa: E731
+        zeros = dict(enumerate(jax.tree.leaves(zeros_of(self.shapes), is_leaf=is_none)))
+        leaves, treedef = jax.tree.flatten(zeros_of(self.state))
+        given = jax.tree.unflatten(treedef, [s.get(j, zero) for j, zero in enumerate(leaves)])
         update = optax.with_extra_args_support(self.optimizer).update
-        updates, after = update(whole(g), given, whole(p), norm=norm)
-        # 3. of the leaves that were given
-        of_leaves = jax.tree.leaves(updates, is_leaf=lambda a: a is None)
-        found = self._taken_apart(after, g)
-        return found._replace(updates={i: of_leaves[i] for i in g})
+        updates, after = update(self._tree(zeros | g), given, self._tree(zeros | p), norm=norm)
+        of_all, next_state = jax.tree.leaves(updates, is_leaf=is_none), jax.tree.leaves(after)
+        return {i: of_all[i] for i in g}, {j: next_state[j] for j in s}
 
-    def _tree(self, leaves: Leaves) -> Tree:
-        number = len(self.network.shapes)
-        return jax.tree.unflatten(self.network.treedef, [leaves.get(i) for i in range(number)])
-
-    def _leaves(self, tree: Tree, indices: Mapping[int, tuple]) -> Leaves:
-        """Return the leaves of embedding and head, and of layers at their indices in arrays."""
-        leaves = self.network.embed_head_leaves(tree["embed_head"])
-        for l, index in indices.items():
-            layer = jax.tree.map(lambda a, index=index: a[index], tree["layers"])
-            leaves |= self.network.leaves_of(l, layer)
-        return leaves
-
-    def _slot(self, name: str, slot: Tree, indices: Mapping[int, tuple]) -> Leaves:
-        """Return the leaves of a slot, as `_leaves` does."""
-        leaves = self.network.embed_head_leaves(slot["embed_head"])
-        for l, index in indices.items():
-            for dtype, shapes in self._of_layer(name, l).items():
-                packed = slot["layers"][self.network.tag][dtype][index]
-                leaves |= zip(shapes, unpack_flat([*shapes.values()], packed), strict=True)
-        return leaves
-
-    def _taken_apart(self, state: Tree, given: Leaves) -> Update:
-        """Return optax's state by slot, of the given parameters."""
-        slots: dict[str, Leaves] = {name: {} for name in self.members}
-        shared = {}
-        for place, leaf in zip(self.places, jax.tree.leaves(state), strict=True):
-            if place.owner is None:
-                shared[place.slot] = leaf
-            elif place.owner in given:
-                slots[place.slot][place.owner] = leaf
-        return Update({}, slots, shared)
-
-    # as it is stored
-
-    def _of_layer(self, name: str, l: int) -> Members:
-        """Return the shapes in a slot of layer l, by dtype."""
-        places = self.network.places
-        pairs = self.members[name].items()
-        return {
-            dtype: {i: a for i, a in shapes.items() if places[i] == l} for dtype, shapes in pairs
-        }
-
-    def _length(self, name: str, dtype: str) -> int:
-        """Return the padded length of a slot's vector of a layer."""
-        layers = range(self.network.num_layers)
-        sizes = (sum(a.size for a in self._of_layer(name, l)[dtype].values()) for l in layers)
-        return -(-max(1, *sizes) // MULTIPLE) * MULTIPLE
-
-    def _packed_state(self, l: int, found: Update) -> Tree:
-        """Return the state of layer l by slot, packed."""
-
-        def packed(name: str, dtype: str, shapes: dict[int, Shape]) -> jax.Array:
-            to = Shape((self._length(name, dtype),), jnp.dtype(dtype))
-            return pack_flat([found.slots[name][i] for i in shapes], to)
-
-        return {
-            name: {
-                self.network.tag: {
-                    dtype: packed(name, dtype, shapes)
-                    for dtype, shapes in self._of_layer(name, l).items()
-                }
-            }
-            for name in self.members
-        }
-
-    def _packed(self, numbers: np.ndarray, found: Update) -> tuple[Tree, Tree]:
-        """Return (updates of layers, their state by slot) of a rank, [V, 1, K, ...]."""
+    def _packed(self, numbers: np.ndarray, updates: Leaves, state: Leaves) -> tuple[Tree, Tree]:
+        """Return (updates of layers, their state) of a rank, [V, 1, K, ...]."""
         layers = {
-            int(l): (self.network.packed_layer(int(l), found.updates), self._packed_state(l, found))
+            int(l): (self.network.packed_layer(int(l), updates), self._pack(int(l), state))
             for l in numbers.ravel()
             if l >= 0
         }
@@ -289,21 +270,7 @@ class NetworkOptimizer:
         stack = lambda *a: jnp.stack(a).reshape(*numbers.shape, *a[0].shape)  # noqa: E731
         return jax.tree.map(stack, *in_order)
 
-    def _packed_outer(self, leaves: Leaves, like: Tree) -> Tree:
-        """Return leaves of embedding and head as a stack has them, None where missing in `like`."""
-        net = self.network
-        return {
-            name: {net.group(net.names.index(name)): leaves.get(net.names.index(name))}
-            for name in like
-        }
 
-    def _state(self, found: Update, layers: Mapping[str, Tree]) -> Tree:
-        """Return the stored state."""
-
-        def outer(name: str) -> Tree:
-            held = {i for shapes in self.members[name].values() for i in shapes}
-            names = [self.network.names[i] for i in self.network.outer if i in held]
-            return self._packed_outer(found.slots[name], dict.fromkeys(names))
-
-        slots = {n: {"embed_head": outer(n), "layers": layers[n]} for n in self.members}
-        return {"shared": found.shared, "slots": slots}
+def _at(tree: Tree, index: tuple) -> Tree:
+    """Return a layer of stacked ones."""
+    return jax.tree.map(lambda a: a[index], tree)
