@@ -35,7 +35,7 @@ def test_numbers_are_those_of_the_command_line_digit_for_digit(hardware):
         hardware=known()[hardware],
     )
     expected = predicted(assemble(config, only_planned=True))
-    optimizer, _ = make_optimizer(config)
+    optimizer, _ = make_optimizer(config.optim, config.run.num_steps)
     found = ppctl.plan(pipeline(dtype=dtype, optimizer=optimizer), hardware=hardware)
     assert found.step_s == expected.step_time_s > 0
     assert found.overhead_s == expected.per_step_overhead_s

@@ -33,7 +33,10 @@ def planned(config):
 
 def costs_of(job):
     return ModelCosts(
-        job.pipe, lambda rank_of: divide(job.config, rank_of, job.pipe.relative_costs)
+        job.pipe,
+        lambda rank_of: divide(
+            job.config.partition, job.config.model.num_layers, rank_of, job.pipe.relative_costs
+        ),
     )
 
 

@@ -143,7 +143,9 @@ def test_examples_of_other_shapes_are_refused():
     pipe = make()
     state = pipe.init()
     for inputs in (BATCH["inputs"][:, :2], BATCH["inputs"][:0], BATCH["inputs"][0]):
-        with pytest.raises(ppctl.PpctlError, match="but the pipeline was made for examples of"):
+        with pytest.raises(
+            ppctl.PpctlError, match=r"but the pipeline was made for .*, or another number"
+        ):
             pipe.predict(state, inputs)
     with pytest.raises(ppctl.PpctlError, match="inputs hold 17, but token ids are"):
         pipe.predict(state, BATCH["inputs"] * 0 + 17)

@@ -54,7 +54,7 @@ from ppctl.training.pipeline.job import (
     open_data,
     stack_for,
 )
-from ppctl.training.pipeline.known_hardware import planned_for, resolved
+from ppctl.training.pipeline.known_hardware import described_device, planned_for, resolved
 from ppctl.training.pipeline.optimizers import clipped, init_state
 from ppctl.training.pipeline.pipeline_request import divided_stack, with_vocabulary_of
 
@@ -136,8 +136,10 @@ def tune_layouts(config: Config) -> Tuned:
     batch = batch_shapes(data)
     tokens = None if data.vocab_size is None else data.batch_size * batch["inputs"].shape[1]
     check_tokens("plan.tokens", config.plan.tokens, tokens)
-    stack = stack_for(target.hardware, config, data, jnp.dtype(dtype), device)
-    optimizer = clipped(make_optimizer(config)[0], config.optim.clip_norm)
+    with_kernels = described_device(target.hardware) or device
+    stack = stack_for(config, data, jnp.dtype(dtype), with_kernels)
+    optimizer, _ = make_optimizer(config.optim, config.run.num_steps)
+    optimizer = clipped(optimizer, config.optim.clip_norm)
     search = search_of(config.executor, tune, optimizer, stack, batch, target)
     began = time.perf_counter()
     found = planned_layouts(search, lambda layout: as_planned(config, stack, layout), tune.best)

@@ -29,10 +29,10 @@ from ppctl.training.pipeline.call_checks import checked_optimizer, floating, who
 from ppctl.training.pipeline.engines.make_engine import make_engine, model_of
 from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.execution import Execution, check_lowering, execution_of
-from ppctl.training.pipeline.layer_optimizers import LayerOptimizer, ModelOptimizer
+from ppctl.training.pipeline.layer_optimizers import LayerOptimizer
 from ppctl.training.pipeline.mixing import few_examples
 from ppctl.training.pipeline.network_optimizers import network_optimizer
-from ppctl.training.pipeline.optimizers import init_state
+from ppctl.training.pipeline.optimizers import ModelOptimizer, init_state
 from ppctl.training.pipeline.pipeline import Pipeline
 from ppctl.training.pipeline.unpipelined.head_metrics import Metric, with_metrics
 

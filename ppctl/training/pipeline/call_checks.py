@@ -131,39 +131,29 @@ def _numbers(name: str, value: Any) -> Any:
 
 
 def on_host(
-    batch: Any, shapes: Mapping[str, jax.ShapeDtypeStruct], stack: Stack
+    batch: Any,
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    stack: Stack,
+    *,
+    any_number: bool = False,
 ) -> dict[str, np.ndarray]:
     """Return a batch as arrays on the host of the dtypes of `shapes`.
 
-    ConfigError where its shapes or kinds of numbers differ from these, or its values are none that
-    the model takes (`Stack.check_batch`).
+    any_number: of examples; then it may also be {"inputs"}. ConfigError where its shapes or kinds
+    of numbers differ, or the model does not take its values (`check_batch` of the stack).
     """
-    arrays = jax.tree.map(np.asarray, arrays_of(batch))
-    actual, wanted = ({n: a.shape for n, a in named(tree).items()} for tree in (arrays, shapes))
-    if actual != wanted:
-        raise ConfigError(f"The batch has shapes {actual}, but the pipeline was made for {wanted}.")
-    check_values(arrays, shapes, stack)
-    return jax.tree.map(lambda a, shape: np.asarray(a, shape.dtype), arrays, dict(shapes))
-
-
-def examples_on_host(
-    batch: Any, shapes: Mapping[str, jax.ShapeDtypeStruct], stack: Stack
-) -> dict[str, np.ndarray]:
-    """Return {"inputs"} or {"inputs", "targets"} of any number of examples, checked as `on_host`.
-
-    Examples have the shapes of `shapes`.
-    """
-    batch = batch if isinstance(batch, Mapping) and {*batch} == {"inputs"} else arrays_of(batch)
-    arrays = jax.tree.map(np.asarray, {name: _array_tree(name, a) for name, a in batch.items()})
+    has_targets = not (any_number and isinstance(batch, Mapping) and {*batch} == {"inputs"})
+    arrays = arrays_of(batch) if has_targets else {"inputs": _array_tree("inputs", batch["inputs"])}
+    arrays = jax.tree.map(np.asarray, arrays)
     shapes = {name: shapes[name] for name in arrays}
-    number = jax.tree.leaves(arrays["inputs"])[0].shape[:1]
-    wanted = {name: (*number, *a.shape[1:]) for name, a in named(shapes).items()}
-    actual = {name: a.shape for name, a in named(arrays).items()}
-    if actual != wanted or number in ((), (0,)):
-        raise ConfigError(
-            f"The batch has shapes {actual}, but the pipeline was made for examples of "
-            f"{ {name: a.shape[1:] for name, a in named(shapes).items()} }. Give one or more."
-        )
+    actual, wanted = ({n: a.shape for n, a in named(tree).items()} for tree in (arrays, shapes))
+    found, made_for = f"The batch has shapes {actual}", f"but the pipeline was made for {wanted}"
+    if any_number:
+        number = next(iter(actual.values()))[:1]
+        made_for += ", or another number of examples, at least 1"
+        wanted = {name: (*number, *shape[1:]) for name, shape in wanted.items() if number != (0,)}
+    if actual != wanted:
+        raise ConfigError(f"{found}, {made_for}.")
     check_values(arrays, shapes, stack)
     return jax.tree.map(lambda a, shape: np.asarray(a, shape.dtype), arrays, dict(shapes))
 

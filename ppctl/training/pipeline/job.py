@@ -49,6 +49,7 @@ from ppctl.training.pipeline.pipeline_request import divided_stack
 from ppctl.training.pipeline.user_code import custom_data
 
 Tree = Any
+AnyHardware = settings.Hardware | settings.AutoHardware
 DEFAULT_DTYPE = "float32"
 UNEVEN_NOTICE = 1.25  # times the mean stage's cost above which equal stages are shown too
 
@@ -79,7 +80,7 @@ class TrainingJob:
         """A device of the request's hardware, by which kernels of `counted_model` are chosen."""
         device, other = self.pipe.mesh.devices.flat[0], self._other_hardware
         if other is None:
-            return _device_of(self.config, device)
+            return _device_of(self.config.hardware, self.config.plan, device)
         return described_device(other) or device
 
     @property
@@ -112,12 +113,10 @@ def num_eval_batches(run: settings.Run, data: DataSet) -> int:
     return max(1, min(run.EVAL_BATCHES, data.num_eval_examples // data.batch_size))
 
 
-def stack_for(
-    hardware: settings.Hardware, config: Config, data: DataSet, dtype: jnp.dtype, device: Any
-) -> Stack:
-    """Return the model as this hardware would run it; without a description of it, `device`."""
-    lora, there = lora_of(config.optim), described_device(hardware) or device
-    return make_stack(config.model, data, dtype, there, lora=lora, cp=config.mesh.cp)
+def stack_for(config: Config, data: DataSet, dtype: jnp.dtype, device: Any) -> Stack:
+    """Return the model with the kernels of a device."""
+    lora = lora_of(config.optim)
+    return make_stack(config.model, data, dtype, device, lora=lora, cp=config.mesh.cp)
 
 
 def evaluate(engine: Engine, data: DataSet, num_batches: int, state: Tree) -> float:
@@ -139,38 +138,34 @@ def evaluate(engine: Engine, data: DataSet, num_batches: int, state: Tree) -> fl
     return sum(loss * number for loss, number in pairs) / total
 
 
-def _mesh_of(config: Config, *, on_one_device: bool) -> Mesh:
+def _mesh_of(
+    mesh: settings.Mesh,
+    plan: settings.Plan,
+    hardware: AnyHardware,
+    *,
+    on_one_device: bool,
+) -> Mesh:
     """Return the mesh of attached devices or of a topology. ConfigError if they are too few."""
-    sizes, order, topology = config.mesh.sizes, config.mesh.order, config.plan.topology
+    sizes, order, topology = mesh.sizes, mesh.order, plan.topology
     if on_one_device:
         return repeated_mesh(sizes)
     if topology is None:
         return make_mesh(sizes, order)
-    gpu = hardware_of.gpu_target(hardware_of.of_topology(config.hardware, topology))
-    if not config.plan.only_predicts_topology:
+    gpu = hardware_of.gpu_target(hardware_of.of_topology(hardware, topology))
+    if not plan.only_predicts_topology:
         return described_mesh(sizes, topology, gpu, hardware_of.gpu_names(), order)
     if gpu is not None:
         check_gpu_shape(topology, gpu.name)
-    check_size(sizes, topology, math.prod(config.plan.topology_shape))
+    check_size(sizes, topology, math.prod(plan.topology_shape))
     return repeated_mesh(sizes)  # for shapes only
 
 
-def _device_of(config: Config, device: Any) -> Any:
+def _device_of(request: AnyHardware, plan: settings.Plan, device: Any) -> Any:
     """Return the device by which kernels are chosen: of a predicted topology, else `device`."""
-    if not config.plan.only_predicts_topology or config.plan.topology is None:
+    if not plan.only_predicts_topology or plan.topology is None:
         return device
-    hardware = hardware_of.of_topology(config.hardware, config.plan.topology)
+    hardware = hardware_of.of_topology(request, plan.topology)
     return device if hardware is None else described_device(hardware) or device
-
-
-def _check_hosts(config: Config) -> None:
-    """Raise ConfigError where tp or the like would go over several described hosts."""
-    if not isinstance(config.hardware, settings.Hardware):
-        return
-    number, mesh = config.mesh.num_devices, config.mesh
-    of_host = hardware_of.host_devices(config.hardware, config.plan.topology)
-    if of_host is not None and number > of_host:
-        check_hosts(mesh.sizes, mesh.order, number, of_host)
 
 
 @written_as(as_setting)
@@ -193,22 +188,25 @@ def assemble(
         config.schedule.vocab == "parallel" and config.executor.ENGINE.dispatches_tasks
     )
     planned = None if by_costs else plan(config)
-    _check_hosts(config)
+    if isinstance(config.hardware, settings.Hardware):  # tp and the like stay in a described host
+        of_host = hardware_of.host_devices(config.hardware, config.plan.topology)
+        if of_host is not None and config.mesh.num_devices > of_host:
+            check_hosts(config.mesh.sizes, config.mesh.order, config.mesh.num_devices, of_host)
     # 2. devices
     dtype_name = config.run.dtype or default_dtype
     topology, number = config.plan.topology, 1 if on_one_device else config.mesh.num_devices
     start_jax(config.run, dtype_name, number, is_away=topology is not None)
-    mesh = _mesh_of(config, on_one_device=on_one_device)
-    device = _device_of(config, mesh.devices.flat[0])
+    request = config.mesh, config.plan, config.hardware
+    mesh = _mesh_of(*request, on_one_device=on_one_device)
+    device = _device_of(config.hardware, config.plan, mesh.devices.flat[0])
     is_planned = only_planned or topology is not None
     request = config.hardware, device.device_kind, topology
     there = hardware_of.planned_for(*request) if is_planned else None
     check_memory_fraction(config.run.memory_fraction, device, there)
     # 3. data, model and optimizer
     data, dtype = open_data(config), jnp.dtype(dtype_name)
-    lora = lora_of(config.optim)
-    stack = make_stack(config.model, data, dtype, device, lora=lora, cp=config.mesh.cp)
-    optimizer, lr_schedule = make_optimizer(config)
+    stack = stack_for(config, data, dtype, device)
+    optimizer, lr_schedule = make_optimizer(config.optim, config.run.num_steps)
     how: dict[str, Any] = {"executor": config.executor, "dtype": dtype, "seed": config.run.seed}
     how |= {"clip_norm": config.optim.clip_norm, "lr_schedule": lr_schedule}
     shapes = batch_shapes(data)
@@ -223,7 +221,8 @@ def assemble(
         planned = plan(config, lambda rank_of: Placed(costs))
     partition: str | list[int] = config.partition.name
     if isinstance(config.partition, settings.Explicit):
-        partition = [len(layers) for layers in divide(config, planned.schedule.rank_of)]
+        num_layers, rank_of = config.model.num_layers, planned.schedule.rank_of
+        partition = [len(layers) for layers in divide(config.partition, num_layers, rank_of)]
     order = planned.schedule if planned.ticks is None else planned.ticks
     pipe = pipelined(schedule=order, partition=partition)
     # 5. the user's code
@@ -240,7 +239,7 @@ def plan(config: Config, *costs: Any) -> ScheduledPipeline:
     trained, num_layers = trained_share(config.model, config.optim), config.model.num_layers
     how = config.schedule, config.executor, config.mesh.pp, num_layers, trained
     planned = pipeline_of(*how, *costs)
-    divide(config, planned.schedule.rank_of)
+    divide(config.partition, num_layers, planned.schedule.rank_of)
     return planned
 
 
@@ -253,18 +252,23 @@ def plan_auto(config: Config, pipelined: Callable[..., Pipeline]) -> ScheduledPi
     assert isinstance(request, settings.Auto), "other schedules follow from their settings"
     baseline = build(BASELINE, config.mesh.pp, request.num_microbatches)
     probe = pipelined(schedule=baseline, partition="balanced")
-    costs = ModelCosts(probe, lambda rank_of: divide(config, rank_of, probe.relative_costs))
+    layers = config.partition, config.model.num_layers
+    costs = ModelCosts(probe, lambda rank_of: divide(*layers, rank_of, probe.relative_costs))
     is_capped, in_ticks = request.max_memory_gib is not None, config.executor.ENGINE.in_ticks
     seconds_of = costs.layers(with_bytes=is_capped and not in_ticks).on
     return plan(config, seconds_of, costs.in_ticks_bytes if is_capped and in_ticks else None)
 
 
-def divide(config: Config, rank_of: Sequence[int], costs: RelativeCosts | None = None) -> Partition:
+def divide(
+    request: settings.Uniform,
+    num_layers: int,
+    rank_of: Sequence[int],
+    costs: RelativeCosts | None = None,
+) -> Partition:
     """Return the layers of each stage; costs: of partition=balanced, None: of equal layers only."""
-    num_layers = config.model.num_layers
-    if isinstance(config.partition, settings.Explicit):
-        return explicit(num_layers, len(rank_of), config.partition.layers)
-    if isinstance(config.partition, settings.Balanced):
+    if isinstance(request, settings.Explicit):
+        return explicit(num_layers, len(rank_of), request.layers)
+    if isinstance(request, settings.Balanced):
         return (costs or RelativeCosts((1.0,) * num_layers, 0.0, 0.0)).balanced(rank_of)
     return uniform(num_layers, len(rank_of))
 
@@ -296,11 +300,13 @@ def batch_shapes(data: DataSet) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: shape(example[name]) for name in ("inputs", "targets")}
 
 
-def make_optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """Return the config's optimizer without clipping, and its learning rates."""
-    given = asdict(config.optim)
+def make_optimizer(
+    request: settings.Optim, num_steps: int
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """Return the optimizer of these settings without clipping, and its learning rates."""
+    given = asdict(request)
     rates = {key: given.pop(key) for key in ("lr", "min_lr_fraction", "warmup_steps")}
-    lr_schedule = optim.warmup_cosine(**rates, num_steps=config.run.num_steps)
+    lr_schedule = optim.warmup_cosine(**rates, num_steps=num_steps)
     for key in ("clip_norm", "train", "lora_rank", "lora_alpha", "lora_targets"):
         del given[key]
     return optim.OPTIMIZERS[given.pop("name")](lr_schedule, **given), lr_schedule

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,35 +32,6 @@ Tree = Any
 STAGED = 3  # leading dims of the leaves of layers in staged form: chunk, rank, layer slot
 
 
-class ModelOptimizer(Protocol):
-    """An optimizer of a model as it is stored. Arguments: see `LayerOptimizer`.
-
-    is_elementwise: whether `update` takes any shards of arrays. guards_finite: whether it has a
-    rule for gradients that are not finite. updates: as in `StackOptions`; it ignores these.
-    """
-
-    @property
-    def updates(self) -> Updates: ...
-
-    @property
-    def is_elementwise(self) -> bool: ...
-
-    @property
-    def guards_finite(self) -> bool: ...
-
-    def init(self, params: Tree) -> Tree: ...
-
-    def update(
-        self,
-        grads: Tree,
-        state: Tree,
-        params: Tree,
-        *,
-        norm: jax.Array,
-        layer_in_slot: np.ndarray | None = None,
-    ) -> tuple[Tree, Tree]: ...
-
-
 @dataclass(frozen=True)
 class LayerOptimizer:
     """An optimizer of a stack. State has optax's structure, with stacked leaves for layers.
@@ -69,7 +40,8 @@ class LayerOptimizer:
     all ranks or of one; counts of steps are shared by all layers.
 
     An update that is not finite anywhere is made so everywhere for `optax.apply_if_finite`, which
-    then decides for each layer as for the whole model.
+    then decides for each layer as for the whole model. updates: as in `StackOptions`, of parameters
+    that the optimizer ignores.
     """
 
     optimizer: optax.GradientTransformation
@@ -96,15 +68,14 @@ class LayerOptimizer:
         of_one = lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)  # noqa: E731
         return {**params, "layers": jax.tree.map(of_one, params["layers"])}
 
-    @property
+    @cached_property
     def is_elementwise(self) -> bool:
         """Whether arrays may be divided and padded: each number's update depends on it only."""
-        return self._is_elementwise
-
-    @cached_property
-    def _is_elementwise(self) -> bool:
         padded = jax.eval_shape(lambda tree: self.layout.padded(tree, 0), self.one_layer)
-        return is_elementwise(self.optimizer, self.one_layer, padded)
+        formulas = update_formulas(self.optimizer, self.one_layer)
+        if not all(formula.is_elementwise for formula in formulas):
+            return False
+        return formulas == update_formulas(self.optimizer, padded)
 
     @property
     def guards_finite(self) -> bool:
@@ -218,14 +189,6 @@ def has_rule(optimizer: optax.GradientTransformation, params: Tree) -> bool:
     """Return whether the optimizer has a rule for gradients that are not finite."""
     kinds = optax.ApplyIfFiniteState, optax.ZeroNansState
     return any(has_state(optimizer, params, kind) for kind in kinds)
-
-
-def is_elementwise(optimizer: optax.GradientTransformation, author: Tree, stored: Tree) -> bool:
-    """Return whether the update of each number is the same formula in both trees of shapes."""
-    formulas = update_formulas(optimizer, author)
-    if not all(formula.is_elementwise for formula in formulas):
-        return False
-    return stored is author or formulas == update_formulas(optimizer, stored)
 
 
 def poisoned(

@@ -14,7 +14,8 @@ from ppctl.model.layer_reports import Updates, with_updated, without_counted
 from ppctl.model.random_keys import with_example_keys
 from ppctl.model.stack import NO_DECAY
 from ppctl.model.trainable_parameters import trained_part, with_trained
-from ppctl.training.pipeline.layer_optimizers import STAGED, ModelOptimizer
+from ppctl.training.pipeline.layer_optimizers import STAGED, LayerOptimizer
+from ppctl.training.pipeline.network_optimizers import NetworkOptimizer
 from ppctl.training.pipeline.update_formulas import names_of
 
 
@@ -80,6 +81,7 @@ def sum_of_squares(tree: Any) -> jax.Array:
 
 
 Tree = Any
+ModelOptimizer = LayerOptimizer | NetworkOptimizer
 Optimizer = optax.GradientTransformation | ModelOptimizer
 LossAndGrads = Callable[[Tree, Tree], tuple[dict[str, jax.Array], Tree]]  # params, batch -> losses
 

@@ -31,7 +31,6 @@ from ppctl.schedule.tick_lowering import Ticks
 from ppctl.training.pipeline.call_checks import (
     StateChecks,
     check_natural,
-    examples_on_host,
     on_host,
     whole_number,
 )
@@ -39,8 +38,8 @@ from ppctl.training.pipeline.engines.engine_protocol import Engine, Footprint
 from ppctl.training.pipeline.engines.step_programs import StepPrograms
 from ppctl.training.pipeline.engines.train_states import States, shardings_of
 from ppctl.training.pipeline.execution import Execution
-from ppctl.training.pipeline.layer_optimizers import ModelOptimizer
 from ppctl.training.pipeline.mixing import MOST_BYTES, few_examples, refuse_mixing
+from ppctl.training.pipeline.optimizers import ModelOptimizer
 from ppctl.training.pipeline.unpipelined.head_metrics import Metric
 from ppctl.training.pipeline.unpipelined.whole_model import WholeModel, of_author
 
@@ -210,7 +209,7 @@ class Pipeline:
                 "The model mixes the examples of a batch (mixes_examples=True), so that none has "
                 f"outputs or a loss by itself. Use pipe.loss with batches of {self.batch_size}."
             )
-        arrays = examples_on_host(batch, self.batch_shapes, self.stack)
+        arrays = on_host(batch, self.batch_shapes, self.stack, any_number=True)
         return self.engine.params(state), arrays
 
     @cached_property

@@ -39,7 +39,7 @@ from ppctl.schedule.mesh_axes import COPY_AXES, MeshSizes
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.search.placement_costs import peak_activations
 from ppctl.training.pipeline.job import open_data, stack_for
-from ppctl.training.pipeline.known_hardware import known
+from ppctl.training.pipeline.known_hardware import described_device, known
 from ppctl.training.pipeline.pipeline_request import divided_stack, shards_in_stages
 
 FLOAT32 = 4
@@ -106,7 +106,7 @@ def device_work(
     hardware, dtype = known()[gpu], jnp.dtype(DTYPE)
     data = settings.Synthetic(batch_size=1, vocab_size=model.vocab)
     config = settings.Config(model=transformer, data=data, hardware=hardware)
-    stack = stack_for(hardware, config, open_data(config, sizes_only=True), dtype, None)
+    stack = stack_for(config, open_data(config, sizes_only=True), dtype, described_device(hardware))
     params = jax.eval_shape(lambda: init(stack, 0))
     batch = {name: jax.ShapeDtypeStruct((1, seq), jnp.int32) for name in ("inputs", "targets")}
     axes = StageAxes(tp=tp, cp=cp, sequence_parallel=rows)

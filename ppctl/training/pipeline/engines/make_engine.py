@@ -27,8 +27,7 @@ from ppctl.training.pipeline.engines.one_program import OneProgram
 from ppctl.training.pipeline.engines.post_validation import PostValidated
 from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.execution import Execution
-from ppctl.training.pipeline.layer_optimizers import ModelOptimizer
-from ppctl.training.pipeline.optimizers import LossAndGrads
+from ppctl.training.pipeline.optimizers import LossAndGrads, ModelOptimizer
 
 Tree = Any
 Loss = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]  # params, batch -> loss, number

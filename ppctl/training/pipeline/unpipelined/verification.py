@@ -87,7 +87,7 @@ class PlainModel:
         """
         # 1. the update of a state
         config, data = self.job.config, self.job.data
-        optimizer, lr_schedule = make_optimizer(config)
+        optimizer, lr_schedule = make_optimizer(config.optim, config.run.num_steps)
         max_norm = math.inf if clip_norm is None else clip_norm
         stack = self.job.pipe.stack
         counted, which = stack.options.updates, stack.options.trainable
