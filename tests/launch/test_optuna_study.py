@@ -234,7 +234,7 @@ def test_what_is_typed_is_what_is_searched(text, expected):
         ("optim.lr=interval(0,1) hydra.sweeper.trials=3", "trials"),
         (
             "optim.lr=0.1,abc run.seed=1,2",
-            "optim.lr takes a number",
+            "could not be converted to Float",
         ),  # not when it is that value's turn
     ],
 )

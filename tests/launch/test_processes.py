@@ -23,10 +23,10 @@ TWO = ("mesh=1x2", "model.num_layers=2", "run.num_steps=1000000")
 # A process whose data are gone at its third step.
 FAILING = """
 from ppctl import cli
-from ppctl.training.pipeline.engines.one_program import OneProgram
+from ppctl.training.pipeline.engines.train_states import PlacedBatches
 from ppctl.errors import DataError
 
-put, puts = OneProgram.put, []
+put, puts = PlacedBatches.put, []
 
 def failing(self, batch):
     puts.append(batch)
@@ -34,7 +34,7 @@ def failing(self, batch):
         raise DataError("the rows are gone")
     return put(self, batch)
 
-OneProgram.put = failing
+PlacedBatches.put = failing
 cli.console_script()
 """
 
@@ -101,7 +101,10 @@ def test_a_pipeline_over_four_processes_trains_as_one_process_does(tmp_path):
             {2: ["optim.lr=0.5"]},
             "optim.lr is 0.002 on process 0 and 0.5 on process 2. All processes need the same",
         ),
-        ({1: ["mesh=1x6"], 2: ["run.seed=7"]}, "mesh.pp is 3 on process 0 and 6 on process 1."),
+        (
+            {1: ["mesh=1x6"], 2: ["run.seed=7"]},
+            'mesh is "1x3" on process 0 and "1x6" on process 1.',
+        ),
     ],
     ids=["lr", "mesh and seed"],
 )
@@ -148,10 +151,8 @@ def test_a_process_that_fails_is_told_and_takes_the_others_along(tmp_path):
         assert started[0].end() == 3
         assert time.monotonic() - began < 30
     assert started[1].lines == ["ppctl: process 1: the rows are gone\n"]
-    assert (
-        started[0].lines[-1]
-        == "ppctl: process 1 has failed, and all others leave: the rows are gone\n"
-    )
+    line = "ppctl: process 1 has failed, and all others leave: the rows are gone\n"
+    assert line in started[0].lines  # the main thread may still print a step after it
 
 
 @pytest.mark.full

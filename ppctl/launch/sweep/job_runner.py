@@ -83,8 +83,6 @@ class _Runner:
         while True:
             while self.stop is None and self.has_room() and (job := self.next()) is not None:
                 self.begin(job)
-                self.handle_events(events, 0)
-            self.starter.commit()
             if not self.running or (self.stop is not None and not self.starter.is_awaited):
                 return
             while not self.handle_events(events, self.starter.poll_s):
@@ -213,9 +211,6 @@ class Processes:
             more = "" if step is None else f" on after step {step}"
             more += f" in {where}" if is_alone else f", output in {where / LOG}"
         self.begun.append(Change(job.index, "running", more))
-
-    def commit(self) -> None:
-        """Do nothing: a job runs as soon as it has begun."""
 
     def changes(self) -> list[Change]:
         """Return the changes of jobs since the last call."""

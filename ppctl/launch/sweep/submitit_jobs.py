@@ -110,7 +110,7 @@ class SubmittedJobs:
         self.changed: list[Change] = []  # not reported yet
 
     def begin(self, job: Job) -> None:
-        """Find the submission of a job, or take it for `commit`. OSError: unwritable run.dir."""
+        """Find the submission of a job, or take it into the batch. OSError: unwritable run.dir."""
         job.run_dir.mkdir(parents=True, exist_ok=True)
         submission = self._submitted_before(job)
         if submission is None:
@@ -118,7 +118,7 @@ class SubmittedJobs:
         else:
             self._know(job, submission, "submitted before")
 
-    def commit(self) -> None:
+    def _submit(self) -> None:
         """Submit the batch, several jobs as one array of Slurm."""
         jobs, self.batch = self.batch, []
         if not jobs:
@@ -137,7 +137,8 @@ class SubmittedJobs:
             self._know(job, submission, f"output in {job.run_dir / SUBMITTED_LOG}")
 
     def changes(self) -> list[Change]:
-        """Return the changes of jobs since the last call."""
+        """Submit the batch; return the changes of jobs since the last call."""
+        self._submit()
         changes, self.changed = self.changed, []
         if self.known and time.monotonic() - self.asked_s >= QUEUE_S:
             self.asked_s = time.monotonic()

@@ -33,9 +33,9 @@ from ppctl.errors import (
 from ppctl.executors.device_mesh import all_devices
 from ppctl.launch import join_processes as distributed
 from ppctl.launch import xla_stderr
+from ppctl.reports.recorded_settings import setting_names, setting_value
 from ppctl.training.run.heartbeat import Heartbeat
 from ppctl.training.run.run_environment import writing
-from ppctl.training.run.trackers import flat
 
 # settings that may differ between processes
 LOCAL = ("run.process_id", "run.coordinator", "run.compilation_cache", "data.cache_dir")
@@ -64,8 +64,8 @@ def process_group(run: Run, mesh: MeshSettings, settings: Mapping[str, Any]) -> 
     try:
         # 1. compare, and start the heartbeat
         versions = {f"the version of {name}": version(name) for name in ("ppctl", "jax")}
-        shared = {key: value for key, value in flat(settings).items() if key not in LOCAL}
-        compare(shared | versions)
+        names = (name for name in setting_names(settings) if name not in LOCAL)
+        compare({name: setting_value(settings, name) for name in names} | versions)
         _check_divisible(mesh, count)
         how = {"process": process, "num_processes": count, "slow_after_s": run.slow_after_s}
         heartbeat = Heartbeat(_shared_directory(Path(run.dir)), say=_say, **how)

@@ -22,6 +22,7 @@ import yaml
 
 from ppctl.errors import ConfigError
 from ppctl.reports.foreign_files import from_json, read_file
+from ppctl.reports.recorded_settings import setting_names, setting_value
 from ppctl.reports.run_files import TRACKERS_FILE
 from ppctl.reports.terminal_output import replace_file
 
@@ -129,7 +130,8 @@ class MlflowRun:
             return  # MLflow refuses a parameter with another value
         where = experiment.experiment_id if experiment else client.create_experiment(project, files)
         self.id = client.create_run(where, run_name=run.name).info.run_id
-        params = [Param(key, str(value)) for key, value in flat(run.settings).items()]
+        names = setting_names(run.settings)
+        params = [Param(name, str(setting_value(run.settings, name))) for name in names]
         for first in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self.id, params=params[first : first + MOST_PARAMS])
 
@@ -200,19 +202,6 @@ class BackgroundTracker:
         except (Exception, SystemExit) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             self._note(f"note      {self.name} failed: {reason[:200]}. Training goes on without it")
-
-
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by their names with dots.
-
-    >>> flat({"model": {"d_model": 64}, "run": {"seed": 0}})
-    {'model.d_model': 64, 'run.seed': 0}
-    """
-    values: dict[str, Any] = {}
-    for key, value in settings.items():
-        name = f"{prefix}{key}"
-        values |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return values
 
 
 _ids_lock = threading.Lock()
