@@ -53,13 +53,6 @@ class RunSummary(NamedTuple):
     checkpoints: tuple[int, ...]  # steps of the finished ones
     problems: tuple[str, ...]  # with its files
 
-    @property
-    def document(self) -> dict[str, Any]:
-        """Return name, directory and state as JSON has them."""
-        state = ("status", "reason", "step", "num_steps", "loss", "eval_loss")
-        place = {"name": self.name, "run_dir": str(self.path)}
-        return place | {name: getattr(self, name) for name in state}
-
 
 class _Tail(NamedTuple):
     record: dict[str, Any] | None = None  # the last one

@@ -6,6 +6,7 @@ import difflib
 import os
 import time
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from ppctl.reports.run_files import (
     setting_changes,
     tracker_commands,
 )
-from ppctl.reports.run_page.read_run import Points, RecordedRun
+from ppctl.reports.run_page.one_run_page import MOST_SLOW, warnings_of
+from ppctl.reports.run_page.read_run import TIMED, Points, RecordedRun, versions_of
 from ppctl.reports.run_status import FINISHED
 from ppctl.reports.runs_columns import Column, steps_text
 from ppctl.reports.terminal_output import (
@@ -104,45 +106,32 @@ def find_run(name: str, tops: Sequence[Path]) -> tuple[str, Path]:
 
 def show_run(run: RecordedRun, *, as_json: bool) -> int:
     """Show one run; return 0."""
-    # 1. the facts
-    summary, now_s = run.summary, time.time()
-    name, path, changed = summary.name, summary.path, setting_changes(run.starts)
-    losses, eval_losses = (extremes(run.curves.get(name, ())) for name in ("loss", "eval_loss"))
-    folders = [path / name for name in ("tensorboard", "profile", "timeline")]
-    places = {folder.name: str(folder) for folder in folders if folder.is_dir()}
-    size = disk_bytes(path)
-    # 2. as JSON
+    # 1. as JSON
+    found, summary = run_document(run), run.summary
     if as_json:
-        document = _document(summary, now_s) | {
-            "asked": list(run.words),
-            "losses": _pairs(losses),
-            "eval_losses": _pairs(eval_losses),
-            "step_time_s": run.median("step_time_s"),
-            **({} if run.speed is None else {run.speed: run.median(run.speed)}),
-            "changed": [{"step": step, "setting": text} for step, text in changed],
-            "checkpoints": list(summary.checkpoints),
-            "disk_bytes": size,
-            **places,
-            "resume": run.command or None,
-            "problems": list(run.problems),
-        }
-        show_json(document)
+        show_json(found)
         return 0
-    # 3. as lines
+    # 2. as lines
+    name, path = summary.name, summary.path
     request = " ".join(run.words) or ("the defaults" if run.command else "not recorded")
+    reason = f": {summary.reason}" if summary.reason else ""
+    recorded = f"recorded {age_text(found['age_s'])} ago"
     lines = [
         ("run", f"{name}: {path}" if name != str(path) else name),
-        ("status", _status_text(summary, now_s)),
+        ("status", f"{summary.status} at step {steps_text(summary)}, {recorded}{reason}"),
         ("request", request),
-        *(("changed", f"since step {step}: {text}") for step, text in changed),
-        ("loss", _losses_text(losses)),
-        ("eval loss", _losses_text(eval_losses)),
+        *(
+            ("changed", f"since step {each['step']}: {each['setting']}")
+            for each in found["changed"]
+        ),
+        ("loss", _losses_text(found["losses"])),
+        ("eval loss", _losses_text(found["eval_losses"])),
         ("speed", _speed_text(run)),
         ("saved", _checkpoints_text(path, summary.checkpoints)),
-        ("size", f"{size_text(size)} on disk"),
+        ("size", f"{size_text(found['disk_bytes'])} on disk"),
         *(("scalars", command) for _, command in tracker_commands(path)),
-        ("profile", places.get("profile", "")),
-        ("timeline", places.get("timeline", "")),
+        ("profile", found.get("profile", "")),
+        ("timeline", found.get("timeline", "")),
         *(("note", problem) for problem in run.problems),
         ("note", _hint(summary)),
         ("resume", run.command),
@@ -152,6 +141,33 @@ def show_run(run: RecordedRun, *, as_json: bool) -> int:
         if text:
             show_lines(console, printable(f"{label:9} {text}"))
     return 0
+
+
+def run_document(run: RecordedRun) -> dict[str, Any]:
+    """Return all that is known of a run, as JSON has it; null where it has no such number."""
+    path, slow = run.summary.path, run.slow_steps()[:MOST_SLOW]
+    medians = {name: run.median(name) for name in TIMED if name in run.curves}
+    folders = [path / name for name in ("tensorboard", "profile", "timeline")]
+    return _document(run.summary, time.time()) | {
+        "asked": list(run.words),
+        "resume": run.command or None,
+        "losses": extremes(run.curves.get("loss", ())),
+        "eval_losses": extremes(run.curves.get("eval_loss", ())),
+        "step_time_s": run.median("step_time_s"),
+        **({} if run.speed is None else {run.speed: run.median(run.speed)}),
+        "medians": medians,
+        **run.newest,
+        "measured_bubble_fraction": run.measured_bubble,
+        "slow_steps": [{"step": step, "step_time_s": seconds} for step, seconds in slow],
+        "checkpoints": list(run.summary.checkpoints),
+        "disk_bytes": disk_bytes(path),
+        **{folder.name: str(folder) for folder in folders if folder.is_dir()},
+        "versions": versions_of(run.starts[-1]) if run.starts else {},
+        "starts": list(run.starts),
+        "changed": [{"step": step, "setting": text} for step, text in setting_changes(run.starts)],
+        "problems": list(run.problems),
+        "warnings": warnings_of(run),
+    }
 
 
 def _hint(run: RunSummary) -> str:
@@ -164,7 +180,9 @@ def _hint(run: RunSummary) -> str:
 
 
 def _document(run: RunSummary, now_s: float) -> dict[str, Any]:
-    return run.document | {
+    state = ("status", "reason", "step", "num_steps", "loss", "eval_loss")
+    place = {"name": run.name, "run_dir": str(run.path)}
+    return {**place, **{name: getattr(run, name) for name in state}} | {
         "started": iso_text(run.started_s),
         "last_active": iso_text(run.recorded_s),
         "age_s": max(0.0, now_s - run.recorded_s),
@@ -173,22 +191,18 @@ def _document(run: RunSummary, now_s: float) -> dict[str, Any]:
     }
 
 
-def _status_text(run: RunSummary, now_s: float) -> str:
-    ago = age_text(now_s - run.recorded_s)
-    reason = f": {run.reason}" if run.reason else ""
-    return f"{run.status} at step {steps_text(run)}, recorded {ago} ago{reason}"
-
-
-def extremes(points: Points) -> dict[str, tuple[float, float]]:
-    """Return the first, last and least (step, loss); nothing where no loss is finite."""
-    pairs = [(step, loss) for step, loss in points if loss is not None]
+def extremes(points: Points) -> dict[str, dict[str, float]]:
+    """Return the first, last and least step and loss; nothing where no loss is finite."""
+    pairs = [{"step": step, "loss": loss} for step, loss in points if loss is not None]
     if not pairs:
         return {}
-    return {"first": pairs[0], "last": pairs[-1], "least": min(pairs, key=lambda pair: pair[1])}
+    return {"first": pairs[0], "last": pairs[-1], "least": min(pairs, key=itemgetter("loss"))}
 
 
-def _losses_text(found: dict[str, tuple[float, float]]) -> str:
-    return ", ".join(f"{which} {loss:.4f} (step {step})" for which, (step, loss) in found.items())
+def _losses_text(found: dict[str, dict[str, float]]) -> str:
+    return ", ".join(
+        f"{which} {each['loss']:.4f} (step {each['step']})" for which, each in found.items()
+    )
 
 
 def _speed_text(run: RecordedRun) -> str:
@@ -204,10 +218,6 @@ def _checkpoints_text(path: Path, steps: Sequence[int]) -> str:
         return "no checkpoint"
     many = "s" if len(steps) > 1 else ""
     return f"checkpoint{many} of step{many} {', '.join(map(str, steps))} in {path / 'checkpoints'}"
-
-
-def _pairs(found: dict[str, tuple[float, float]]) -> dict[str, dict[str, float]]:
-    return {which: {"step": step, "loss": loss} for which, (step, loss) in found.items()}
 
 
 def few(names: Sequence[str]) -> str:

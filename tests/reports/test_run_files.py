@@ -176,9 +176,9 @@ def test_history_says_first_last_and_least_and_counts_what_is_no_record(tmp_path
     )
     run = read_run("a", make(tmp_path / "a", last=last), (), "", (), "")
     assert extremes(run.curves["loss"]) == {
-        "first": (1, 4.0),
-        "last": (4, 9.0),
-        "least": (3, 4 / 3),
+        "first": {"step": 1, "loss": 4.0},
+        "last": {"step": 4, "loss": 9.0},
+        "least": {"step": 3, "loss": 4 / 3},
     }
     assert (run.median("step_time_s"), run.speed, run.median("rows_per_s")) == (
         0.5,

@@ -22,7 +22,8 @@ from ppctl.reports.run_files import (
     whole_number,
 )
 
-CURVES = ("loss", "grad_norm", "lr", "step_time_s", "tokens_per_s", "rows_per_s", "mfu_fraction")
+TIMED = ("grad_norm", "step_time_s", *SPEEDS, "mfu_fraction")  # curves with a median
+CURVES = ("loss", "lr", *TIMED)
 NEWEST = (
     *("predicted_step_time_s", "ideal_bubble_fraction", "predicted_bubble_fraction"),
     *("predicted_memory_bytes", "memory_bytes", "compile_time_s"),

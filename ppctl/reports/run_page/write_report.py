@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from ppctl.errors import ConfigError
 from ppctl.reports.foreign_files import printable
 from ppctl.reports.recorded_settings import differing_settings
 from ppctl.reports.run_page.compare_page import compare_page
-from ppctl.reports.run_page.one_run_page import MARK, MOST_SLOW, run_page, warnings_of
-from ppctl.reports.run_page.read_run import CURVES, RecordedRun, versions_of
+from ppctl.reports.run_page.one_run_page import MARK, run_page
+from ppctl.reports.run_page.read_run import RecordedRun
+from ppctl.reports.runs_table import run_document
 from ppctl.reports.terminal_output import check_file, show_json, write_file
 
 FILE = "report.html"
@@ -41,30 +41,12 @@ def write_report(runs: Sequence[RecordedRun], file: Path, *, as_json: bool) -> i
     page = run_page(runs[0], file) if len(runs) == 1 else compare_page(runs, differ, file)
     write_file(str(file), file, page)
     if as_json:
-        documents = [report_document(run) for run in runs]
+        documents = [run_document(run) for run in runs]
         if len(runs) > 1:
             for index, each in enumerate(documents):
                 each["differs"] = {name: values[index] for name, values in differ.items()}
         show_json({"file": str(file), "runs": documents})
     return 0
-
-
-def report_document(run: RecordedRun) -> dict[str, Any]:
-    """Return the numbers of a run as JSON has them; null where it has none."""
-    summary, slow = run.summary, run.slow_steps()[:MOST_SLOW]
-    of_medians = [name for name in CURVES if name not in ("loss", "lr") and name in run.curves]
-    return summary.document | {
-        "asked": list(run.words),
-        "resume": run.command or None,
-        "medians": {name: run.median(name) for name in of_medians},
-        **run.newest,
-        "measured_bubble_fraction": run.measured_bubble,
-        "checkpoints": list(summary.checkpoints),
-        "slow_steps": [{"step": step, "step_time_s": seconds} for step, seconds in slow],
-        "versions": versions_of(run.starts[-1]) if run.starts else {},
-        "starts": list(run.starts),
-        "warnings": warnings_of(run),
-    }
 
 
 def _is_ours(file: Path) -> bool:
