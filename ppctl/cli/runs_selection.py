@@ -29,10 +29,10 @@ def columns_of(words: str | None, runs: Sequence[RunSummary]) -> list[Column]:
 def orders_of(words: str | None, runs: Sequence[RunSummary]) -> list[Order]:
     """Return the order of `--sort`, by default the newest record first; ConfigError as above."""
     orders = [
-        Order(_column("--sort", name.removesuffix(DESCENDING), runs), name.endswith(DESCENDING))
+        (_column("--sort", name.removesuffix(DESCENDING), runs), name.endswith(DESCENDING))
         for name in map(str.strip, (NEWEST if words is None else words).split(","))
     ]
-    return [*orders, Order(OWN_COLUMNS["run"], is_descending=False)]
+    return [*orders, (OWN_COLUMNS["run"], False)]
 
 
 def _column(option: str, name: str, runs: Sequence[RunSummary]) -> Column:

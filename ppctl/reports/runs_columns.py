@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ppctl.reports.recorded_settings import setting_text, setting_value
@@ -22,19 +23,18 @@ class Column(NamedTuple):
     text: Callable[[RunSummary, float], str]  # at a time, in seconds since 1970
 
 
-class Order(NamedTuple):
-    """One column that runs are ordered by."""
-
-    column: Column
-    is_descending: bool
-
+Order = tuple[Column, bool]  # that runs are ordered by, and whether descending
 
 _COLUMNS = (
     Column("run", lambda run: run.name, lambda run, _: run.name),
     Column("status", lambda run: run.status, lambda run, _: run.status),
     Column("step", lambda run: run.step, lambda run, _: steps_text(run)),
-    Column("loss", lambda run: run.loss, lambda run, _: _loss_text(run)),
-    Column("eval_loss", lambda run: run.eval_loss, lambda run, _: _eval_text(run)),
+    Column(
+        "loss",
+        lambda run: run.loss,
+        lambda run, _: _number_text(run.loss) if run.is_finite else "not finite",
+    ),
+    Column("eval_loss", lambda run: run.eval_loss, lambda run, _: _number_text(run.eval_loss)),
     Column("age", lambda run: -run.recorded_s, lambda run, now_s: age_text(now_s - run.recorded_s)),
     Column("started", lambda run: run.started_s, lambda run, _: iso_text(run.started_s) or ""),
     Column("active", lambda run: run.recorded_s, lambda run, _: iso_text(run.recorded_s) or ""),
@@ -49,10 +49,9 @@ def column_of(name: str) -> Column:
         return OWN_COLUMNS[key]
 
     def value(run: RunSummary) -> Any:
-        try:
+        with suppress(KeyError):
             return setting_value(run.config, key)
-        except KeyError:
-            return None
+        return None
 
     return Column(name, value, lambda run, now_s: setting_text(run.config, key) or "")
 
@@ -73,14 +72,8 @@ def steps_text(run: RunSummary) -> str:
     return f"{run.step} of {'?' if run.num_steps is None else run.num_steps}"
 
 
-def _loss_text(run: RunSummary) -> str:
-    if not run.is_finite:
-        return "not finite"
-    return "" if run.loss is None else f"{run.loss:.4f}"
-
-
-def _eval_text(run: RunSummary) -> str:
-    return "" if run.eval_loss is None else f"{run.eval_loss:.4f}"
+def _number_text(loss: float | None) -> str:
+    return "" if loss is None else f"{loss:.4f}"
 
 
 def _is_known(value: Any) -> bool:
