@@ -243,7 +243,6 @@ def test_auto_says_what_it_chose_from_and_how_far_it_is_from_the_bound(capsys):
     )
     assert "the shortest with at most 3 activations a rank, of " in text
     assert re.search(r"and \d+ of \d+ V-shaped building blocks", text)
-    assert "next: gis (num_chunks=2), greedy" in text
 
 
 def test_a_cap_in_gib_is_searched_and_said(capsys):

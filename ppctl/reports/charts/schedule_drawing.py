@@ -10,7 +10,7 @@ from typing import Any
 
 from ppctl.schedule.ir import ALL_KINDS, Kind, Schedule
 from ppctl.schedule.lower_bounds import makespan_bound_s, peak_activations_bound, period_bound_s
-from ppctl.schedule.search.auto_choice import GIB, Choice, FoundSchedule
+from ppctl.schedule.search.auto_choice import GIB, Choice
 from ppctl.schedule.simulator import Timeline
 
 KIND_NAMES: dict[Kind, str] = {
@@ -128,21 +128,16 @@ def reasons(drawing: Drawing) -> list[str]:
     tried, within = choice.num_blocks
     blocks = f" and {tried} of {within} V-shaped building blocks" if within else ""
     gap = "at which it stands" if choice.is_proven else f"{choice.gap_fraction:.1%} below"
-    choices = [
+    lines = [
         f"the shortest with at most {choice.cap_text} a rank, of {choice.num_published} "
         f"published schedules{blocks}; on their placements none is below "
         f"{number_text(choice.lower_bound_s)} s, {gap}"
     ]
-    others = [c for c in choice.candidates[1:4] if c is not choice.best_published]
-    if choice.best_published not in (None, choice.best):
-        choices.append(f"best published one: {_named(choice.best_published)}")
-    if others:
-        choices.append(f"next: {'; '.join(map(_named, others))}")
-    return choices
-
-
-def _named(candidate: FoundSchedule) -> str:
-    return f"{candidate.label} {number_text(candidate.length_s)} s"
+    published = choice.best_published
+    if published is not None and published is not choice.best:
+        length = number_text(published.length_s)
+        lines.append(f"best published one: {published.label} {length} s")
+    return lines
 
 
 def _bytes_text(timeline: Timeline) -> str:
