@@ -37,6 +37,7 @@ NUMBERS: dict[str, tuple[str, Form]] = {  # in records: column of a table, and f
     "predicted_bubble_fraction": ("bubble, predicted", "{:.1%}".format),
     "measured_bubble_fraction": ("bubble, measured", "{:.1%}".format),
     "memory_bytes": ("memory", lambda size: size_text(int(size))),
+    "predicted_memory_bytes": ("memory, predicted", lambda size: size_text(int(size))),
     "seconds": ("s in all", "{:,.1f}".format),
 }
 

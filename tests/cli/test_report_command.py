@@ -69,7 +69,7 @@ def test_the_page_of_a_run_says_how_it_stands_and_predicted_vs_measured(capsys):
         "Step time 0.5 s median, predicted 0.4 s",
         "Speed 10,000 tok/s median",
         "Bubble 25.0% 12.5% ideal, 20.0% predicted, 25.0% measured",
-        "step time 0.4 s 0.5 s 1.25",
+        "step time, s 0.4 0.5 1.25",
         "bubble 20.0% 25.0% 1.25",
         "memory of a device 1.0 MiB 1.5 MiB 1.5",
         "mesh=1x2 model.num_layers=4 schedule=gpipe",

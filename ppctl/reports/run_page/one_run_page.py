@@ -17,7 +17,7 @@ from ppctl.reports.run_page.run_figures import figures_of
 from ppctl.reports.run_page.step_gantt import step_html
 from ppctl.reports.run_status import FAILED, FINISHED
 from ppctl.reports.runs_columns import steps_text
-from ppctl.reports.terminal_output import iso_text, size_text
+from ppctl.reports.terminal_output import iso_text
 
 MARK = '<main data-by="ppctl report">'  # tells a page of ours from other files
 MOST_SLOW = 5  # steps that are named
@@ -129,27 +129,21 @@ def _files(run: RecordedRun, file: Path) -> str:
 def _predictions(run: RecordedRun) -> str:
     """Return the planner's predictions compared with measurements, "" without either."""
     newest, rows = run.newest.get, []
-    for name, predicted, measured, form in (
-        ("step time", "predicted_step_time_s", run.median("step_time_s"), "{:.4g} s".format),
-        ("bubble", "predicted_bubble_fraction", run.measured_bubble, "{:.1%}".format),
-        ("ideal bubble", "ideal_bubble_fraction", None, "{:.1%}".format),
-        ("memory of a device", "predicted_memory_bytes", newest("memory_bytes"), _whole_size),
+    for name, key, measured in (
+        ("step time, s", "predicted_step_time_s", run.median("step_time_s")),
+        ("bubble", "predicted_bubble_fraction", run.measured_bubble),
+        ("ideal bubble", "ideal_bubble_fraction", None),
+        ("memory of a device", "predicted_memory_bytes", newest("memory_bytes")),
     ):
-        values = newest(predicted), measured
-        if values == (None, None):
-            continue
-        ratio = f"{values[1] / values[0]:.3g}" if values[0] and values[1] is not None else ""
-        cells = ["" if value is None else kit.exact(value, form(value)) for value in values]
-        rows.append([name, *cells, ratio])
+        predicted = newest(key)
+        if predicted is not None or measured is not None:
+            ratio = f"{measured / predicted:.3g}" if predicted and measured is not None else ""
+            rows.append([name, kit.number(key, predicted), kit.number(key, measured), ratio])
     if not rows:
         return ""
     columns = ["", "predicted", "measured", "measured / predicted"]
     listed = kit.table("predicted and measured", columns, rows)
     return kit.section("Predicted and measured", listed, kit.soft(PREDICTIONS))
-
-
-def _whole_size(num_bytes: float) -> str:
-    return size_text(int(num_bytes))
 
 
 def _memory(run: RecordedRun) -> str:
