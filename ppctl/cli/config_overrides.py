@@ -32,24 +32,19 @@ def _mesh_words(values: Mapping[str, Any]) -> list[str]:
 
 def _part_words(part: str, values: Mapping[str, Any]) -> Iterator[str]:
     """Yield GROUP=OPTION, and SETTING=VALUE for values other than the option's and the class's."""
-    if part in PLAIN:
-        yield from _setting_words(part, PLAIN[part], values, {})
-        return
-    option = values["name"]
-    if option != choices.default_option(part):
-        yield f"{part}={option}"
-    if option in choices.options(part):  # else of --config-dir, whose file holds its settings
-        with open(ROOT / f"conf/{part}/{option}.yaml", encoding="utf-8") as file:
-            yield from _setting_words(
-                part, choices.schema_of(part, option), values, yaml.safe_load(file)
-            )
-
-
-def _setting_words(
-    part: str, cls: type, values: Mapping[str, Any], of_option: Mapping[str, Any]
-) -> Iterator[str]:
+    # 1. the option, and what its file states
+    cls, stated = PLAIN.get(part), dict[str, Any]()
+    if cls is None:
+        option = values["name"]
+        if option != choices.default_option(part):
+            yield f"{part}={option}"
+        if option not in choices.options(part):
+            return  # of --config-dir, whose file holds its settings
+        cls = choices.schema_of(part, option)
+        stated = yaml.safe_load((ROOT / f"conf/{part}/{option}.yaml").read_text(encoding="utf-8"))
+    # 2. other values
     for key, setting in settings_of(part, cls).items():
-        value, usual = _below(values, key), _below(of_option, key)
+        value, usual = _below(values, key), _below(stated, key)
         usual = setting.default if usual is None else usual
         if key == "run.dir":
             usual = f"runs/{values['name']}"

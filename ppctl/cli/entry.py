@@ -215,22 +215,17 @@ def _run(command: str, config: Config, options: Namespace) -> int:
             f"ppctl {command} runs in one process, but run.distributed={config.run.distributed}. "
             "Use run.distributed=off; simulated devices stand in for those of other processes."
         )
-    if command == "train":
-        _refuse_impossible_schedule(config)
+    if command == "train" and config.executor.ENGINE.is_pipelined:
+        from ppctl.schedule.families.registry import build  # `ppctl runs` starts without it
+
+        request = config.schedule
+        if request.name not in ("auto", "csv"):  # these need the model: others are refused at once
+            build(request.name, config.mesh.pp, request.num_microbatches, **request.knobs())
     function = getattr(import_module(f"ppctl.cli.commands.{command}"), command)
     if command == "train":
         stored = started_with(options.config_dir, options.overrides)
         return function(config, words=stored, as_json=options.json)
     return function(config, as_json=options.json)
-
-
-def _refuse_impossible_schedule(config: Config) -> None:
-    """Raise ScheduleError before JAX is imported; schedule=auto and csv need the model."""
-    from ppctl.schedule.families.registry import build  # `ppctl runs` starts without it
-
-    request = config.schedule
-    if config.executor.name != "reference" and request.name not in ("auto", "csv"):
-        build(request.name, config.mesh.pp, request.num_microbatches, **request.knobs())
 
 
 def refuse_inapplicable(command: str, config: Config) -> None:

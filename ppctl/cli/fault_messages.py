@@ -103,12 +103,10 @@ def _refuse_for_drawing(group: str, line: str) -> None:
     parts = (*choices.DRAWN, "recipes")
     if group in parts or group.startswith("hydra"):
         return
-    shown_parts = ", ".join(parts)
-    if group in (*PARTS, *choices.PLAIN):
-        message = f"{line}: no schedule depends on {group}. Leave it out (parts: {shown_parts})."
-        raise ConfigError(message)
-    near = choices.did_you_mean(group, parts)
-    raise ConfigError(f"{group} is not a part of a drawing.{near} ({shown_parts})")
+    what = f"no schedule depends on {group}. Leave it out"
+    if group not in (*PARTS, *choices.PLAIN):
+        what = f"{group} is not a part of a drawing.{choices.did_you_mean(group, parts)}"
+    raise ConfigError(f"{line}: {what} (parts: {', '.join(parts)}).")
 
 
 def check_keys(cfg: DictConfig) -> None:

@@ -19,18 +19,9 @@ class Resumption(NamedTuple):
     """The words that resume a run."""
 
     config: Mapping[str, Any]  # the settings of its newest start; empty if unreadable
-    is_known: bool  # whether the words of a start are recorded, and the settings readable
     words: Sequence[str]  # --config-dir=DIR, GROUP=OPTION and SETTING=VALUE, as Hydra reads them
+    command: str  # the command line that resumes the run; empty where no start is recorded
     notes: Sequence[str]  # additions to the words
-    directory: str | None  # to change to first, for the user's code or a relative --config-dir
-
-    @property
-    def command(self) -> str:
-        """The command line that resumes the run; empty where no start is recorded."""
-        if not self.is_known:
-            return ""
-        first = "" if self.directory is None else f"cd {shlex.quote(self.directory)} && "
-        return first + shlex.join(["ppctl", "train", *self.words])
 
 
 def started_with(config_dir: str | None, overrides: Sequence[str]) -> list[str]:
@@ -43,24 +34,21 @@ def started_with(config_dir: str | None, overrides: Sequence[str]) -> list[str]:
 
 def resumption(path: Path) -> Resumption:
     """Return the words that resume the run in a directory, even if that was moved."""
-    config = read_config(path)
-    problems = [config] if isinstance(config, str) else []
-    config = {} if isinstance(config, str) else config
-    stored, started_in = _newest_start(path)
-    if stored is None:
-        return Resumption(config, is_known=False, words=[], notes=problems, directory=None)
-    directory = _needed(started_in, config, stored)
-    words, notes = _here(stored, config.get("run"), os.path.normpath(path), directory)
-    return Resumption(config, bool(config or words), words, [*problems, *notes], directory)
-
-
-def _newest_start(path: Path) -> tuple[list[str] | None, str | None]:
-    """Return (words, directory) of the run's newest start, None where not recorded."""
+    # 1. the words of its newest start
+    config, problems = read_config(path), list[str]()
+    if isinstance(config, str):
+        config, problems = {}, [config]
     lines = read_lines(path / run_status.FILE, [])
     start = [{}, *(line for line in lines if line.get("status") == run_status.STARTED)][-1]
-    words, directory = start.get(run_status.OVERRIDES), start.get(run_status.DIRECTORY)
-    is_known = isinstance(words, list) and all(isinstance(word, str) for word in words)
-    return words if is_known else None, directory if isinstance(directory, str) else None
+    stored, started_in = start.get(run_status.OVERRIDES), start.get(run_status.DIRECTORY)
+    if not isinstance(stored, list) or not all(isinstance(word, str) for word in stored):
+        return Resumption(config, [], "", problems)
+    # 2. those that resume it here
+    directory = _needed(started_in if isinstance(started_in, str) else None, config, stored)
+    words, notes = _here(stored, config.get("run"), os.path.normpath(path), directory)
+    first = "" if directory is None else f"cd {shlex.quote(directory)} && "
+    command = first + shlex.join(["ppctl", "train", *words]) if config or words else ""
+    return Resumption(config, words, command, [*problems, *notes])
 
 
 def _needed(directory: str | None, recorded: Mapping[str, Any], words: Sequence[str]) -> str | None:

@@ -15,7 +15,6 @@ from typing import Annotated, Any, ClassVar, cast, get_args, get_origin, get_typ
 from ppctl.errors import ConfigError
 
 LARGEST = 2**31 - 1  # of whole numbers: steps and seeds are int32 on devices
-MOST_TOKENS = 1e18  # of a training run: a million times what large ones take
 DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 Check = Callable[[str, Any], None]  # of a key and its value
 
@@ -33,13 +32,6 @@ def at_least(key: str, value: float | None, least: float) -> None:
 def above_zero(key: str, value: float | None) -> None:
     if value is not None and not 0 < value < math.inf:  # written so that NaN fails
         raise ConfigError(f"{key}={value} must be a finite number above 0.")
-
-
-def training_tokens(key: str, value: float) -> None:
-    """Check a number of tokens to train on, which may be above `LARGEST`."""
-    if not 1 <= value <= MOST_TOKENS:  # written so that NaN fails
-        remedy = f"Use one from 1 to {MOST_TOKENS:g}."
-        raise ConfigError(f"{key}={value} is no number of tokens to train on. {remedy}")
 
 
 def within(key: str, value: float, *, least: float = 0, most: float = 1) -> None:
@@ -154,12 +146,8 @@ def record_of(key: str, record: Any, values: Mapping[str, Any], but: tuple[str, 
 
     ConfigError where one is missing or unknown.
     """
-    values = {name: value for name, value in values.items() if name not in but}
-    takes = f"It takes {', '.join(record._fields)}."
-    for name in record._fields:
-        if name not in record._field_defaults and name not in values:
-            raise ConfigError(f"{key} has no {name}. {takes}")
-    for name in values:
-        if name not in record._fields:
-            raise ConfigError(f"{key}.{name} is not used. {takes}")
-    return record(**values)
+    try:
+        return record(**{name: value for name, value in values.items() if name not in but})
+    except TypeError as error:
+        fault = str(error).rpartition("() ")[2]
+        raise ConfigError(f"{key} {fault}. It takes {', '.join(record._fields)}.") from None

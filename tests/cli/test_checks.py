@@ -36,7 +36,7 @@ IMPOSSIBLE = [
     ({"partition": c.Explicit(layers=4)}, "partition.layers=4 is neither a list .* nor text"),
     (
         {"partition": c.Explicit(layers=[4, "x"])},
-        r"partition.layers=\[4, 'x'\]: stage 1 has x layers",
+        r"partition.layers=\[4, 'x'\] is neither a list",
     ),
     (
         {"plan": c.Plan(topology="v5e")},

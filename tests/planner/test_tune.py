@@ -228,7 +228,7 @@ REFUSED = {
     "tune.measure=2 hardware=h100": r"tune.measure=2 runs steps on the devices of this machine \(cpu\), but",
     "run.memory_fraction=0.9": "run.memory_fraction=0.9 is of GPUs, but the devices are cpu. Leave it out",
     "run.memory_fraction=0.9 hardware=v5e": "run.memory_fraction=0.9 is of GPUs, but the devices are hardware=v5e",
-    "plan.tokens=0.5": "plan.tokens=0.5 is no number of tokens to train on. Use one from 1 to 1e.18",
+    "plan.tokens=0.5": "plan.tokens=0.5 must lie in",
     "plan.tokens=1e9": "plan.tokens=1e.09 counts tokens of text, but the data are no text. Leave it out",
     "tune.remat=[some]": "tune.remat=some is not one of none, layer, full",
     "tune.recipe=a/b": "tune.recipe=a/b is not a name. Use letters, digits, _ and -",

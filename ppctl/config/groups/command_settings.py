@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Annotated, ClassVar
 
 from ppctl.config.field_checks import (
@@ -12,8 +13,8 @@ from ppctl.config.field_checks import (
     Positive,
     Settings,
     one_of,
-    training_tokens,
     up_to,
+    within,
 )
 from ppctl.config.groups.mesh_settings import Devices
 from ppctl.config.groups.schedule_settings import MaxChunks, Schedule
@@ -21,6 +22,7 @@ from ppctl.errors import ConfigError
 from ppctl.schedule.mesh_axes import STAGE_AXES, axes_record
 from ppctl.schedule.remat import Remat
 
+Tokens = Annotated[float, partial(within, least=1, most=1e18)]  # a million times a large run's
 TOPOLOGY = re.compile(r"\w+:\d+(x\d+){1,2}")
 
 
@@ -63,7 +65,7 @@ class Plan(Settings):
     # and tune: memory of a device; None: as hardware or the device states
     memory_gib: Positive | None = None
     # and tune: to train on; adds days, device-hours and energy; None: only a step
-    tokens: Annotated[float, training_tokens] | None = None
+    tokens: Tokens | None = None
     html: str | None = None  # and rehearse: file of a self-contained page for browsers
 
     KEY = "plan"
