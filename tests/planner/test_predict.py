@@ -121,11 +121,10 @@ def test_a_dtype_without_a_stated_peak_predicts_no_time_and_is_refused_where_har
     request = compose(WORDS.split(), [], [])
     assert isinstance(request, Config)
     job = assemble(request)
-    monkeypatch.setattr(
-        "ppctl.planner.cost.target_devices.peak_flops", lambda hardware, dtype: None
-    )
+    silent = replace(known()["host"], peak_flops={})
+    monkeypatch.setattr("ppctl.training.pipeline.known_hardware.of_device", lambda kind: silent)
     assert predict.predict_step(job).step_time_s is None
-    job = replace(job, config=replace(request, hardware=known()["host"]))
+    job = replace(job, config=replace(request, hardware=silent))
     with pytest.raises(ConfigError, match=r"^hardware=host states no peak for float32\."):
         predict.predict_step(job)
 

@@ -8,7 +8,7 @@ from ppctl.cli.compose import compose
 from ppctl.config import AutoHardware, Config, Hardware
 from ppctl.config.config_dirs import ROOT
 from ppctl.errors import ConfigError
-from ppctl.training.pipeline.known_hardware import known, of_device, peak_flops, resolved
+from ppctl.training.pipeline.known_hardware import known, of_device, resolved
 from ppctl.training.pipeline.mfu import mfu_peak_flops
 
 # What a device of each kind states: peak FLOP/s (float32, bfloat16), memory in GiB or GB, bytes/s
@@ -114,7 +114,7 @@ def test_an_unknown_device_has_no_peak_and_no_description(kind):
 
 def test_nominal_numbers_give_no_mfu_and_given_ones_do():
     host = known()["host"]
-    assert peak_flops(host, "float32") == 1e11
+    assert host.peak_flops["float32"] == 1e11
     assert mfu_peak_flops(AutoHardware(), "cpu", "float32") is None
     assert mfu_peak_flops(host, "cpu", "float32") is None
     given = Hardware(**{**vars(host), "peak_flops": {**host.peak_flops, "float32": 3e12}})

@@ -23,7 +23,6 @@ from ppctl.training.pipeline.known_hardware import (
     described_only,
     host_devices,
     of_topology,
-    peak_flops,
     resolved,
     stated_bytes,
 )
@@ -112,7 +111,7 @@ class Target:
     def machine(self) -> Machine:
         """The speeds and links of the devices. ConfigError where nothing is known of them."""
         hardware = self.hardware
-        peak = peak_flops(hardware, self.dtype)
+        peak = hardware.peak_flops.get(self.dtype)
         if peak is None:
             name, dtypes = f"hardware={hardware.name}", "|".join(hardware.peak_flops)
             raise ConfigError(

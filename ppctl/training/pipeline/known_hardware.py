@@ -157,15 +157,6 @@ def gpu_names() -> list[str]:
     return [name for name, hardware in known().items() if hardware.cuda is not None]
 
 
-def peak_flops(hardware: Hardware, dtype: str) -> float | None:
-    """Return the peak dense FLOP/s of one device in a dtype of compute, or None if unknown.
-
-    >>> peak_flops(known()["h200"], "bfloat16"), peak_flops(known()["h200"], "float64")
-    (989400000000000.0, None)
-    """
-    return hardware.peak_flops.get(dtype)
-
-
 def stated_bytes(device: Any) -> int | None:
     """Return the memory that a device states, or None; a simulated one has all of the machine's."""
     if device.platform == "cpu":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ppctl.config import AutoHardware, Hardware
-from ppctl.training.pipeline.known_hardware import NOMINAL, known, of_device, peak_flops
+from ppctl.training.pipeline.known_hardware import NOMINAL, known, of_device
 
 
 def mfu_peak_flops(request: Hardware | AutoHardware, device_kind: str, dtype: str) -> float | None:
@@ -16,8 +16,8 @@ def mfu_peak_flops(request: Hardware | AutoHardware, device_kind: str, dtype: st
     hardware = request if isinstance(request, Hardware) else of_device(device_kind)
     if hardware is None:
         return None
-    peak = peak_flops(hardware, dtype)
-    is_nominal = hardware.name == NOMINAL and peak == peak_flops(known()[NOMINAL], dtype)
+    peak = hardware.peak_flops.get(dtype)
+    is_nominal = hardware.name == NOMINAL and peak == known()[NOMINAL].peak_flops.get(dtype)
     return None if is_nominal else peak
 
 
