@@ -13,13 +13,15 @@ from ppctl.training.pipeline.job import TrainingJob, assemble, partition_text
 from ppctl.training.pipeline.job_checks import check_job
 from ppctl.training.pipeline.unpipelined import verification as compare
 from ppctl.training.pipeline.unpipelined.verification import (
-    GradientComparison,
-    Leaf,
-    Number,
     StepComparison,
     TrainingComparison,
     plain_model,
-    tolerance_of,
+)
+from ppctl.training.pipeline.unpipelined.verify_pipeline import (
+    Leaf,
+    Number,
+    Verification,
+    verify_gradients,
     worst_of,
 )
 from ppctl.training.run.compilation_cache import keep_compiled
@@ -33,21 +35,20 @@ class Comparison(NamedTuple):
     """The comparisons of a job with the un-pipelined model."""
 
     job: TrainingJob
-    gradients: GradientComparison
+    of_batch: Verification
     training: TrainingComparison | None  # None: verify.steps=0
-    tolerance: float
 
     @property
     def ok(self) -> bool:
         """Whether every error is within its tolerance."""
-        numbers, leaves = [self.gradients.loss], [*self.gradients.leaves]
-        training = self.training
+        numbers, leaves = [self.of_batch.loss], [*self.of_batch.gradients]
+        training, tolerance = self.training, self.of_batch.tolerance
         if training is not None:
             for step in training.steps:
                 numbers += [step.loss, step.grad_norm, step.lr, *step.attached.values()]
             numbers += [] if training.eval_loss is None else [training.eval_loss]
             leaves += training.state
-        return all(each.error <= self.tolerance for each in (*numbers, *leaves))  # NaN fails
+        return all(each.error <= tolerance for each in (*numbers, *leaves))  # NaN fails
 
 
 def verify(config: Config, *, as_json: bool) -> int:
@@ -59,15 +60,15 @@ def verify(config: Config, *, as_json: bool) -> int:
     state = job.pipe.init()  # compiled once, for gradients and steps
     batch = next(job.data.batches())
     of_plain = plain.loss_and_grads, plain.params
-    gradients = compare.compare_gradients(job.pipe, *of_plain, state, batch)
+    of_batch = verify_gradients(job.pipe, *of_plain, state, batch)
     original, training = job, None
     if config.verify.steps:
-        steps = compare.steps_with_clipping(plain, config.verify.steps, tolerance_of(job.pipe))
+        steps = compare.steps_with_clipping(plain, config.verify.steps, of_batch.tolerance)
         if steps.clip_norm != config.optim.clip_norm:
             clipping = replace(config.optim, clip_norm=steps.clip_norm)
             job = assemble_to_verify(replace(config, optim=clipping))
         training = compare.compare_training(job, steps, state, config)
-    comparison = Comparison(job, gradients, training, tolerance_of(job.pipe))
+    comparison = Comparison(job, of_batch, training)
     if as_json:
         show_json(_document(comparison))
     else:
@@ -77,11 +78,11 @@ def verify(config: Config, *, as_json: bool) -> int:
 
 def _document(comparison: Comparison) -> dict[str, Any]:
     """Return the comparisons as plain JSON."""
-    job, gradients, training, tolerance = comparison
-    loss, leaves = gradients.loss, gradients.leaves
-    document = {"ok": comparison.ok, "dtype": str(job.pipe.dtype), "tolerance": tolerance}
+    job, of_batch, training = comparison
+    loss, leaves = of_batch.loss, of_batch.gradients
+    document = {"ok": comparison.ok, "dtype": str(job.pipe.dtype), "tolerance": of_batch.tolerance}
     document |= {"loss": loss.value, "reference_loss": loss.reference, "loss_error": loss.error}
-    document |= {"worst": asdict(worst_of(leaves)), "gradients": [asdict(leaf) for leaf in leaves]}
+    document |= {"worst": asdict(of_batch.worst), "gradients": [asdict(leaf) for leaf in leaves]}
     document["training"] = None
     if training is not None:
         document["training"] = asdict(training) | {"worst": asdict(worst_of(training.state))}
@@ -90,11 +91,12 @@ def _document(comparison: Comparison) -> dict[str, Any]:
 
 def _show(comparison: Comparison, original: TrainingJob, notes: Sequence[str]) -> None:
     """Print two tables, other comparisons, and the verdict; original: the job as requested."""
-    job, gradients, training, tolerance = comparison
+    job, of_batch, training = comparison
+    tolerance = of_batch.tolerance
     console = OutputConsole()
     line = partial(show_lines, console)
     # 1. gradients
-    rows = (_gradient_row(leaf, tolerance) for leaf in gradients.leaves)
+    rows = (_gradient_row(leaf, tolerance) for leaf in of_batch.gradients)
     title = f"gradients of {_what(original)} compared with the un-pipelined model's"
     show_table(console, title, (*GRADIENT, "worst layer"), rows)
     text = partition_text(job)
@@ -102,8 +104,8 @@ def _show(comparison: Comparison, original: TrainingJob, notes: Sequence[str]) -
         line(f"partition {text}")
     for note in notes:
         line(f"note      {note}")
-    worst = worst_of(gradients.leaves)
-    line(f"loss      {_number_text(gradients.loss, tolerance)}")
+    worst = of_batch.worst
+    line(f"loss      {_number_text(of_batch.loss, tolerance)}")
     line(f"worst     {worst.name}, {_error_text(worst.error, tolerance)} of its largest entry")
     # 2. train steps
     if training is not None:

@@ -1,4 +1,4 @@
-"""Training compared with the un-pipelined model: gradients of a batch, train steps, their state.
+"""Train steps and their state compared with those of the un-pipelined model, updated by optax.
 
 `ppctl verify` prints it. The oracle, `PlainModel`, shares model, data and settings with training,
 but not the code of steps: that stands here a second time, on whole trees in natural order.
@@ -7,10 +7,10 @@ but not the code of steps: that stands here a second time, on whole trees in nat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,16 @@ import optax
 from ppctl.config import Config
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.layer_reports import with_updated, without_counted
-from ppctl.model.stack import Stack
 from ppctl.model.trainable_parameters import trained_part, with_trained
 from ppctl.training.pipeline.job import TrainingJob, evaluate, make_optimizer
-from ppctl.training.pipeline.pipeline import Pipeline
+from ppctl.training.pipeline.unpipelined.verify_pipeline import (
+    Leaf,
+    Number,
+    compare_trees,
+    compared,
+    in_layers,
+    rounding_of,
+)
 from ppctl.training.pipeline.unpipelined.whole_model import (
     compiled_quickly,
     initial_params,
@@ -32,19 +38,7 @@ from ppctl.training.pipeline.unpipelined.whole_model import (
 )
 
 Tree = Any
-TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}  # max|difference|/max|reference|
 SHIFTS = (0.0, -1.0, 1.0)  # of the gradients, in tolerances; the first is the oracle
-ROUNDINGS = 8.0  # roundings of the largest number by which another order of sums may differ
-SLACKS = 2.0  # times the change of a state's number by the tolerance of gradients
-
-
-class StepNumbers(NamedTuple):
-    """The numbers that a train step reports."""
-
-    loss: float
-    grad_norm: float  # before clipping
-    lr: float
-    attached: dict[str, float]  # losses that layers attach
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,7 @@ class PlainSteps:
     """The expected first train steps. Trees: {"params", "optimizer"}, natural, on the host."""
 
     clip_norm: float | None
-    numbers: tuple[StepNumbers, ...]  # of each step
+    numbers: tuple[dict[str, float], ...]  # that each step reports, by name
     before: Tree
     after: Tree
     slack: Tree  # changes of the numbers of `after` by the tolerance of gradients
@@ -62,7 +56,7 @@ class PlainSteps:
     def clipped(self) -> tuple[bool, ...]:
         """Return for each step whether its gradients are clipped."""
         norm = math.inf if self.clip_norm is None else self.clip_norm
-        return tuple(each.grad_norm >= norm for each in self.numbers)
+        return tuple(each["grad_norm"] >= norm for each in self.numbers)
 
 
 @dataclass(frozen=True)
@@ -114,10 +108,8 @@ class PlainModel:
         compiled_update = compiled_quickly(update)
         for k, batch in enumerate(islice(data.batches(), num_steps)):
             losses, grads = jax.device_get(self.loss_and_grads(states[0]["params"], batch, k))
-            attached = {name: float(a) for name, a in losses.items()}
-            loss, rate = attached.pop(LOSS), float(jnp.asarray(lr_schedule(k)))
-            norm = _norm(without_counted(grads, counted))
-            numbers.append(StepNumbers(loss, norm, rate, attached))
+            others = {"grad_norm": _norm(without_counted(grads, counted)), "lr": lr_schedule(k)}
+            numbers.append({name: float(a) for name, a in (losses | others).items()})
             pairs = zip(states, SHIFTS, strict=True)
             updated = [compiled_update(state, grads, max_norm, shift) for state, shift in pairs]
             states = jax.device_get(updated)
@@ -156,13 +148,6 @@ def stacked(tree: Tree) -> Tree:
     return jax.tree.map(join, tree, is_leaf=is_listed)
 
 
-def rounding_of(grads: Tree) -> Any:
-    """Return the largest rounding of a gradient that sums to 0, by the largest of all."""
-    leaves = jax.tree.leaves(grads)
-    largest = jnp.stack([jnp.abs(g).max() for g in leaves]).max()
-    return ROUNDINGS * jnp.finfo(leaves[0].dtype).eps * largest
-
-
 def plain_model(job: TrainingJob) -> PlainModel:
     """Return the un-pipelined model of a job."""
     pipe = job.pipe
@@ -173,40 +158,6 @@ def plain_model(job: TrainingJob) -> PlainModel:
 def _norm(tree: Tree) -> float:
     squares = (np.square(a, dtype=np.float64).sum() for a in jax.tree.leaves(tree))
     return math.sqrt(sum(map(float, squares)))
-
-
-@dataclass(frozen=True)
-class Number:
-    """The comparison of a number. error: |difference| / |reference|; absolute if that is 0."""
-
-    value: float
-    reference: float
-    error: float
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """The comparison of an array; error: relative to max_abs.
-
-    max_abs: of the reference; of a state, of its change in all steps. layer: the worst of stacked
-    layers, or a network's that uses it; None: no layer.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    norm: float  # of all entries
-    max_abs: float
-    max_difference: float  # largest |difference|
-    error: float
-    layer: int | None
-
-
-@dataclass(frozen=True)
-class GradientComparison:
-    """Loss and gradients of the first batch, in natural order."""
-
-    loss: Number
-    leaves: tuple[Leaf, ...]
 
 
 @dataclass(frozen=True)
@@ -232,41 +183,6 @@ class TrainingComparison:
     eval_loss: Number | None  # None: the request evaluates nothing
 
 
-def tolerance_of(pipe: Pipeline) -> float:
-    """Return the largest error that counts as rounding, by the dtypes of compute and parameters."""
-    held = {str(a.dtype) for a in jax.tree.leaves(pipe.states.natural["params"])}
-    return max(TOLERANCE[dtype] for dtype in {*held, str(pipe.dtype)} & {*TOLERANCE})
-
-
-def compared(value: Any, reference: Any) -> Number:
-    """Return the comparison of two numbers.
-
-    >>> compared(0.5, 0).error
-    0.5
-    """
-    value, reference = float(value), float(reference)
-    return Number(value, reference, abs(value - reference) / (abs(reference) or 1.0))
-
-
-def compare_gradients(
-    pipe: Pipeline,
-    plain: Callable[[Tree, Tree, int], tuple[dict[str, jax.Array], Tree]],
-    params: Tree,
-    state: Tree,
-    batch: Tree,
-) -> GradientComparison:
-    """Return loss and gradients of a batch, compared; state: the initial one, kept.
-
-    plain: loss and gradients without a pipeline; params: of `state`, natural.
-    """
-    loss, grads = pipe.loss_and_grads(state, batch)
-    losses, expected = jax.device_get(plain(params, batch, 0))
-    least = float(rounding_of(expected)) / tolerance_of(pipe)
-    expected, grads = (of_author(pipe.stack, tree) for tree in (expected, grads))
-    leaves = in_layers(pipe.stack, compare_trees(expected, grads, least=least))
-    return GradientComparison(compared(loss, losses[LOSS]), leaves)
-
-
 def compare_training(
     job: TrainingJob, plain: PlainSteps, state: Tree, requested: Config
 ) -> TrainingComparison:
@@ -282,9 +198,7 @@ def compare_training(
     both = zip(batches, plain.numbers, plain.clipped, strict=True)
     for step, (batch, wanted, is_clipped) in enumerate(both, 1):
         state, numbers = engine.step(state, engine.batches.put(batch))
-        loss, grad_norm, lr, attached = wanted
-        pairs = {LOSS: loss, "grad_norm": grad_norm, "lr": lr} | attached
-        found = {name: compared(numbers[name], each) for name, each in pairs.items()}
+        found = {name: compared(numbers[name], each) for name, each in wanted.items()}
         of_step = (found.pop(name) for name in (LOSS, "grad_norm", "lr"))
         steps.append(StepComparison(step, *of_step, attached=found, is_clipped=is_clipped))
     # 2. their state, and its evaluation
@@ -299,63 +213,6 @@ def compare_training(
     return TrainingComparison(plain.clip_norm, is_requested, tuple(steps), leaves, eval_loss)
 
 
-def in_layers(stack: Stack, leaves: Iterable[Leaf]) -> tuple[Leaf, ...]:
-    """Return the leaves with the layers of a network's parameters; of other models as they are."""
-    network = stack.options.network
-    layers = () if network is None else network.contents[1:-1]
-    layer_of = {f"/{name}": int(held.name) for held in layers for name in held.params}
-
-    def placed(leaf: Leaf) -> Leaf:
-        endings = [ending for ending in layer_of if f"/{leaf.name}".endswith(ending)]
-        return replace(leaf, layer=layer_of[max(endings, key=len)]) if endings else leaf
-
-    return tuple(map(placed, leaves))
-
-
-def compare_trees(
-    expected: Tree, actual: Tree, before: Tree = None, slack: Tree = None, *, least: float = 0.0
-) -> Iterator[Leaf]:
-    """Yield the comparison of each array of two trees in natural order.
-
-    before, slack: of a state, its start, and changes of its numbers by rounding of gradients. Its
-    errors are differences beyond that, relative to the largest change. Other errors are relative to
-    the largest entry, or to `least` where that is larger: below it all is rounding.
-    """
-    # 1. arrays side by side; optimizers nest the same arrays differently
-    flat, treedef = jax.tree_util.tree_flatten_with_path(expected)
-    nothing: list[Any] = [None] * len(flat)
-    others = (nothing if tree is None else treedef.flatten_up_to(tree) for tree in (before, slack))
-    for (path, want), got, start, moved in zip(flat, jax.tree.leaves(actual), *others, strict=True):
-        # 2. differences
-        is_floating = jnp.issubdtype(want.dtype, jnp.floating)
-        rounding = ROUNDINGS * jnp.finfo(want.dtype).eps if is_floating else 0.0
-        want, got = np.asarray(want, np.float64), np.asarray(got, np.float64)
-        difference = excess = np.abs(want - got)
-        change = want
-        if start is not None:
-            change = want - np.asarray(start, np.float64)
-            allowed = SLACKS * np.asarray(moved) + rounding * np.abs(want).max()
-            excess = np.maximum(difference - allowed, 0.0)
-        # 3. the largest, and where it is
-        max_abs = float(np.abs(change).max())
-        part = next((key for key in map(_key, path) if key in ("embed_head", "layers")), None)
-        is_stacked = part == "layers" and difference.ndim > 0
-        yield Leaf(
-            jax.tree_util.keystr(path, simple=True, separator="/"),
-            want.shape,
-            float(np.linalg.norm(got)),
-            max_abs,
-            float(difference.max()),
-            float(excess.max()) / (max(max_abs, least) or 1.0),
-            int(excess.reshape(len(excess), -1).max(axis=1).argmax()) if is_stacked else None,
-        )
-
-
-def worst_of(leaves: Sequence[Leaf]) -> Leaf:
-    """Return the leaf of the largest error."""
-    return max(leaves, key=lambda leaf: (math.isnan(leaf.error), leaf.error))
-
-
 def steps_with_clipping(plain: PlainModel, num_steps: int, tolerance: float) -> PlainSteps:
     """Return train steps some of which are clipped and some not, if possible.
 
@@ -364,7 +221,7 @@ def steps_with_clipping(plain: PlainModel, num_steps: int, tolerance: float) -> 
     stays: such training clips nothing.
     """
     requested = plain.run(num_steps, plain.job.config.optim.clip_norm, tolerance)
-    norms = [each.grad_norm for each in requested.numbers]
+    norms = [each["grad_norm"] for each in requested.numbers]
     is_finite = all(0 < n < math.inf for n in norms)
     is_enough = len({*requested.clipped}) == 2 or requested.clipped == (True,)
     if requested.clip_norm is None or is_enough or not is_finite:
@@ -376,7 +233,3 @@ def steps_with_clipping(plain: PlainModel, num_steps: int, tolerance: float) -> 
 
     gap = max(pairwise(sorted(norms)), key=worth, default=(0.0, norms[0]))
     return plain.run(num_steps, sum(gap) / 2, tolerance)
-
-
-def _key(entry: Any) -> Any:
-    return getattr(entry, "key", None)
