@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from math import gcd
 from typing import Any
 
 import jax
@@ -12,9 +13,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from ppctl.errors import ConfigError, setting
-from ppctl.executors.axes_over_hosts import axes_in, over_hosts
 from ppctl.schedule.axis_table import MESH_AXES
-from ppctl.schedule.mesh_axes import AXES, MeshSizes, product_text
+from ppctl.schedule.mesh_axes import AXES, MeshSizes, in_hosts_order, product_text
 
 
 def on_cpu() -> str:
@@ -91,6 +91,33 @@ def laid_out(devices: Sequence[Any], mesh: MeshSizes, order: str = "auto") -> np
     whole = blocks.reshape([over[axis] for axis in axes] + inner)
     places = [place for axis in AXES for place in (axes.index(axis), len(axes) + axes.index(axis))]
     return whole.transpose(places).reshape(shape)
+
+
+def axes_in(order: str) -> tuple[str, ...]:
+    """Return the axes of mesh.order, that which goes over hosts first at the head.
+
+    Those inside a stage come last in any order.
+
+    >>> axes_in("auto"), axes_in("dp-pp-fsdp")
+    (('pp', 'dp', 'fsdp', 'cp', 'tp'), ('dp', 'pp', 'fsdp', 'cp', 'tp'))
+    """
+    outer = in_hosts_order(in_stage=False) if order == "auto" else order.split("-")
+    return (*outer, *in_hosts_order(in_stage=True))
+
+
+def over_hosts(sizes: Mapping[str, int], order: str, num_hosts: int) -> dict[str, int]:
+    """Return the number of hosts of each axis; each goes as far as it can before the next.
+
+    The product is `num_hosts` if hosts have equally many devices and all take part.
+
+    >>> over_hosts({"dp": 2, "pp": 4, "fsdp": 8}, "auto", num_hosts=8)
+    {'pp': 4, 'dp': 2, 'fsdp': 1, 'cp': 1, 'tp': 1}
+    """
+    over, left = {}, num_hosts
+    for axis in axes_in(order):
+        over[axis] = gcd(sizes.get(axis, 1), left)
+        left //= over[axis]
+    return over
 
 
 def check_one_host(

@@ -251,13 +251,18 @@ class Layout:
     def staged_specs(self, tree: Tree) -> Tree:
         """Return a staged tree's PartitionSpecs: all over pp and fsdp, shards also in stages."""
 
-        def spec(path: tuple, leaf: jax.Array) -> P:
-            if is_layer(path):
-                shard = self.shard(path, leaf.shape[3:])
-                return P(None, "pp", None, *self.over(leaf.shape[3:], ("fsdp",), shard))
-            return P(*self.over(leaf.shape, ("pp", "fsdp"), self.shard(path, leaf.shape)))
-
+        spec = lambda path, leaf: self.staged_spec(path, leaf.shape)  # noqa: E731
         return jax.tree_util.tree_map_with_path(spec, tree)
+
+    def staged_spec(
+        self, path: tuple, shape: tuple[int, ...], axes: tuple[str, ...] = ("pp", "fsdp")
+    ) -> P:
+        """Return the spec of a staged leaf; axes: over which embedding and head are stored."""
+        if is_layer(path):
+            of_layer = shape[3:]
+            shard = self.shard(path, of_layer)
+            return P(None, "pp", None, *self.over(of_layer, ("fsdp",), shard))
+        return P(*self.over(shape, axes, self.shard(path, shape)))
 
     def natural_specs(self, tree: Tree) -> Tree:
         """Return a natural tree's PartitionSpecs: layers over pp only if it divides L."""

@@ -91,25 +91,6 @@ def with_moves(steps: Iterable[Step]) -> list[PlanEntry]:
     return entries + pending
 
 
-def with_reductions(entries: Sequence[PlanEntry], program: Sequence[ProgramId]) -> list[PlanEntry]:
-    """Return a plan's tasks with the reduction of each stage's sums once they are complete.
-
-    program: of each stage, that reduces ("acc", stage) to ("sum", stage). A reduction comes right
-    before its rank's next task, after the moves of its last task's values, which need not wait.
-    """
-    last = {key: i for i, entry in enumerate(entries) for key in entry.writes if key[0] == "acc"}
-    due: dict[int, list[PlanEntry]] = {}
-    for (_, stage), i in last.items():
-        rank, rest = entries[i].rank, enumerate(entries[i + 1 :], i + 1)
-        later = (j for j, each in rest if each.rank == rank and each.program is not None)
-        entry = PlanEntry(program[stage], rank, (("acc", stage),), (("sum", stage),))
-        due.setdefault(next(later, len(entries)), []).append(entry)
-    found: list[PlanEntry] = []
-    for i in range(len(entries) + 1):
-        found += [*due.get(i, ()), *entries[i : i + 1]]
-    return found
-
-
 def last_uses(entries: Sequence[PlanEntry], keep: Collection[Key]) -> list[tuple[Key, ...]]:
     """Return for each entry the values to free: those without later readers, except `keep`.
 

@@ -135,12 +135,17 @@ def task_entries(
     *,
     keeps_input: bool,
     with_keys: bool = False,
+    reductions: Sequence[ProgramId] = (),
 ) -> list[PlanEntry]:
     """Return the tasks of `schedule` in `order`, by their start, with moves between ranks.
 
     role: of each stage. A schedule of only forwards keeps nothing. with_keys: of `task_program`.
+    reductions: of each stage, from ("acc", stage) to ("sum", stage). One comes once the sums are
+    complete, right before its rank's next task, so that moves of the last task's values come first.
     """
-    steps = dict[Any, Step]()  # by task, and by value that joins those of all parts
+    steps = dict[Any, Step]()  # by task, by value that joins those of all parts, by reduced stage
+    last = {task.stage: task for task in order if task.kind in "BW"} if reductions else {}
+    due: dict[int, int] = {}  # rank: its stage to reduce
     for task in order:
         # 1. the program
         kind = task.kind if schedule.has_backward or task.kind != "F" else FORWARD
@@ -156,10 +161,20 @@ def task_entries(
                 steps[name, task.microbatch] = _join(schedule, name, task.microbatch)
         # 3. its values
         rank, values = schedule.rank_at(task), (program.reads, program.writes)
+        if rank in due:
+            steps[due[rank]] = _reduction(reductions, due[rank], rank)
+            del due[rank]
         reads, writes = (tuple(_key(name, task, rank) for name in names) for names in values)
         readers = tuple(tuple(_readers(schedule, name, task)) for name in program.writes)
         steps[task] = Step(program, rank, reads, writes, readers, task)
+        if last.get(task.stage) == task:
+            due[rank] = task.stage
+    steps |= {stage: _reduction(reductions, stage, rank) for rank, stage in due.items()}
     return with_moves(steps.values())
+
+
+def _reduction(reductions: Sequence[ProgramId], stage: int, rank: int) -> Step:
+    return Step(reductions[stage], rank, (("acc", stage),), (("sum", stage),))
 
 
 def _key(name: str, task: Task, rank: int) -> Key:

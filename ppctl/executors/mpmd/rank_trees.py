@@ -65,14 +65,9 @@ class Division:
 
     def spec(self, path: tuple, shape: tuple[int, ...]) -> P:
         """Return the spec of a staged leaf of this shape on a rank's submesh."""
-        kind, _ = self._place(path, shape)
-        if kind == "layers":
-            shard = self.layout.shard(path, shape[3:])
-            return P(None, None, None, *self.layout.over(shape[3:], ("fsdp",), shard))
-        if kind == "other":
+        if self._place(path, shape)[0] == "other":
             return P()
-        spec = P(*self.layout.over(shape, ("fsdp",), self.layout.shard(path, shape)))
-        return without_axes(spec, ("pp",)) if kind == "part" else spec
+        return without_axes(self.layout.staged_spec(path, shape, ("fsdp",)), ("pp",))
 
     def shape(self, path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a rank's part of a staged leaf of this shape."""

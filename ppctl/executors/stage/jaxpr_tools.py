@@ -26,30 +26,47 @@ ADDITIONS = ("add", "add_any")
 DTYPE_OF_RESULT = {"dot_general": "preferred_element_type", "convert_element_type": "new_dtype"}
 
 
-def flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """Return the program without calls and no-op casts, also in the bodies of its scans."""
-    shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type)  # noqa: E731
-    run = lambda *args: _flat(closed.jaxpr, closed.consts, args)  # noqa: E731
-    return jax.make_jaxpr(run)(*map(shape, closed.in_avals))
+Rule = Callable[[core.JaxprEqn, list[Any]], list[Any]]  # equation, operands -> results
 
 
-def _flat(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Return the outputs of a program, computed without its calls."""
-    env = env_of(jaxpr, consts, args)
+def interpret(closed: core.ClosedJaxpr, args: Sequence[Any], rule: Rule) -> list[Any]:
+    """Return the outputs of a program whose equations are run by a rule."""
+    jaxpr, env = closed.jaxpr, env_of(closed.jaxpr, closed.consts, args)
     for eqn in jaxpr.eqns:
-        values, name = [env_value(env, v) for v in eqn.invars], eqn.primitive.name
-        if name == BARRIER or (eqn.params.get("differentiated") and eqn.params["prevent_cse"]):
-            values = [*map(jax.lax.optimization_barrier, values)]  # each may be in I or in W
-        if name in CALLS:
-            called = eqn.params[CALLS[name]]
-            outs = _flat(getattr(called, "jaxpr", called), getattr(called, "consts", ()), values)
-        elif name == BARRIER or _changes_nothing(eqn):
-            outs = values
-        else:
-            body = {"jaxpr": flatten(eqn.params["jaxpr"])} if is_scan(eqn) else {}
-            outs = bind_eqn(eqn, values, **body)
+        outs = rule(eqn, [env_value(env, v) for v in eqn.invars])
         env |= dict(zip(eqn.outvars, outs, strict=True))
     return [env_value(env, v) for v in jaxpr.outvars]
+
+
+def retraced(closed: core.ClosedJaxpr, rule: Rule) -> core.ClosedJaxpr:
+    """Return the program as `interpret` runs it."""
+    shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type)  # noqa: E731
+    return jax.make_jaxpr(lambda *args: interpret(closed, args, rule))(*map(shape, closed.in_avals))
+
+
+def called_program(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
+    """Return the program that an equation calls; None unless it is a call."""
+    if eqn.primitive.name not in CALLS:
+        return None
+    called = eqn.params[CALLS[eqn.primitive.name]]
+    return called if isinstance(called, core.ClosedJaxpr) else core.ClosedJaxpr(called, ())
+
+
+def flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """Return the program without calls and no-op casts, also in the bodies of its scans."""
+    return retraced(closed, _run_flat)
+
+
+def _run_flat(eqn: core.JaxprEqn, values: list[Any]) -> list[Any]:
+    name, called = eqn.primitive.name, called_program(eqn)
+    if name == BARRIER or (eqn.params.get("differentiated") and eqn.params["prevent_cse"]):
+        values = [*map(jax.lax.optimization_barrier, values)]  # each may be in I or in W
+    if called is not None:
+        return interpret(called, values, _run_flat)
+    if name == BARRIER or _changes_nothing(eqn):
+        return values
+    body = {"jaxpr": flatten(eqn.params["jaxpr"])} if is_scan(eqn) else {}
+    return bind_eqn(eqn, values, **body)
 
 
 def run_jaxpr(closed: core.ClosedJaxpr, args: Sequence[Any], wanted: Mask) -> list[Any]:

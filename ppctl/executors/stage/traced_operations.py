@@ -15,7 +15,14 @@ from jax.extend import core
 
 from ppctl.errors import ConfigError
 from ppctl.executors.stage.jaxpr_flops import equation_flops, inner_jaxprs
-from ppctl.executors.stage.jaxpr_tools import CALLS, bind_eqn, env_of, env_value, is_literal
+from ppctl.executors.stage.jaxpr_tools import (
+    bind_eqn,
+    called_program,
+    env_value,
+    interpret,
+    is_literal,
+    retraced,
+)
 from ppctl.model.network import MARK
 
 Tree = Any
@@ -32,8 +39,7 @@ class Trace:
     ):
         # 1. the program without inner jits
         closed, self.out_shapes = jax.make_jaxpr(function, return_shape=True)(list(leaves), inputs)
-        run = lambda *args: _without_jits(closed.jaxpr, closed.consts, args)  # noqa: E731
-        flat = jax.make_jaxpr(run)(*(Shape(a.shape, a.dtype) for a in closed.in_avals))
+        flat = retraced(closed, _without_jits)
         jaxpr = flat.jaxpr
         self.consts = dict(zip(jaxpr.constvars, flat.consts, strict=True))
         self.leaves, self.inputs = jaxpr.invars[: len(leaves)], jaxpr.invars[len(leaves) :]
@@ -159,9 +165,8 @@ class Trace:
 
 def _name(eqn: core.JaxprEqn) -> str:
     """Return the name of an operation, or of the function that it calls."""
-    name = eqn.primitive.name
-    called = eqn.params[CALLS[name]] if name in CALLS else None
-    return name if called is None else getattr(called, "jaxpr", called).debug_info.func_name
+    called = called_program(eqn)
+    return eqn.primitive.name if called is None else called.jaxpr.debug_info.func_name
 
 
 def is_mark(eqn: core.JaxprEqn) -> bool:
@@ -173,15 +178,8 @@ def _holds_mark(jaxpr: core.Jaxpr) -> bool:
     return any(is_mark(eqn) or any(map(_holds_mark, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
 
 
-def _without_jits(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Return the outputs of a program, computed without jits; other calls and marks stay."""
-    env = env_of(jaxpr, consts, args)
-    for eqn in jaxpr.eqns:
-        values = [env_value(env, v) for v in eqn.invars]
-        if eqn.primitive.name in JITS and not is_mark(eqn):
-            called = eqn.params["jaxpr"]
-            outs = _without_jits(called.jaxpr, called.consts, values)
-        else:
-            outs = bind_eqn(eqn, values)
-        env |= dict(zip(eqn.outvars, outs, strict=True))
-    return [env_value(env, v) for v in jaxpr.outvars]
+def _without_jits(eqn: core.JaxprEqn, values: list[Any]) -> list[Any]:
+    """Return the results of an equation, run without jits; other calls and marks stay."""
+    if eqn.primitive.name not in JITS or is_mark(eqn):
+        return bind_eqn(eqn, values)
+    return interpret(eqn.params["jaxpr"], values, _without_jits)

@@ -12,7 +12,7 @@ from functools import cached_property
 from math import inf, prod
 from typing import NamedTuple
 
-from ppctl.executors.axes_over_hosts import over_hosts
+from ppctl.executors.device_mesh import over_hosts
 from ppctl.planner.cost.roofline import Link, ModelWork, Speed
 from ppctl.schedule.mesh_axes import COPY_AXES, RANK_AXES, STAGE_AXES, MeshSizes
 from ppctl.schedule.remat import Remat

@@ -6,7 +6,7 @@ gather writes as much, a sum that is scattered adds as much. Links take no time;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ppctl.errors import ConfigError
-from ppctl.executors.stage.jaxpr_tools import CALLS, bind_eqn, env_value
+from ppctl.executors.stage.jaxpr_tools import bind_eqn, called_program, interpret, retraced
 from ppctl.model.parallel import StageAxes
 
 # the parameters of primitives that hold jaxprs
@@ -31,42 +31,36 @@ def alone(function: Callable[..., Any], axes: StageAxes) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         closed, out = jax.make_jaxpr(function, axis_env=list(axes.sizes), return_shape=True)(*args)
-        return jax.tree.unflatten(jax.tree.structure(out), _run(closed, jax.tree.leaves(args)))
+        leaves = interpret(closed, jax.tree.leaves(args), _run_alone)
+        return jax.tree.unflatten(jax.tree.structure(out), leaves)
 
     return run
 
 
-def _run(closed: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-    jaxpr, values = closed.jaxpr, [*closed.consts, *args]
-    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
-    for eqn in jaxpr.eqns:
-        values, name = [env_value(env, v) for v in eqn.invars], eqn.primitive.name
-        if name in STAND_INS:
-            outs = [STAND_INS[name](value, eqn.params) for value in values or [None]]
-        elif name in CALLS:
-            called = eqn.params[CALLS[name]]
-            is_closed = isinstance(called, core.ClosedJaxpr)
-            outs = _run(called if is_closed else core.ClosedJaxpr(called, ()), values)
-        elif name in BODIES:
-            bodies = {key: _without_sends(eqn.params[key]) for key in BODIES[name]}
-            outs = bind_eqn(eqn, values, **bodies)
-        elif "axis_name" in eqn.params:
-            raise ConfigError(
-                "`ppctl rehearse` runs one device, and nothing stands in for what others send by "
-                f"{name}. Use `ppctl plan`, or a model that sends by all_gather, psum_scatter, "
-                "psum, pmax and ppermute."
-            )
-        else:
-            outs = bind_eqn(eqn, values)
-        env |= dict(zip(eqn.outvars, outs, strict=True))
-    return [env_value(env, v) for v in jaxpr.outvars]
+def _run_alone(eqn: core.JaxprEqn, values: list[Any]) -> list[Any]:
+    """Return the results of an equation, with stand-ins for received values."""
+    name, called = eqn.primitive.name, called_program(eqn)
+    if name in STAND_INS:
+        return [STAND_INS[name](value, eqn.params) for value in values or [None]]
+    if called is not None:
+        return interpret(called, values, _run_alone)
+    if name in BODIES:
+        bodies = {key: _without_sends(eqn.params[key]) for key in BODIES[name]}
+        return bind_eqn(eqn, values, **bodies)
+    if "axis_name" in eqn.params:
+        raise ConfigError(
+            "`ppctl rehearse` runs one device, and nothing stands in for what others send by "
+            f"{name}. Use `ppctl plan`, or a model that sends by all_gather, psum_scatter, "
+            "psum, pmax and ppermute."
+        )
+    return bind_eqn(eqn, values)
 
 
 def _without_sends(body: Any) -> Any:
+    """Return the jaxpr of a loop, or those of branches, with stand-ins."""
     if isinstance(body, tuple):
         return tuple(map(_without_sends, body))
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in body.in_avals]
-    return jax.make_jaxpr(lambda *args: _run(body, args))(*shapes)
+    return retraced(body, _run_alone)
 
 
 # stand-ins, after a barrier that hides the sent values from compilers

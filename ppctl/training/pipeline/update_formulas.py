@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from ppctl.errors import ConfigError
-from ppctl.executors.stage.jaxpr_tools import CALLS, is_literal
+from ppctl.executors.stage.jaxpr_tools import called_program, is_literal
 
 Tree = Any
 Path = tuple[str, ...]
@@ -174,11 +174,10 @@ class _Reader:
             Formula(frozenset(), True, hash(str(v.val))) if is_literal(v) else env[v]
         )
         for eqn in jaxpr.eqns:
-            values, name = [read(v) for v in eqn.invars], eqn.primitive.name
-            if name in CALLS:
-                called = eqn.params[CALLS[name]]
-                found = self.outputs(getattr(called, "jaxpr", called), values)
-            elif name == "cond":
+            values, called = [read(v) for v in eqn.invars], called_program(eqn)
+            if called is not None:
+                found = self.outputs(called.jaxpr, values)
+            elif eqn.primitive.name == "cond":
                 found = self._branches(eqn, values)
             else:
                 found = [self._formula(eqn, values)] * len(eqn.outvars)

@@ -22,7 +22,6 @@ from ppctl.executors.mpmd.dispatch_plan import (
     PlanEntry,
     Walk,
     transfer_entry,
-    with_reductions,
 )
 from ppctl.executors.mpmd.mpmd_runtime import Runtime
 from ppctl.executors.mpmd.plan_tasks import roles, task_entries
@@ -235,9 +234,8 @@ class Mpmd:
         before, after = rank_entries(self.layout, self.roles, with_grads=has_step, inputs=inputs)
         how = {"keeps_input": self.model.remat.keeps_input_only}
         how["with_keys"] = has_step and inputs.has_key
-        tasks = task_entries(schedule, order, self.stage_roles, **how)
-        if what != "loss":
-            tasks = with_reductions(tasks, reductions(self.roles, self.stage_roles))
+        sums = reductions(self.roles, self.stage_roles) if has_step else ()
+        tasks = task_entries(schedule, order, self.stage_roles, **how, reductions=sums)
         ops = [*before, *tasks, *self._mean()]
         # 2. a loss, or a step
         if what == "loss":
