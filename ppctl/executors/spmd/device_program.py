@@ -136,19 +136,20 @@ class Device:
 
     # slots and sums
 
-    def slots_of_x(self, kind: str) -> jax.Array:
-        """Return empty slots for activations or gradients."""
-        return empty_slots(self.ticks.num_slots[kind], self.x)
+    def slots(self) -> dict[str, Tree]:
+        """Return all slots, empty.
 
-    def stash_slots(self) -> Tree:
-        """Return empty slots for stashes; None if a stash is the stage's input."""
-        number = self.ticks.num_slots["stash"]
-        return empty_slots(number, self.stage.stash_shapes(*self.chunk(0))) if number else None
-
-    def pending_slots(self) -> Tree:
-        """Return empty slots for `pending`, from I to W; None without split backwards."""
-        number = self.ticks.num_slots.get("pending")
-        return empty_slots(number, self.stage.pending_shapes(*self.chunk(0))) if number else None
+        "act", "grad" or "value" for values that arrive; "stash", None if a stash is the stage's
+        input; "pending" from I to W, None without split backwards.
+        """
+        shapes = {"stash": self.stage.stash_shapes, "pending": self.stage.pending_shapes}
+        found: dict[str, Tree] = {}
+        for name, number in self.ticks.num_slots.items():
+            if name in shapes:
+                found[name] = empty_slots(number, shapes[name](*self.chunk(0))) if number else None
+            else:
+                found[name] = empty_slots(number, self.x)
+        return found
 
     def zero_sums(self) -> tuple[Tree, Tree]:
         """Return (ends, gradients of the layers); without backwards only of losses."""
@@ -180,8 +181,9 @@ class Device:
         loss, number, embed_head = ends
         if not self.ticks.has_backward:
             return {LOSS: loss}, number, None
-        if self.are_sharded:
-            layers = [self._apart(chunk) for chunk in layers]
+        if self.are_sharded and not isinstance(layers[0], list):
+            slots = range(len(jax.tree.leaves(self.chunks[0])[0]))
+            layers = [[jax.tree.map(lambda a, k=k: a[k], w) for k in slots] for w in layers]
         is_list = isinstance(layers[0], list)
         trained = trained_part(self.specs, self.model.inputs.trainable(self.stack))
         one = layer_specs(trained["layers"], are_stacked=not is_list)
@@ -200,13 +202,6 @@ class Device:
         layers, attached = self.model.inputs.separate(layers)
         sums = {LOSS: loss} | {name: a.sum() for name, a in attached.items()}
         return sums, number, {"embed_head": grads["embed_head"], "layers": layers}
-
-    def _apart(self, layers: Tree) -> list[Tree]:
-        """Return the layers of a chunk, a list or stacked, as a list."""
-        if isinstance(layers, list):
-            return layers
-        num_layers = len(jax.tree.leaves(self.chunks[0])[0])
-        return [jax.tree.map(lambda a, k=k: a[k], layers) for k in range(num_layers)]
 
     # embedding and head
 

@@ -68,8 +68,7 @@ class TickBody:
     def run(self) -> tuple[Tree, Tree]:
         """Return the sums of the device after all ticks: ends, and of the layers."""
         device = self.device
-        carry = {slots: device.slots_of_x(slots) for slots in dict.fromkeys((self.act, self.grad))}
-        carry |= {"stash": device.stash_slots(), "pending": device.pending_slots()}
+        carry = device.slots()
         carry["ends"], carry["layers"] = device.zero_sums()
         carry, _ = jax.lax.scan(self.tick, carry, device.table)
         return carry["ends"], carry["layers"]

@@ -129,28 +129,26 @@ class LayerPrograms:
         """Shapes of the values that `input_grad` hands to `weight_grad`."""
         return self.split.pending
 
-    def save(self, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        """Return (the output, the arrays that the backward needs)."""
-        return self.residuals.save(w, x)
+    @property
+    def save(self) -> Callable[[Tree, jax.Array], tuple[jax.Array, list[jax.Array]]]:
+        return self.residuals.save
 
-    def pull(self, w: Tree, saved: list[jax.Array], gy: jax.Array) -> tuple[jax.Array, Tree]:
-        """Return the gradients of the input and of w, from the saved arrays."""
-        return self.residuals.pull(w, saved, gy)
+    @property
+    def pull(self) -> Callable[[Tree, list[jax.Array], jax.Array], tuple[jax.Array, Tree]]:
+        return self.residuals.pull
 
     def redo(self, w: Tree, x: jax.Array, gy: jax.Array) -> tuple[jax.Array, Tree]:
         """Return the gradients of the input and of w, from only the input."""
         dw, gx = vjp_of(self.run, w, x, self.trainable)[1](gy)
         return gx, dw
 
-    def input_grad(
-        self, w: Tree, saved: list[jax.Array], gy: jax.Array
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        """Return (gradient of the input, the arrays that `weight_grad` needs)."""
-        return self.split.input_grad(w, saved, gy)
+    @property
+    def input_grad(self) -> Callable[[Tree, Tree, jax.Array], tuple[jax.Array, list[jax.Array]]]:
+        return self.split.input_grad
 
-    def weight_grad(self, w: Tree, pending: list[jax.Array]) -> Tree:
-        """Return the gradient of w."""
-        return self.split.weight_grad(w, pending)
+    @property
+    def weight_grad(self) -> Callable[[Tree, list[jax.Array]], Tree]:
+        return self.split.weight_grad
 
     def add_grads(self, how: Backward, args: tuple, sums: Tree) -> tuple[Any, Tree]:
         """Return (gx, sums with dw added) where gx, dw = grads_of(self, how)(*args)."""

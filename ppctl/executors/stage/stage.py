@@ -265,17 +265,13 @@ class Stage:
             return self._added(slots, k, "weight_grad", skip, (layer_w, layer_pending), *total)
 
         others = pending, *self._in_turn(w, sums)
-        if self.gather is None or self._weight_grad_reads(slots):
+        numbers = (0,) if self.are_alike or slots is None else slots.may_be(None)
+        if self.gather is None or any(self.layers[number].split.reads_w for number in numbers):
             dw = self._fold(body, None, w, *others)[1]
         else:
             unread = lambda carry, item: body(carry, (item[0], zeros_like(self.w0), *item[2:]))  # noqa: E731
             dw = fold(unread, None, numbered(w, *others))[1]
         return self._all_added(w, sums, dw)
-
-    def _weight_grad_reads(self, slots: LayerSlots | None) -> bool:
-        """Return whether W of any layer in the slots reads parameters."""
-        may_be = (0,) if self.are_alike or slots is None else slots.may_be(None)
-        return any(self.layers[number].split.reads_w for number in may_be)
 
     def _save(self, w: Any, slots: LayerSlots | None, x: jax.Array) -> tuple[jax.Array, Any, Tree]:
         """Return the stage's output, its residuals, and the last layer if it was gathered."""
