@@ -59,7 +59,7 @@ FAULTS = [
     ("check a.csv", "a.csv cannot be read: No such file"),
     ("check a.csv mesh=1x2", "`ppctl schedule check` takes a file and nothing else"),
     ("list gpipe", "gpipe is not KEY=VALUE"),
-    ("list --format html", "--format html is not one of text, json"),
+    ("list --format html", "--format html is not one of text, svg, pdf, png, json, csv"),
     ("compare", "Name the schedules to compare"),
     ("compare gpipe foo", "schedule=foo is not an option of schedule"),
     ("compare gpipe schedule=1f1b", "takes the name only: 1f1b"),
@@ -70,7 +70,7 @@ FAULTS = [
     ),
     (
         "compare gpipe --format perfetto",
-        "--format perfetto is not one of text, html, svg, pdf, png, json;",
+        "--format perfetto is not one of text, html, svg, pdf, png, json, csv;",
     ),
     ("show model.num_layers=3", "model.num_layers=3: no schedule depends on model. Leave it out"),
     (

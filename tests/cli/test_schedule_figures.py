@@ -8,7 +8,7 @@ import pytest
 
 from ppctl import cli
 
-STARTS = {"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG"}
+STARTS = {"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG", "csv": b"schedule,label,makespan_s,"}
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +25,11 @@ def ask(capsys, line, code=0):
     return err if code else out
 
 
-@pytest.mark.parametrize("form", STARTS)
-def test_panels_are_written_by_the_ending(form, capsys, empty_directory):
-    ask(capsys, f"compare 1f1b zb_h1 mesh=1x2 schedule.num_microbatches=2 --out all.{form}")
+@pytest.mark.parametrize(
+    ("what", "form"), [*(("compare 1f1b zb_h1", form) for form in STARTS), ("list", "csv")]
+)
+def test_tables_and_panels_are_written_by_the_ending(what, form, capsys, empty_directory):
+    ask(capsys, f"{what} mesh=1x2 schedule.num_microbatches=2 --out all.{form}")
     assert (empty_directory / f"all.{form}").read_bytes().startswith(STARTS[form])
 
 

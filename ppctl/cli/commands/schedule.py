@@ -39,8 +39,8 @@ NOTES = "\n".join(
     ]
 )
 FORMAT = (
-    "text (default), html, svg, pdf, png, json, csv or perfetto. compare: not the last two; "
-    "curves: nor html; list: json"
+    "text (default), html, svg, pdf, png, json, csv or perfetto. compare: all but perfetto; list: "
+    "nor html; curves: text, svg, pdf, png, json"
 )
 OF_CURVES = ("ranks", "microbatches", "kept_mb")  # options
 MOST_SIZES = 1024  # of an axis of curves
@@ -120,7 +120,7 @@ def _list(words: _Words) -> int:
     config = _compose(words.args, words.overrides)
     given = {word.partition("=")[0] for word in words.overrides}
     form = _format(words, schedule_show.LIST_FORMATS)
-    return schedule_show.list_families(config, _families(config, given), form)
+    return schedule_show.list_families(config, _families(config, given), form, words.out)
 
 
 def _compare(words: _Words) -> int:
@@ -259,7 +259,7 @@ def _knobs(family: str) -> set[str] | None:
     return set(settings_of("schedule", schema_of("schedule", family)))
 
 
-def _families(config: ScheduleConfig, given: set[str]) -> list[ScheduleConfig]:
+def _families(request: ScheduleConfig, given: set[str]) -> list[ScheduleConfig]:
     """Return the request with each family in turn, with the given ones of its settings."""
     from ppctl.config.schedule_from_config import settings_of_family
     from ppctl.schedule.families.registry import FAMILIES
@@ -269,8 +269,8 @@ def _families(config: ScheduleConfig, given: set[str]) -> list[ScheduleConfig]:
         cls = settings_of_family(family)
         same = {"schedule.num_microbatches"} | (given & set(settings_of("schedule", cls)))
         names = [key.partition(".")[2] for key in same]
-        schedule = cls(name=family, **{name: getattr(config.schedule, name) for name in names})
-        requests.append(config._replace(schedule=schedule))
+        schedule = cls(name=family, **{name: getattr(request.schedule, name) for name in names})
+        requests.append(request._replace(schedule=schedule))
     return requests
 
 

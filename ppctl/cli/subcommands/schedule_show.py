@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import inspect
+import io
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from ppctl.reports.charts.schedule_drawing import (
     table_row,
 )
 from ppctl.reports.charts.text_chart import show_gantt, show_schedules_table
-from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, write_file
+from ppctl.reports.terminal_output import OutputConsole, show_lines, write_file
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES
 from ppctl.schedule.search.auto_choice import GIB
@@ -32,8 +34,8 @@ from ppctl.schedule.search.placement_costs import CostsOf, Placed
 from ppctl.schedule.simulator import MOST_TASKS, simulate
 
 SHOW_FORMATS = tuple(DRAWN_AS)
-COMPARE_FORMATS = ("text", "html", *FORMS, "json")
-LIST_FORMATS = ("text", "json")
+COMPARE_FORMATS = ("text", "html", *FORMS, "json", "csv")
+LIST_FORMATS = ("text", *FORMS, "json", "csv")
 
 
 def show_drawing(drawing: Drawing, form: str, out: Path | None) -> int:
@@ -47,10 +49,13 @@ def show_drawing(drawing: Drawing, form: str, out: Path | None) -> int:
 def show_comparison(configs: Sequence[settings.ScheduleConfig], form: str, out: Path | None) -> int:
     """Show several schedules in one table, in one of COMPARE_FORMATS; html and figures: charts."""
     drawings = list(map(draw, configs))
+    rows = list(map(table_row, drawings))
     if form == "text":
         title = f"{len(configs)} schedules, {_size_of(configs[0])}"
-        show_schedules_table(OutputConsole(), title, list(map(table_row, drawings)))
+        show_schedules_table(OutputConsole(), title, rows)
         return 0
+    if form == "csv":
+        return deliver(_rows_csv(rows), out)
     if form == "html":
         return deliver(schedules_page(drawings), out)
     if form in FORMS:
@@ -59,30 +64,45 @@ def show_comparison(configs: Sequence[settings.ScheduleConfig], form: str, out: 
 
 
 def list_families(
-    request: settings.ScheduleConfig, each: Sequence[settings.ScheduleConfig], form: str
+    request: settings.ScheduleConfig,
+    each: Sequence[settings.ScheduleConfig],
+    form: str,
+    out: Path | None,
 ) -> int:
     """Show every family at the size of `request`, with its formulas, or why it is refused."""
     # 1. the families
-    rows, refused, order = list[dict[str, Any]](), dict[str, str](), list(FAMILIES)
+    rows, drawings = list[dict[str, Any]](), list[Drawing]()
+    refused, order = dict[str, str](), list(FAMILIES)
     for one in each:
         check_size(one)
     for one in sorted(each, key=lambda one: order.index(one.schedule.name)):
         try:
-            rows.append(table_row(draw(one), *_formulas(one)))
+            drawings.append(draw(one))
+            rows.append(table_row(drawings[-1], *_formulas(one)))
         except ScheduleError as error:
             refused[one.schedule.name] = " ".join(str(error).split())
     stated = {row["schedule"]: formulas(row["schedule"]) for row in rows}
-    # 2. their table
+    # 2. their table, or charts
     if form == "json":
         documents = [row | {"formulas": stated[row["schedule"]]} for row in rows]
-        show_json({"schedules": documents, "refused": refused})
-        return 0
+        return deliver(json.dumps({"schedules": documents, "refused": refused}) + "\n", out)
+    if form != "text":
+        return deliver(_rows_csv(rows) if form == "csv" else image(drawings, form), out)
     console, width = OutputConsole(), max(map(len, stated), default=0)
     title = f"{_size_of(request)}, {costs_text(request.costs)}"
     show_schedules_table(console, title, rows, formulas=True)
     texts = [f"{family:{width}}  {text}" for family, text in stated.items()]
     show_lines(console, *texts, "", *refused.values())
     return 0
+
+
+def _rows_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table as CSV, without notes; unknown values are empty."""
+    file, names = io.StringIO(), [name for name in rows[0] if name != "notes"]
+    lines = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
+    lines.writeheader()
+    lines.writerows(rows)
+    return file.getvalue()
 
 
 def check_file(path: Path) -> int:
