@@ -72,7 +72,6 @@ def readable(lines: Iterable[str], process: str) -> Iterator[str]:
 
 
 def _cause(last_words: str) -> str:
-    """Return the reason in the service's last words."""
     gone = GONE.search(last_words)
     if gone is not None:
         tasks = {*map(int, re.findall(r"(?:^|task:)(\d+)\b", gone[1], re.MULTILINE))}

@@ -249,11 +249,3 @@ def test_a_resumed_run_purges_the_steps_that_it_repeats(tmp_path):
 def test_without_tensorboard_nothing_is_written_for_it(tmp_path):
     run(tmp_path, 1, 2)
     assert not (tmp_path / "tensorboard").exists()
-
-
-def test_close_may_be_called_again(tmp_path):
-    written = metrics(tmp_path, trackers=["tensorboard"])
-    written.log(record(1))
-    written.close()
-    written.close()
-    assert steps(tmp_path) == [1]

@@ -91,7 +91,6 @@ def numbers_of(run_dir: Path, since_s: float = 0.0) -> dict[str, Any]:
 
 
 def _number(record: Mapping[str, Any], name: str) -> float | None:
-    """Return an entry of a record as it is, if it is a number."""
     return None if record_number(record, name) is None else record[name]
 
 

@@ -286,7 +286,6 @@ class Loop:
             )
 
     def _show_timeline(self, measured: Timeline) -> None:
-        """Write and show the timeline of a measured step."""
         directory = Path(self.job.config.run.dir) / "timeline"
         bubbles = self.prediction.ideal_bubble_fraction, self.prediction.bubble_fraction
         with writing(directory):

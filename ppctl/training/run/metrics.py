@@ -50,7 +50,7 @@ class Metrics:
         settings: Mapping[str, Any] | None = None,
         console: Console | None = None,
     ):
-        self.is_finished = False  # whether the run reached its last step; set before `close`
+        self.is_finished = False  # whether the run reached its last step
         self._num_steps, self._first_step, self._log_every = num_steps, start_step + 1, log_every
         self._console = console or OutputConsole()
         self._unshown: list[Record] = []  # the steps since the last line
@@ -68,7 +68,10 @@ class Metrics:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        for tracker in self._trackers:
+            tracker.close(is_finished=self.is_finished)
+        for file in self._files:
+            file.close()
 
     def log(self, record: Record, attached: Sequence[str] = ()) -> None:
         """Write and show one training step. `record["step"]` counts finished steps, from 1.
@@ -102,14 +105,6 @@ class Metrics:
     def note(self, text: str) -> None:
         """Print a line."""
         show_lines(self._console, text)
-
-    def close(self) -> None:
-        """Close the trackers and files. May be called again."""
-        for tracker in self._trackers:
-            tracker.close(is_finished=self.is_finished)
-        self._trackers.clear()
-        for file in self._files:
-            file.close()
 
     def _counted(self, step: int) -> str:
         return f"{step:>{len(str(self._num_steps))}}/{self._num_steps}"

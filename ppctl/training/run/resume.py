@@ -140,7 +140,6 @@ def _check_arrays(unlike: Sequence[str], changed: Sequence[Change], which: str) 
 
 
 def _check_function(changed: Sequence[Change], which: str) -> None:
-    """Raise CheckpointError where the model has changed."""
     phrases = [each.text for each in changed if each.is_of_function]
     if phrases:
         raise CheckpointError(

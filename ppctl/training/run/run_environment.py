@@ -29,11 +29,9 @@ def checkpoint_metadata(
 ) -> dict[str, Any]:
     """Return the metadata of a checkpoint after `step` steps, as plain JSON; data: described."""
     return {
-        "step": step,
         "config": dict(settings),
         "sources": sources,
         "data": {**data, "next_step": step},
-        "rng": {"seed": settings["run"]["seed"], "data_order": "a function of seed and step"},
         "versions": versions(),
     }
 

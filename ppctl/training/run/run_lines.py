@@ -43,7 +43,6 @@ def describe(job: TrainingJob, start: int) -> Iterator[str]:
 
 
 def _schedule_lines(job: TrainingJob) -> Iterator[str]:
-    """Yield the lines about schedule, executor and partition."""
     pipe, schedule, ticks = job.pipe, job.pipe.schedule, job.pipe.ticks
     # 1. the schedule
     if not pipe.execution.engine.is_pipelined:

@@ -127,7 +127,6 @@ def _train(
 
 
 def _sum_up(loop: Loop, exit_code: int, say: Say, *, as_json: bool) -> None:
-    """Print how the run went."""
     summary, run = loop.summary(exit_code), loop.job.config.run
     if loop.step_times_s:
         say(loop.prediction.compared(loop.step_times_s, max(loop.footprint.total_bytes)))
@@ -161,7 +160,6 @@ def _held(run_dir: Path, pid: int | None) -> ConfigError:
 def _record_start(
     job: TrainingJob, status: RunStatus, start: Resumed, overrides: Sequence[str]
 ) -> None:
-    """Write the settings of this start of the run, and that it has started."""
     config, run_dir = job.config, Path(job.config.run.dir)
     facts = environment(job.pipe.mesh) | {"xla_flags": text_of(job.pipe.execution.xla_flags)}
     facts |= {run_status.DIRECTORY: os.getcwd(), run_status.OVERRIDES: [*overrides]}
