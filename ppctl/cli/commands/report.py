@@ -109,7 +109,8 @@ def _pipeline_of(run_dir: Path, recorded: Mapping[str, Any]) -> Pipeline | str:
     if is_auto:
         schedule = Csv(name="csv", path=str(found), num_microbatches=number)
     # 3. its size and costs
-    if large := too_many_tasks(3 * mesh.pp * number):
+    num_chunks = getattr(schedule, "num_chunks", 2 * getattr(schedule, "num_waves", 1))
+    if large := too_many_tasks(3 * mesh.pp * number * num_chunks):
         return large
     is_lora = recorded.get("optim", {}).get("train") == "lora"
     trained = trained_share(group("model"), group("optim")) if is_lora else 1.0
