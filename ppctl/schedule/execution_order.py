@@ -18,8 +18,6 @@ from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import WRITES, Kind, Schedule, Task, writes
 from ppctl.schedule.search.placement_costs import Ledger
 
-# by kind and stage the values that a task reads: (base, seconds after it was written)
-Arrivals = dict[Kind, list[tuple[tuple[int, float], ...]]]
 NEVER = float("inf")
 Orders = list[list[int]]  # for each rank the numbers of its tasks, in program order
 NONE = -1
@@ -29,45 +27,29 @@ NONE = -1
 class Rule:
     """The dependency rule in integers: the number of value (name, stage, m) is its base plus m.
 
-    `reads[kind][stage]` are (base, does the value cross ranks), `writes[kind][stage]` are bases.
-    Kinds of the vocabulary have the part for the stage.
+    For each (stage, kind), or part of the vocabulary for the stage, `reads` are (base, does the
+    value cross ranks), `writes` are bases.
     """
 
     num_values: int
     base: dict[tuple[str, int], int]
-    reads: dict[Kind, list[tuple[tuple[int, bool], ...]]]
-    writes: dict[Kind, list[tuple[int, ...]]]
+    reads: dict[tuple[int, Kind], tuple[tuple[int, bool], ...]]
+    writes: dict[tuple[int, Kind], tuple[int, ...]]
 
     @staticmethod
     def of(schedule: Schedule) -> Rule:
-        values = dict.fromkeys(name for names in WRITES.values() for name in names)
+        values = dict.fromkeys(name for made in WRITES.values() for name in made)
         names = [(name, at) for name in values for at in range(len(schedule.ranks_of(name)))]
         base = {place: i * schedule.num_microbatches for i, place in enumerate(names)}
-
-        def read_by(task: Task) -> tuple[tuple[int, bool], ...]:
-            rank_at, here = schedule.rank_at, schedule.rank_at(task)
-            return tuple((base[v[:2]], rank_at(v) != here) for v in schedule.reads(task))
-
-        def written_by(task: Task) -> tuple[int, ...]:
-            return tuple(base[value[:2]] for value in writes(task))
-
-        tasks: dict[Kind, list[Task]] = {
-            k: [Task(place, k, 0) for place in range(len(schedule.ranks_of(k)))] for k in WRITES
-        }
-        return Rule(
-            len(names) * schedule.num_microbatches,
-            base,
-            {kind: list(map(read_by, of_kind)) for kind, of_kind in tasks.items()},
-            {kind: list(map(written_by, of_kind)) for kind, of_kind in tasks.items()},
-        )
-
-    def arrivals(self, hop_s: float) -> Arrivals:
-        """Return `reads` with the seconds from writing to reading: hop_s between ranks, else 0."""
-
-        def delayed(needs: tuple[tuple[int, bool], ...]) -> tuple[tuple[int, float], ...]:
-            return tuple((base, hop_s if crosses else 0.0) for base, crosses in needs)
-
-        return {kind: list(map(delayed, of_stage)) for kind, of_stage in self.reads.items()}
+        places: list[tuple[int, Kind]]
+        places = [(at, kind) for kind in WRITES for at in range(len(schedule.ranks_of(kind)))]
+        reads = dict[tuple[int, Kind], tuple[tuple[int, bool], ...]]()
+        for place in places:
+            task, rank_at = Task(*place, 0), schedule.rank_at
+            needs = schedule.reads(task)
+            reads[place] = tuple((base[v[:2]], rank_at(v) != rank_at(task)) for v in needs)
+        makes = {place: tuple(base[v[:2]] for v in writes(Task(*place, 0))) for place in places}
+        return Rule(len(names) * schedule.num_microbatches, base, reads, makes)
 
 
 @dataclass
@@ -92,8 +74,8 @@ class TimedOrders:
 class Jobs:
     """The tasks of `schedule` as numbers, with their values and costs; `first`: its orders.
 
-    `rank`, `microbatch`, `seconds`, `needs`, `makes` (as in `Rule`: the number of a value is base
-    plus microbatch), `rise` and `change` are lists over task numbers. ledger: the units of memory;
+    `rank`, `microbatch`, `seconds`, `needs` (bases of values with seconds until they arrive),
+    `makes` (bases), `rise` and `change` are lists over task numbers. ledger: the units of memory;
     None: stashes are counted. `spent` counts the tasks that runs have timed so far.
     """
 
@@ -112,13 +94,13 @@ class Jobs:
         }
         self.seconds = [seconds[task[:2]] for task in self.tasks]
         rule = Rule.of(schedule)
-        reads, writes, self.num_values = (
-            rule.arrivals(costs.transfer_s),
-            rule.writes,
-            rule.num_values,
-        )
-        self.needs = [reads[kind][stage] for stage, kind, _ in self.tasks]
-        self.makes = [writes[kind][stage] for stage, kind, _ in self.tasks]
+        hop_s, self.num_values = costs.transfer_s, rule.num_values
+        needs = {
+            place: tuple((base, hop_s if crosses else 0.0) for base, crosses in reads)
+            for place, reads in rule.reads.items()
+        }
+        self.needs = [needs[task[:2]] for task in self.tasks]
+        self.makes = [rule.writes[task[:2]] for task in self.tasks]
         self.ledger = Ledger.counted(schedule) if ledger is None else ledger
         self.held, self.reserve = self.ledger.held, self.ledger.reserve
         self.spent = 0

@@ -149,18 +149,18 @@ def _tick_runs(schedule: Schedule) -> Callable[[Task, int], bool]:
     rule, never = Rule.of(schedule), 1 << 60
     stashes = {rule.base["stash", stage] for stage in range(schedule.num_stages)}
 
-    def ticks_after(needs: tuple[tuple[int, bool], ...]) -> list[tuple[int, int]]:
-        return [(base, int(base not in stashes)) for base, _ in needs]  # a stash is there at once
-
-    needs_of = {kind: list(map(ticks_after, of_kind)) for kind, of_kind in rule.reads.items()}
+    needs = {  # a stash is there at once
+        place: [(base, int(base not in stashes)) for base, _ in reads]
+        for place, reads in rule.reads.items()
+    }
     written = [never] * rule.num_values  # the tick
 
     def run(task: Task, tick: int) -> bool:
-        stage, kind, m = task
-        for base, after in needs_of[kind][stage]:
+        place, m = task[:2], task.microbatch
+        for base, after in needs[place]:
             if written[base + m] + after > tick:
                 return False
-        for base in rule.writes[kind][stage]:
+        for base in rule.writes[place]:
             written[base + m] = tick
         return True
 

@@ -12,7 +12,7 @@ from itertools import accumulate, chain, pairwise
 from math import inf
 
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.execution_order import Rule
+from ppctl.schedule.execution_order import Jobs
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.schedule.lockstep_ticks import tick_phases
 from ppctl.schedule.simulator import Timeline, simulate
@@ -57,22 +57,21 @@ def free_running(schedule: Schedule, costs: Costs, capacity: float = inf) -> Tim
     if capacity >= schedule.num_ranks:
         return simulate(schedule, costs)
     costs.check(schedule.num_stages, schedule.vocab_parts)
-    rule, num_chunks = Rule.of(schedule), schedule.num_chunks
-    arrivals, now = rule.arrivals(costs.transfer_s), 0.0
-    at, written = [0] * schedule.num_ranks, dict[int, float]()  # each rank's step | value's time
+    jobs, now = Jobs(schedule, costs), 0.0
+    at, written_s = [0] * schedule.num_ranks, [inf] * jobs.num_values  # each rank's step
     left: dict[int, float] = {}  # seconds at full speed left of each working rank's task
     start_s, end_s = dict[Task, float](), dict[Task, float]()
     while True:
         # 1. every idle rank begins its next task, if all that it reads is there
         arrives_s = inf  # the first of the values that ranks wait for
-        for rank, tasks in enumerate(schedule.ranks):
-            if rank in left or at[rank] == len(tasks):
+        for rank, order in enumerate(jobs.first):
+            if rank in left or at[rank] == len(order):
                 continue
-            stage, kind, m = task = tasks[at[rank]]
-            needs = arrivals[kind][stage]
-            ready = max((written.get(base + m, inf) + after for base, after in needs), default=0.0)
+            task = order[at[rank]]
+            m, needs = jobs.microbatch[task], jobs.needs[task]
+            ready = max((written_s[base + m] + after for base, after in needs), default=0.0)
             if ready <= now * (1 + ROUNDING):
-                left[rank], start_s[task] = costs.seconds(kind, stage, num_chunks), now
+                left[rank], start_s[jobs.tasks[task]] = jobs.seconds[task], now
             else:
                 arrives_s = min(arrives_s, ready)
         if not left and arrives_s == inf:
@@ -85,11 +84,12 @@ def free_running(schedule: Schedule, costs: Costs, capacity: float = inf) -> Tim
             left[rank] -= until * speed
             if left[rank] <= ROUNDING * now:
                 del left[rank]
-                stage, kind, m = task = schedule.ranks[rank][at[rank]]
-                end_s[task] = now
-                written |= dict.fromkeys((base + m for base in rule.writes[kind][stage]), now)
+                task = jobs.first[rank][at[rank]]
+                end_s[jobs.tasks[task]] = now
+                for base in jobs.makes[task]:
+                    written_s[base + jobs.microbatch[task]] = now
                 at[rank] += 1
-    if len(end_s) < sum(map(len, schedule.ranks)):
+    if len(end_s) < len(jobs.tasks):
         check_order(schedule)  # raises the error that names the missing value
     return Timeline(schedule, costs, start_s, end_s, is_uneven=True)
 

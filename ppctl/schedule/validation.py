@@ -57,7 +57,7 @@ def _check_tasks(schedule: Schedule, rule: Rule) -> bytearray:
             is_placed = 0 <= stage < len(held) and held[stage] == rank
             if not (is_placed and 0 <= m < num_microbatches):
                 raise fault(schedule, rank, step, _misplaced(schedule, task, rank))
-            for base in rule.writes[kind][stage]:
+            for base in rule.writes[stage, kind]:
                 if written[base + m]:
                     raise _written_twice(schedule, rank, step)
                 written[base + m] = 1

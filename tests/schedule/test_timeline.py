@@ -110,10 +110,10 @@ def test_the_rule_in_integers_is_the_rule():
                 assert all(
                     value.microbatch == m for value in (*reads(task, num_stages), *writes(task))
                 )
-                assert [base for base, _ in rule.reads[kind][stage]] == [
+                assert [base for base, _ in rule.reads[stage, kind]] == [
                     rule.base[value.name, value.stage] for value in reads(task, num_stages)
                 ]
-                assert list(rule.writes[kind][stage]) == [
+                assert list(rule.writes[stage, kind]) == [
                     rule.base[value.name, value.stage] for value in writes(task)
                 ]
 

@@ -41,7 +41,7 @@ SQUEEZED_TASKS = 3_000_000  # of building blocks, those nearest to the cap first
 FILLED_TASKS = 3_000_000  # of one round of greedy runs: about 12 s
 NUM_FILLED, NUM_CLIMBED = 12, 6  # best so far: greedy, climbs
 CLIMBED_TASKS = 2_000_000  # run by one climb, about 1 s
-SQUEEZE_PATIENCE = 0.5
+SQUEEZE_PATIENCE = (0.5, 0.75)
 GREEDY_PATIENCE = (0.0, 0.5, 1.0)
 
 
@@ -224,10 +224,10 @@ class _Search:
         within.sort(key=lambda block: (abs(excess[block]), block))
         # 2. as many of them as the budget allows
         jobs = v_jobs(num_ranks, num_microbatches, placed.costs, ledger)
-        tried = within[: max(2, SQUEEZED_TASKS // len(jobs.tasks))]
+        tried = within[: max(2, SQUEEZED_TASKS // (len(SQUEEZE_PATIENCE) * len(jobs.tasks)))]
         self.num_blocks = (len(tried), len(within))
-        for number, block in enumerate(tried):
-            orders = squeeze(jobs, repeated(block, num_microbatches), limit, SQUEEZE_PATIENCE)
+        for (number, block), patience in product(enumerate(tried), SQUEEZE_PATIENCE):
+            orders = squeeze(jobs, repeated(block, num_microbatches), limit, patience)
             if orders is not None:
                 self._add(f"V block {number}", jobs, orders)
 

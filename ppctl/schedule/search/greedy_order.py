@@ -58,16 +58,19 @@ class _Greedy:
             return 0, now_s
         # 2. the first later one that is ready and delays it by no more than `patience` allows
         ahead = most = 0  # memory of the overtaken tasks, at their end and at their peak
+        later_s = NEVER if blocked else head_s
         for place, task in enumerate(order[:WINDOW]):
             overtakes = place > 0 and not (may_start and jobs.tasks[task].kind == "W")
-            fits = overtakes and (not rise[task] or self._has_room(rank, task, most))
-            if fits and ready_s(task) <= now_s:
+            if overtakes and (not rise[task] or self._has_room(rank, task, most)):
+                task_s = ready_s(task)
                 late_s, seconds = now_s + jobs.seconds[task] - head_s, jobs.seconds[task]
-                if may_start or blocked or late_s <= self.patience * seconds:
+                if task_s > now_s:
+                    later_s = min(later_s, task_s)
+                elif may_start or blocked or late_s <= self.patience * seconds:
                     return place, now_s
             most = max(most, ahead + rise[task])
             ahead += jobs.change[task]
-        return (0, now_s) if may_start else (None, NEVER if blocked else head_s)
+        return (0, now_s) if may_start else (None, later_s)
 
     def _has_room(self, rank: int, task: int, most: int = 0) -> bool:
         """Return whether a task may run before others that hold `most` more at their peak.
