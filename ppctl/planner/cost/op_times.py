@@ -186,7 +186,7 @@ def exchange_s(step: Step) -> float:
     gathered = layers if step.gather == "step" else None
     trained = layout.rank_layers * params.trained_layer
     seconds = moved_s(("fsdp",), gathered, trained)
-    seconds += moved_s(layout.end_axes, embed_head, params.trained_embed_head)
+    seconds += moved_s(layout.embed_head_axes, embed_head, params.trained_embed_head)
 
     # 2. sums over replicas, and casts
     sum_s = sum(ring.link.sum_s(each, ring.size) for ring, each in step.summed_bytes)

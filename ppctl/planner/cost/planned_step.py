@@ -72,14 +72,9 @@ class PlannedLayout:
     vocab_parts: int = 0  # one on each rank, never gathered over pp; 0: the vocabulary is whole
 
     @property
-    def end_axes(self) -> tuple[str, ...]:
+    def embed_head_axes(self) -> tuple[str, ...]:
         """The axes over which the optimizer's embedding and head are divided."""
         return ("fsdp",) if self.vocab_parts else ("pp", "fsdp")
-
-    @property
-    def end_devices(self) -> int:
-        """The number of devices over which the optimizer's embedding and head are divided."""
-        return self.mesh.along(self.end_axes)
 
     @property
     def rank_devices(self) -> int:
@@ -178,7 +173,7 @@ class Step:
     @property
     def trained_bytes(self) -> float:
         """The bytes of the parameters that a device keeps and trains."""
-        return self._kept(self.params.trained_layer, self.params.trained_embed_head)
+        return self.kept(self.params.trained_layer, self.params.trained_embed_head)
 
     @property
     def summed_bytes(self) -> Iterator[tuple[Ring, float]]:
@@ -188,15 +183,16 @@ class Step:
         """
         whole = self.trained_bytes
         for axes, *sizes in self.params.own:
-            own = self._kept(*sizes)
+            own = self.kept(*sizes)
             whole -= own
             yield self.ring(axis for axis in COPY_AXES if axis not in axes), own
         yield self.ring(COPY_AXES), whole
 
-    def _kept(self, layer: int, embed_head: int) -> float:
+    def kept(self, layer: int, embed_head: float) -> float:
         """Return the bytes that a device keeps: so many of a layer, and of embedding and head."""
-        layout = self.layout
-        return layout.rank_layers * layer / layout.mesh.fsdp + embed_head / layout.end_devices
+        layout, mesh = self.layout, self.layout.mesh
+        embed_head /= mesh.along(layout.embed_head_axes)
+        return layout.rank_layers * layer / mesh.fsdp + embed_head
 
     @property
     def head_bytes(self) -> float:

@@ -23,7 +23,6 @@ def array_bytes(step: Step, slots: Mapping[str, float]) -> dict[str, int]:
     # 1. the state, and copies of parameters
     params, layout, work, microbatch = step.params, step.layout, step.work, step.microbatch
     layers, remat = layout.rank_layers, microbatch.remat
-    state = layers * params.layer / layout.mesh.fsdp + params.embed_head / layout.end_devices
     copied = layers  # of a rank; gather=layer: one and the next, besides the shards of all
     if layout.mesh.fsdp > 1 and step.gather == "layer":
         copied = min(2, layout.chunk_layers) + layers / layout.mesh.fsdp
@@ -35,7 +34,7 @@ def array_bytes(step: Step, slots: Mapping[str, float]) -> dict[str, int]:
     kept = stashes * work.stash_bytes[remat] + slots.get("pending", 0) * work.pending_bytes[remat]
     sent = work.x_bytes * sum(slots.get(name, 0) for name in SLOTS_OF_X)
     return {
-        "parameters": round(state),
+        "parameters": round(step.kept(params.layer, params.embed_head)),
         "optimizer": round(step.trained_bytes * params.moments),
         "weights": round(copies * params.compute_ratio),
         "gradients": sums,
