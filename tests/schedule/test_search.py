@@ -24,7 +24,7 @@ from ppctl.schedule.search.building_blocks import (
     steady_excess,
     v_jobs,
 )
-from ppctl.schedule.search.greedy_order import fill
+from ppctl.schedule.search.greedy_order import _Greedy, fill
 from ppctl.schedule.search.hill_climbing import Trials, _moves, climb
 from ppctl.schedule.search.placement_costs import Ledger, peak_activations
 from ppctl.schedule.simulator import simulate
@@ -91,6 +91,17 @@ def test_a_greedy_run_is_a_valid_schedule_within_the_cap(patience, last, costs):
         assert orders is not None, "orders within the cap never get stuck"
         validate(jobs.as_schedule(orders, "greedy"))
         assert all(jobs.fits(order, cap) for order in orders)
+
+
+@pytest.mark.parametrize(("patience", "last"), [(0, True), (0.5, False), (1, True)])
+def test_no_rank_of_a_greedy_run_starts_a_task_later_than_it_could(patience, last):
+    for schedule in SCHEDULES:
+        jobs = Jobs(split_backward(schedule), REAL)
+        cap = max(chunks(peak, schedule) for peak in peak_activations(schedule))
+        greedy = _Greedy(jobs, jobs.first, cap, patience, last)
+        run = jobs.run(greedy.ranks.run(greedy.choose))
+        for makes, m, end_s in zip(jobs.makes, jobs.microbatch, run.end_s, strict=True):
+            assert {greedy.ranks.written_s[base + m] for base in makes} == {end_s}
 
 
 def test_a_greedy_run_brings_orders_under_a_smaller_cap_or_says_that_it_cannot():
