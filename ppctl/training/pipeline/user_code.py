@@ -25,7 +25,7 @@ from ppctl.config.code_digests import is_installed
 from ppctl.config.config_dirs import ROOT
 from ppctl.data import Batch, DataSet
 from ppctl.data.array_dataset import from_arrays
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, as_setting, written_as
 from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.network import Network
 from ppctl.model.random_keys import without_key
@@ -36,6 +36,7 @@ NEED_ALL = (Stack, DataSet)  # results of functions that must take every argumen
 WORDS: dict[Any, str] = {Mapping: "a dict of arrays with inputs and targets"}  # by kind of result
 
 
+@written_as(as_setting)
 def custom_stack(
     target: str,
     num_layers: int,
