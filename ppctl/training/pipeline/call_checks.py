@@ -173,23 +173,13 @@ def check_values(
                 f"{name} are {a.dtype}, but the pipeline was made for {dtype}. Give {dtype}."
             )
         is_narrowed = a.dtype.kind in "iu" and dtype.kind in "iu" and a.dtype != dtype
-        if (
-            is_narrowed
-            and isinstance(a, np.ndarray)
-            and a.size
-            and not (_fits(a.min(), dtype) and _fits(a.max(), dtype))
-        ):
-            raise ConfigError(f"{name} hold {_furthest(a)}, beyond {dtype}. Use smaller numbers.")
+        if is_narrowed and isinstance(a, np.ndarray) and a.size:
+            ends, bounds = (int(a.min()), int(a.max())), np.iinfo(dtype)
+            if ends[0] < bounds.min or ends[1] > bounds.max:
+                furthest = max(*ends, key=abs)
+                raise ConfigError(f"{name} hold {furthest}, beyond {dtype}. Use smaller numbers.")
     if stack.options.check_batch is not None:
         stack.options.check_batch(arrays["inputs"], arrays.get("targets"))
-
-
-def _fits(value: Any, dtype: np.dtype) -> bool:
-    return np.iinfo(dtype).min <= int(value) <= np.iinfo(dtype).max
-
-
-def _furthest(a: np.ndarray) -> int:
-    return max(int(a.min()), int(a.max()), key=abs)
 
 
 # states

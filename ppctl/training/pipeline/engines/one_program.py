@@ -136,7 +136,6 @@ class OneProgram:
         return self.compiled["loss"](state["params"], batch)
 
     def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
-        with_keys = lambda batch, step: with_example_keys(batch, step)  # noqa: E731
-        batch = jax.jit(with_keys)(batch | self._seed_key, state["step"])
+        batch = jax.jit(with_example_keys)(batch | self._seed_key, state["step"])
         losses, grads = jax.jit(self.loss_and_grads_of)(state["params"], batch)
         return losses[LOSS], jax.jit(self.states.layout.to_natural)(grads)
