@@ -118,7 +118,7 @@ class Jobs:
     def run(self, orders: Orders, limit_s: float = float("inf")) -> TimedOrders | None:
         """Return the times of orders; None if ranks block, or a task ends at limit_s or later.
 
-        `at` is then the step of each rank.
+        `at` is then the step of each rank; `ran` are the tasks in an order that ranks can run.
         """
         # 1. times of tasks and values; of each rank its step, its time, its last task
         needs, makes, seconds, number = self.needs, self.makes, self.seconds, len(self.seconds)
@@ -127,7 +127,8 @@ class Jobs:
         written_s: list[float | None] = [None] * self.num_values
         writer = [NONE] * self.num_values
         at, free_s, before = [0] * self.num_ranks, [0.0] * self.num_ranks, [NONE] * self.num_ranks
-        self.at, waiting = at, dict[int, list[int]]()
+        self.at, self.ran, waiting = at, list[int](), dict[int, list[int]]()
+        ran = self.ran.append
         ready, left, latest_s = list(range(self.num_ranks)), number, 0.0
         # 2. each ready rank goes on until a value is missing
         while ready:
@@ -149,6 +150,7 @@ class Jobs:
                         self.spent += number - left
                         return None
                     start_s[task], end_s[task], waits_for[task], last = begin_s, now_s, why, task
+                    ran(task)
                     for base in makes[task]:
                         written_s[base + m], writer[base + m] = now_s, task
                         if base + m in waiting:

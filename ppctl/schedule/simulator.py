@@ -123,5 +123,6 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     if run is None:
         check_order(schedule)  # raises the error that names the missing value
     assert run is not None, "orders block at any costs"
-    start_s, end_s = (dict(zip(jobs.tasks, each, strict=True)) for each in (run.start_s, run.end_s))
+    tasks = [(jobs.tasks[task], task) for task in jobs.ran]  # tasks may take no time
+    start_s, end_s = ({task: each[i] for task, i in tasks} for each in (run.start_s, run.end_s))
     return Timeline(schedule, costs, start_s, end_s)

@@ -11,7 +11,7 @@ from ppctl.config.schedule_from_config import schedule_of
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES, build
-from ppctl.schedule.ir import KINDS, PART_KINDS, Task
+from ppctl.schedule.ir import KINDS, PART_KINDS, Task, writes
 from ppctl.schedule.schedule_text import from_csv, to_csv
 from ppctl.schedule.simulator import simulate
 from ppctl.schedule.timeline import free_running
@@ -206,3 +206,11 @@ def test_published_runs_take_as_long_as_is_simulated_from_their_own_times(run):
     assert simulate(with_vocabulary(whole, costs=costs), costs).makespan_s == pytest.approx(
         run["step_time_s"], rel=0.05
     )
+
+
+def test_by_their_start_tasks_come_after_those_that_they_read_also_where_these_take_no_time():
+    schedule, written = with_vocabulary(build("1f1b", 4, 8)), set()
+    start_s = simulate(schedule, replace(Costs(), embedding_s=0.0, embedding_grad_s=0.0)).start_s
+    for task in sorted(start_s, key=start_s.__getitem__):
+        assert written >= set(schedule.reads(task)), task
+        written |= set(writes(task))
