@@ -30,7 +30,7 @@ class RequestText:
         model, mesh = job.config.model, job.config.mesh
         return cls(
             model.name,
-            model.num_layers,
+            job.pipe.stack.num_layers,
             mesh.text,
             mesh.axes_text,
             mesh.submesh_text,

@@ -238,10 +238,16 @@ def test_a_function_with_marks_is_a_model(here):
     asked = {"data": rows(), "dtype": jnp.dtype("float32")}
     stack = custom_stack("net.model", 2, {}, **asked)
     assert (stack.num_layers, stack.are_alike) == (2, False)
+    (here / "free.py").write_text(NETWORK.replace("num_layers, dtype", "dtype"))
+    assert custom_stack("free.model", None, {}, **asked).num_layers == 2
+    with pytest.raises(ConfigError, match=r"net.model takes model.num_layers layers, .* not set"):
+        custom_stack("net.model", None, {}, **asked)
+    with pytest.raises(ConfigError, match=r"model.layers=auto cuts a Network into model.num_l"):
+        custom_stack("free.model", None, {}, layers="auto", **asked)
     assert custom_stack("net.model", 1, {}, layers="auto", **asked).num_layers == 1
     with pytest.raises(
         ConfigError,
-        match=r"model.target=net.model: apply has 1 stage_boundary marks, .* model.num_layers=3",
+        match=r"model.target=net.model: apply has 1 stage_boundary marks, .* num_layers=3\. Leave",
     ):
         custom_stack("net.model", 3, {}, **asked)
     with pytest.raises(

@@ -114,6 +114,6 @@ def _pipeline_of(run_dir: Path, recorded: Mapping[str, Any]) -> Pipeline | str:
         return large
     is_lora = recorded.get("optim", {}).get("train") == "lora"
     trained = trained_share(group("model"), group("optim")) if is_lora else 1.0
-    sizes = {"num_ranks": mesh.pp, "num_layers": recorded["model"]["num_layers"]}
+    sizes = {"num_ranks": mesh.pp, "num_layers": recorded["model"]["num_layers"] or mesh.pp}
     pipeline = pipeline_of(schedule=schedule, executor=executor, trained=trained, **sizes)
     return pipeline._replace(label="auto") if is_auto else pipeline

@@ -275,6 +275,7 @@ class CustomModel(UserFunction, Layered):
     """
 
     name: str = "custom"
+    num_layers: Count | None = None  # null: as many as the function's model has
     # of a Network: marks (between stage_boundary calls) | auto (clustered)
     layers: Annotated[str, one_of("marks", "auto")] = "marks"
     seq_len: SeqLen | None = None  # tokens a sequence, of data that are text

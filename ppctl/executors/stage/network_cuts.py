@@ -53,10 +53,9 @@ class NetworkCuts:
             return bounds if head == last else self._clustered(first, head)
         marks = len(self.trace.marks)
         if marks + 1 != self.num_layers:
-            count = lambda number: setting("model.num_layers", number, f"layers={number}")  # noqa: E731
             raise ConfigError(
                 f"apply has {marks} stage_boundary marks, which make {marks + 1} layers, but "
-                f"{count(self.num_layers)}. Use {count(marks + 1)}, or "
+                f"{setting('model.num_layers', self.num_layers)}. Leave it out, or use "
                 f"{setting('model.layers', 'auto', 'layers=NUMBER')}."
             )
         bounds = (first, *self.trace.marks, max(first, self._tied(first)))

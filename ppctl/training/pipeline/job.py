@@ -187,7 +187,8 @@ def assemble(
     by_costs = is_auto or (
         config.schedule.vocab == "parallel" and config.executor.ENGINE.dispatches_tasks
     )
-    planned = None if by_costs else plan(config)
+    counted = config.model.num_layers  # None: of a custom model, which is made below
+    planned = None if by_costs or counted is None else plan(config, counted)
     if isinstance(config.hardware, settings.Hardware):  # tp and the like stay in a described host
         of_host = hardware_of.host_devices(config.hardware, config.plan.topology)
         if of_host is not None and config.mesh.num_devices > of_host:
@@ -213,15 +214,17 @@ def assemble(
     pipelined = partial(pipeline, stack, mesh=mesh, batch=shapes, optimizer=optimizer, **how)
     # 4. other schedules, by the model's costs; the pipeline
     if is_auto:
-        planned = plan_auto(config, pipelined)
-    elif planned is None:
+        planned = plan_auto(config, stack.num_layers, pipelined)
+    elif by_costs:
         remat = Remat.of(config.executor.remat)
         relative = relative_costs(stack, shapes, dtype, recompute=remat.recomputes)
         costs = relative.with_parts(task_costs(remat, trained_share(config.model, config.optim)))
-        planned = plan(config, lambda rank_of: Placed(costs))
+        planned = plan(config, stack.num_layers, lambda rank_of: Placed(costs))
+    elif planned is None:
+        planned = plan(config, stack.num_layers)
     partition: str | list[int] = config.partition.name
     if isinstance(config.partition, settings.Explicit):
-        num_layers, rank_of = config.model.num_layers, planned.schedule.rank_of
+        num_layers, rank_of = stack.num_layers, planned.schedule.rank_of
         partition = [len(layers) for layers in divide(config.partition, num_layers, rank_of)]
     order = planned.schedule if planned.ticks is None else planned.ticks
     pipe = pipelined(schedule=order, partition=partition)
@@ -231,19 +234,21 @@ def assemble(
     return TrainingJob(config, data, pipe, code, choice=planned.choice)
 
 
-def plan(config: Config, *costs: Any) -> ScheduledPipeline:
+def plan(config: Config, num_layers: int, *costs: Any) -> ScheduledPipeline:
     """Return schedule and ticks of a config, with its partition checked. Starts no JAX.
 
     costs: `costs_of` and `in_ticks_bytes` of `pipeline_of`, where the schedule depends on them.
     """
-    trained, num_layers = trained_share(config.model, config.optim), config.model.num_layers
+    trained = trained_share(config.model, config.optim)
     how = config.schedule, config.executor, config.mesh.pp, num_layers, trained
     planned = pipeline_of(*how, *costs)
     divide(config.partition, num_layers, planned.schedule.rank_of)
     return planned
 
 
-def plan_auto(config: Config, pipelined: Callable[..., Pipeline]) -> ScheduledPipeline:
+def plan_auto(
+    config: Config, num_layers: int, pipelined: Callable[..., Pipeline]
+) -> ScheduledPipeline:
     """Return the same for schedule=auto, by the seconds and bytes of the model's stages.
 
     pipelined: makes the request's pipeline of a schedule and a partition.
@@ -252,11 +257,12 @@ def plan_auto(config: Config, pipelined: Callable[..., Pipeline]) -> ScheduledPi
     assert isinstance(request, settings.Auto), "other schedules follow from their settings"
     baseline = build(BASELINE, config.mesh.pp, request.num_microbatches)
     probe = pipelined(schedule=baseline, partition="balanced")
-    layers = config.partition, config.model.num_layers
+    layers = config.partition, num_layers
     costs = ModelCosts(probe, lambda rank_of: divide(*layers, rank_of, probe.relative_costs))
     is_capped, in_ticks = request.max_memory_gib is not None, config.executor.ENGINE.in_ticks
     seconds_of = costs.layers(with_bytes=is_capped and not in_ticks).on
-    return plan(config, seconds_of, costs.in_ticks_bytes if is_capped and in_ticks else None)
+    bytes_of = costs.in_ticks_bytes if is_capped and in_ticks else None
+    return plan(config, num_layers, seconds_of, bytes_of)
 
 
 def divide(

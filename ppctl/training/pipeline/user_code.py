@@ -39,7 +39,7 @@ WORDS: dict[Any, str] = {Mapping: "a dict of arrays with inputs and targets"}  #
 @written_as(as_setting)
 def custom_stack(
     target: str,
-    num_layers: int,
+    num_layers: int | None,
     options: Mapping[str, Any],
     *,
     data: DataSet,
@@ -52,12 +52,17 @@ def custom_stack(
     """Return the model of model.target(num_layers, dtype, data, **options), a network as a stack.
 
     dtype, compute: of parameters, and of compute with them. device: a target device, passed if the
-    function has a `device` parameter. ConfigError if the call fails, or its result takes no example
+    function has a `device` parameter. num_layers: None: not passed, the model says how many; with
+    layers=auto it is needed. ConfigError if the call fails, or its result takes no example
     of `data`, or cannot be cut.
     """
     # 1. the call
     key, auto = f"model.target={target}", layers == "auto"
-    given = {"num_layers": num_layers, "dtype": dtype, "data": data}
+    if num_layers is None and (auto or _needs(_function(key, target), "num_layers")):
+        who = "model.layers=auto cuts a Network into" if auto else f"{key} takes"
+        raise ConfigError(f"{who} model.num_layers layers, which is not set. Use 8 or the like.")
+    given = {} if num_layers is None else {"num_layers": num_layers}
+    given |= {"dtype": dtype, "data": data}
     stack = _call_target((Stack, Network), key, target, given, options, {"device": device})
     # 2. a network is cut into layers
     head = "head"  # the author's name of it
@@ -71,7 +76,7 @@ def custom_stack(
         why = f"{key} returns a Stack, which has its layers"
         raise ConfigError(f"{why}: model.layers=auto is for a ppctl.Network.")
     # 3. the layers fit
-    if stack.num_layers != num_layers:
+    if num_layers not in (None, stack.num_layers):
         raise ConfigError(
             f"{key} returns a Stack of {stack.num_layers} layers, but "
             f"model.num_layers={num_layers}. Let num_layers say how many there are."
@@ -148,6 +153,12 @@ def _call_target(
             f"be ignored. Let it take {', '.join(given)} by name."
         )
     return result
+
+
+def _needs(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function has a parameter of this name without a default."""
+    parameter = inspect.signature(function).parameters.get(name)
+    return parameter is not None and parameter.default is parameter.empty
 
 
 def _function(key: str, target: str) -> Callable[..., Any]:

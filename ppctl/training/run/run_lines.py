@@ -29,7 +29,7 @@ def describe(job: TrainingJob, start: int) -> Iterator[str]:
         kernels = attention_kernels(model, config.mesh.cp, pipe.dtype, device, job.data)
     attention = "" if kernels == ("xla",) else f", attention by {' and '.join(kernels)}"
     trained = "" if pipe.num_trained == pipe.num_parameters else f" ({pipe.num_trained:,} trained)"
-    size = f"{model.num_layers} layers, {pipe.num_parameters:,} parameters{trained}"
+    size = f"{pipe.stack.num_layers} layers, {pipe.num_parameters:,} parameters{trained}"
     yield f"model     {model.name}, {size}, {pipe.dtype} compute{attention}"
     yield f"data      {job.data.source}"
     over = hosts_text(pipe.mesh)
