@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,13 @@ ACTIVATIONS = {  # those of the MLP model's layers too
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_exact": "gelu_exact"}  # Shazeer 2020
 
 PLAIN_ROPE = Rope()
+Draw = Callable[..., jax.Array]  # an initializer, a shape -> an array
+
+
+def drawing(key: jax.Array, dtype: jnp.dtype) -> Draw:
+    """Return the draws of a part's parameters, each with the next key."""
+    keys = (jax.random.fold_in(key, number) for number in count())
+    return lambda initializer, *shape: initializer(next(keys), shape, dtype)
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,14 @@ class _Attention:
         return rotate_at(x_BTNH, rope, self.piece.first, self.num_positions)
 
     def _attend(
-        self, scoring: Scoring, q_BTNH: jax.Array, k_BTGH: jax.Array, v_BTGH: jax.Array
+        self,
+        scoring: Scoring,
+        q_BTNH: jax.Array,
+        k_BTGH: jax.Array,
+        v_BTGH: jax.Array,
+        documents_BT: None = None,
     ) -> jax.Array:
+        del documents_BT
         first, starts_B = self.piece
         write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=1)
         k_BSGH, v_BSGH = self.layer = write(self.layer[0], k_BTGH), write(self.layer[1], v_BTGH)

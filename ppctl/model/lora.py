@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from ppctl.errors import ConfigError
 
@@ -71,37 +70,16 @@ class Lora:
         return self.targets is None or any(PROJECTIONS[name][1] == module for name in self.targets)
 
 
-class Adapted(nnx.Linear):
-    """A linear map with an adapter."""
+def adapted_part(
+    params: Mapping[str, jax.Array], x_MD: jax.Array, scale: float, columns: Callable
+) -> jax.Array:
+    """Return the adapter's part of a linear map; columns: from B to its requested columns.
 
-    def __init__(
-        self,
-        num_in: int,
-        num_out: int,
-        lora: Lora,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs,
-        *,
-        use_bias: bool,
-    ):
-        super().__init__(num_in, num_out, use_bias=use_bias, param_dtype=dtype, rngs=rngs)
-        self.scale = lora.scale
-        self.lora_a = nnx.Param(jnp.zeros((num_in, lora.rank), dtype))
-        self.lora_b = nnx.Param(jnp.zeros((lora.rank, num_out), dtype))
-
-    def __call__(self, inputs: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride] no options
-        return super().__call__(inputs) + self.beside(inputs)
-
-    def beside(
-        self, inputs: jax.Array, of_columns: Callable[[jax.Array], jax.Array] = lambda b: b
-    ) -> jax.Array:
-        """Return the adapter's part; of_columns: from B to its requested columns.
-
-        Forwards keep results of products without a batch dim (remat=none). This result is as large
-        as the linear map's and cheap to remake from inputs @ A, so it gets a batch dim.
-        """
-        low, b = inputs @ self.lora_a[...] * self.scale, of_columns(self.lora_b[...])
-        return jax.lax.dot_general(low[None], b[None], (((2,), (1,)), ((0,), (0,))))[0]
+    Forwards keep results of products without a batch dim (remat=none). This result is as large as
+    the linear map's and cheap to remake from x @ A, so it gets a batch dim.
+    """
+    low, b = x_MD @ params[A] * scale, columns(params[B])
+    return jax.lax.dot_general(low[None], b[None], (((2,), (1,)), ((0,), (0,))))[0]
 
 
 def with_adapters(layer: Tree, lora: Lora, key: jax.Array) -> Tree:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from ppctl.model.architecture import ACTIVATIONS
+from ppctl.model.architecture import ACTIVATIONS, drawing
 from ppctl.model.random_keys import dropout as drop
 from ppctl.model.stack import Stack, StackOptions, Tree
 
@@ -34,9 +33,9 @@ def mlp(
     act = ACTIVATIONS[activation]
 
     def linear(num_in: int, num_out: int, key: jax.Array) -> Tree:
-        how = {"kernel_init": nnx.initializers.he_normal(), "param_dtype": dtype}
-        module = nnx.Linear(num_in, num_out, **how, rngs=nnx.Rngs(key))
-        return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+        draw = drawing(key, dtype)
+        kernel = draw(jax.nn.initializers.he_normal(), num_in, num_out)
+        return {"kernel": kernel, "bias": draw(jax.nn.initializers.zeros, num_out)}
 
     def init_layer(key: jax.Array, _: jax.Array) -> Tree:
         return linear(d_model, d_model, key)

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError, setting
-from ppctl.model.architecture import Architecture
+from ppctl.model.architecture import Architecture, drawing
 from ppctl.model.attention.attention_kernels import Kernel, attention
 from ppctl.model.attention.rotary_positions import Rotate, rotation
 from ppctl.model.attention_scores import Scoring
@@ -44,22 +43,10 @@ from ppctl.model.stack import (
     VocabularyParts,
     init,
 )
-from ppctl.model.transformer_blocks import Block, BlockSettings, Drop, norm
+from ppctl.model.transformer_blocks import Block, Drop, new_block, new_norm, normed
 
 EMBED_STD = 0.02
 Mix = Callable[[StageAxes, Scoring], Kernel]  # attention on a stage's axes
-
-
-class EmbedHead(nnx.Module):
-    """Token embedding, final norm, and the head's matrix unless it is tied to the embedding."""
-
-    def __init__(self, sizes: Architecture, dtype: jnp.dtype, rngs: nnx.Rngs):
-        init = nnx.initializers.normal(EMBED_STD)
-        d_model, vocab_size = sizes.d_model, sizes.vocab_size
-        self.embedding = nnx.Param(init(rngs.params(), (vocab_size, d_model), dtype))
-        self.norm = norm(d_model, sizes, dtype, rngs)
-        head = None if sizes.tied else init(rngs.params(), (d_model, vocab_size), dtype)
-        self.head = None if head is None else nnx.Param(head)
 
 
 def transformer(
@@ -115,19 +102,15 @@ class _Transformer:
         trainable = {"embed_head": False, "layers": are_adapters(params["layers"])}
         return stack.with_options(trainable=trainable)
 
-    def _block(self, has_window: bool) -> BlockSettings:
-        turn = partial(self.rotate, rope=self.sizes.rope_of(has_window), axes=self.axes)
-        mix = self.mix(self.axes, self.sizes.scoring(has_window))
-        return BlockSettings(self.sizes, mix, turn, self.axes)
-
     def init_layer(self, key: jax.Array, _: jax.Array) -> Tree:
-        plain = replace(self._block(False), sizes=replace(self.sizes, lora=None))
-        layer = nnx.to_pure_dict(nnx.state(Block(plain, self.dtype, nnx.Rngs(key)), nnx.Param))
+        layer = new_block(self.sizes, drawing(key, self.dtype))
         return layer if self.sizes.lora is None else with_adapters(layer, self.sizes.lora, key)
 
     def init_embed_head(self, key: jax.Array) -> Tree:
-        module = EmbedHead(self.sizes, self.dtype, nnx.Rngs(key))
-        return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+        sizes, draw = self.sizes, drawing(key, self.dtype)
+        normal, D, V = jax.nn.initializers.normal(EMBED_STD), sizes.d_model, sizes.vocab_size
+        params = {"embedding": draw(normal, V, D), "norm": new_norm(D, sizes, draw)}
+        return params if sizes.tied else params | {"head": draw(normal, D, V)}
 
     # embedding
 
@@ -194,17 +177,17 @@ class _Transformer:
 
     def layer(self, has_window: bool) -> Callable[[Tree, jax.Array], jax.Array]:
         """Return the function of a layer."""
-        row_parts = self.axes.row_parts
-        new_block = lambda: Block(self._block(has_window), self.dtype, nnx.Rngs(0))  # noqa: E731
-        graph = nnx.graphdef(nnx.eval_shape(new_block))
+        sizes, axes = self.sizes, self.axes
+        turn = partial(self.rotate, rope=sizes.rope_of(has_window), axes=axes)
+        block = Block(sizes, self.mix(axes, sizes.scoring(has_window)), turn, axes)
 
         def with_key(params: Tree, x_BTD: jax.Array, key: jax.Array | None = None) -> jax.Array:
-            block, drop = nnx.merge(graph, params), self._drop(key, x_BTD)
+            drop = self._drop(key, x_BTD)
             if not self.packed:
-                return block(x_BTD, drop=drop)
-            rows = num_rows(x_BTD.shape, row_parts)
+                return block(params, x_BTD, None, drop)
+            rows = num_rows(x_BTD.shape, axes.row_parts)
             x_BTD, marks = x_BTD[:, :rows], x_BTD[:, rows:]
-            x_BTD = block(x_BTD, documents_of(marks, rows * row_parts), drop=drop)
+            x_BTD = block(params, x_BTD, documents_of(marks, rows * axes.row_parts), drop)
             return jnp.concatenate([x_BTD, marks], axis=1)
 
         def layer(params: Tree, x_BTD: jax.Array) -> jax.Array:
@@ -222,10 +205,6 @@ class _Transformer:
 
     # head
 
-    @cached_property
-    def _graph(self) -> Any:
-        return nnx.graphdef(nnx.eval_shape(lambda: EmbedHead(self.sizes, self.dtype, nnx.Rngs(0))))
-
     @property
     def _settings(self) -> dict[str, Any]:
         """The settings of the head's products."""
@@ -238,10 +217,9 @@ class _Transformer:
 
     def _normed(self, embed_head: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return (normed rows [M, D], the head's matrix)."""
-        model = nnx.merge(self._graph, embed_head)
         x_BTD = x_BTD[:, : num_rows(x_BTD.shape, self.axes.row_parts)] if self.packed else x_BTD
-        matrix = model.embedding if self.sizes.tied else model.head
-        return model.norm(x_BTD.reshape(-1, self.sizes.d_model)), matrix[...]
+        x_MD = normed(embed_head["norm"], x_BTD.reshape(-1, self.sizes.d_model), self.sizes)
+        return x_MD, embed_head["embedding" if self.sizes.tied else "head"]
 
     def outputs(self, embed_head: Tree, x_BTD: jax.Array) -> jax.Array:
         logits_MV = logits(*self._normed(embed_head, x_BTD), **self._settings)

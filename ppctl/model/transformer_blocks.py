@@ -1,4 +1,4 @@
-"""The blocks of a transformer, written with flax nnx.
+"""The blocks of a transformer, as functions of their parameters.
 
 Shape suffixes: B batch, T tokens, M = B*T, S tokens attended to, D d_model, N query heads, G kv
 heads, H width of a head. Matrix products are two-dimensional, [M, in] @ [in, out]: on CPU that is
@@ -10,166 +10,132 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from jax.nn import initializers
 
-from ppctl.model.architecture import ACTIVATIONS, GATED, Architecture
+from ppctl.model.architecture import ACTIVATIONS, GATED, Architecture, Draw
 from ppctl.model.attention.attention_kernels import Kernel
-from ppctl.model.lora import Adapted, Lora
+from ppctl.model.lora import A, adapted_part
 from ppctl.model.parallel import StageAxes, gather, scatter
 
+Params = dict[str, Any]
 Drop = Callable[[jax.Array, int], jax.Array]
 
 
+def _all(a: jax.Array) -> jax.Array:
+    return a
+
+
+def new_norm(width: int, sizes: Architecture, draw: Draw) -> Params:
+    return {"scale": draw(initializers.zeros if sizes.norm_plus_one else initializers.ones, width)}
+
+
+def new_block(sizes: Architecture, draw: Draw) -> Params:
+    """Return the initial parameters of a block, without adapters."""
+    norm = partial(new_norm, sizes=sizes, draw=draw)
+
+    def linear(num_in: int, num_out: int, use_bias: bool = False) -> Params:
+        kernel = {"kernel": draw(initializers.lecun_normal(), num_in, num_out)}
+        return kernel | {"bias": draw(initializers.zeros, num_out)} if use_bias else kernel
+
+    # 1. attention
+    D, H, bias = sizes.d_model, sizes.head_width, sizes.qkv_bias
+    block, attention = {"attention_norm": norm(D)}, {"query": linear(D, sizes.num_heads * H, bias)}
+    attention |= {name: linear(D, sizes.kv_heads * H, bias) for name in ("key", "value")}
+    attention |= {"out": linear(sizes.num_heads * H, D)}
+    if sizes.qk_norm:
+        attention |= {"query_norm": norm(H), "key_norm": norm(H)}
+    # 2. the MLP
+    block |= {"attention": attention, "mlp_norm": norm(D)}
+    names = ("up", "gate") if sizes.activation in GATED else ("up",)
+    mlp = {name: linear(D, sizes.mlp_width) for name in names}
+    block |= {"mlp": mlp | {"down": linear(sizes.mlp_width, D)}}
+    if sizes.post_norms:
+        block |= {"attention_post_norm": norm(D), "mlp_post_norm": norm(D)}
+    return block
+
+
+def normed(params: Params, x: jax.Array, sizes: Architecture) -> jax.Array:
+    """Return the RMSNorm of x, its sum in at least float32; Gemma's multiplies by 1 + scale."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    scale = params["scale"].astype(wide.dtype) + (1 if sizes.norm_plus_one else 0)
+    mean_square = jnp.square(wide).mean(-1, keepdims=True)
+    return (wide * (jax.lax.rsqrt(mean_square + sizes.norm_eps) * scale)).astype(x.dtype)
+
+
 @dataclass(frozen=True)
-class BlockSettings:
-    """The settings of a block: sizes, attention, rotary positions, and the axes of its stage."""
+class Block:
+    """Pre-norm residual blocks of these sizes, attention and rotary positions, on a stage's axes.
+
+    Attention is causal, grouped-query, with rotary positions (Su et al. 2021; Ainslie et al. 2023).
+    Divided over tp, a device has its heads' columns of query, key and value and their rows of out.
+    With fewer kv heads than devices, each holds key and value whole and computes the head that its
+    queries read. Norms of queries and keys (Henry et al. 2020) are equal for all heads, and whole
+    on every device. The MLP has an activation between two matrices, or gated by a third (Shazeer
+    2020).
+    """
 
     sizes: Architecture
     mix: Kernel
     turn: Callable[[jax.Array], jax.Array]
     axes: StageAxes
 
-    def lora_of(self, module: str) -> Lora | None:
-        """Return the adapter of a linear map, or None."""
-        lora = self.sizes.lora
-        return lora if lora is not None and lora.adapts(module) else None
-
-
-def linear(
-    num_in: int,
-    num_out: int,
-    dtype: jnp.dtype,
-    rngs: nnx.Rngs,
-    *,
-    use_bias: bool = False,
-    lora: Lora | None = None,
-) -> nnx.Linear:
-    if lora is not None:
-        return Adapted(num_in, num_out, lora, dtype, rngs, use_bias=use_bias)
-    return nnx.Linear(num_in, num_out, use_bias=use_bias, param_dtype=dtype, rngs=rngs)
-
-
-class NormPlusOne(nnx.Module):
-    """RMSNorm that multiplies by 1 + scale, as Gemma's; the sum is in at least float32."""
-
-    def __init__(self, width: int, epsilon: float, dtype: jnp.dtype):
-        self.epsilon = epsilon
-        self.scale = nnx.Param(jnp.zeros(width, dtype))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        normed = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.epsilon)
-        return (normed * (1 + self.scale[...].astype(wide.dtype))).astype(x.dtype)
-
-
-def norm(
-    width: int, sizes: Architecture, dtype: jnp.dtype, rngs: nnx.Rngs
-) -> nnx.RMSNorm | NormPlusOne:
-    if sizes.norm_plus_one:
-        return NormPlusOne(width, sizes.norm_eps, dtype)
-    return nnx.RMSNorm(width, epsilon=sizes.norm_eps, param_dtype=dtype, rngs=rngs)
-
-
-class Attention(nnx.Module):
-    """Causal grouped-query attention with rotary positions (Su et al. 2021; Ainslie et al. 2023).
-
-    Divided over tp, a device has its heads' columns of query, key and value and their rows of out.
-    With fewer kv heads than devices, each holds key and value whole and computes the head that its
-    queries read. Norms of queries and keys (Henry et al. 2020) are equal for all heads, and whole
-    on every device.
-    """
-
-    def __init__(self, settings: BlockSettings, dtype: jnp.dtype, rngs: nnx.Rngs):
-        sizes, self.axes = settings.sizes, settings.axes
-        self.mix, self.turn, self.head_dim = settings.mix, settings.turn, sizes.head_width
-        self.num_heads = sizes.num_heads // self.axes.tp
-        self.num_kv_heads = max(1, sizes.kv_heads // self.axes.tp)
-        self.kv_heads_held = sizes.kv_heads if sizes.kv_heads < self.axes.tp else self.num_kv_heads
-        width, kv_width = self.num_heads * self.head_dim, self.kv_heads_held * self.head_dim
-        into = partial(linear, sizes.d_model, dtype=dtype, rngs=rngs, use_bias=sizes.qkv_bias)
-        self.query = into(width, lora=settings.lora_of("query"))
-        self.key = into(kv_width, lora=settings.lora_of("key"))
-        self.value = into(kv_width, lora=settings.lora_of("value"))
-        self.out = linear(width, sizes.d_model, dtype, rngs, lora=settings.lora_of("out"))
-        self.query_norm = norm(self.head_dim, sizes, dtype, rngs) if sizes.qk_norm else None
-        self.key_norm = norm(self.head_dim, sizes, dtype, rngs) if sizes.qk_norm else None
-
     def __call__(
-        self, x_MD: jax.Array, num_tokens: int, documents_BT: jax.Array | None = None
+        self, params: Params, x_BTD: jax.Array, documents_BT: jax.Array | None, drop: Drop
     ) -> jax.Array:
-        x_MD = gather(x_MD, self.axes)
-        kv_shape = (-1, num_tokens, self.num_kv_heads, self.head_dim)
-        q_BTNH = self.query(x_MD).reshape(-1, num_tokens, self.num_heads, self.head_dim)
-        q_BTNH = self.turn(q_BTNH if self.query_norm is None else self.query_norm(q_BTNH))
-        k_BSGH = self._of_kv_heads(self.key, x_MD).reshape(kv_shape)
-        k_BSGH = self.turn(k_BSGH if self.key_norm is None else self.key_norm(k_BSGH))
-        v_BSGH = self._of_kv_heads(self.value, x_MD).reshape(kv_shape)
-        of_documents = () if documents_BT is None else (documents_BT,)
-        mixed = self.mix(q_BTNH, k_BSGH, v_BSGH, *of_documents).reshape(x_MD.shape[0], -1)
-        return scatter(self.out(mixed), self.axes)
-
-    def _of_kv_heads(self, linear: nnx.Linear, x_MD: jax.Array) -> jax.Array:
-        """Return the keys or values of the heads that this device's queries read."""
-        if self.kv_heads_held == self.num_kv_heads:
-            return linear(x_MD)
-        head = jax.lax.axis_index("tp") * self.kv_heads_held // self.axes.tp
-        width, take = self.head_dim, jax.lax.dynamic_slice_in_dim
-        own = partial(take, start_index=head * width, slice_size=width, axis=-1)
-        found = x_MD @ own(linear.kernel[...])
-        if isinstance(linear, Adapted):
-            found = found + linear.beside(x_MD, own)
-        return found if linear.bias is None else found + own(linear.bias[...])
-
-
-class MLP(nnx.Module):
-    """An activation between two matrices, or gated by a third (Shazeer 2020); divided over tp."""
-
-    def __init__(self, settings: BlockSettings, dtype: jnp.dtype, rngs: nnx.Rngs):
-        sizes, self.axes = settings.sizes, settings.axes
-        d_model, hidden = sizes.d_model, sizes.mlp_width // self.axes.tp
-        self.activation = GATED.get(sizes.activation, sizes.activation)
-        into = partial(linear, d_model, hidden, dtype, rngs)
-        self.up = into(lora=settings.lora_of("up"))
-        self.gate = into(lora=settings.lora_of("gate")) if sizes.activation in GATED else None
-        self.down = linear(hidden, d_model, dtype, rngs, lora=settings.lora_of("down"))
-
-    def __call__(self, x_MD: jax.Array) -> jax.Array:
-        x_MD, act = gather(x_MD, self.axes), ACTIVATIONS[self.activation]
-        up = self.up(x_MD)
-        hidden = act(up) if self.gate is None else act(self.gate(x_MD)) * up
-        return scatter(self.down(hidden), self.axes)
-
-
-class Block(nnx.Module):
-    """Pre-norm residual block: attention, then MLP. [B, T, D] -> [B, T, D], of a device's rows.
-
-    drop: dropout of a branch, rows [M, D], by its number.
-    """
-
-    def __init__(self, settings: BlockSettings, dtype: jnp.dtype, rngs: nnx.Rngs):
-        sizes, self.axes = settings.sizes, settings.axes
-        new_norm = partial(norm, sizes.d_model, sizes, dtype, rngs)
-        self.attention_norm = new_norm()
-        self.attention = Attention(settings, dtype, rngs)
-        self.mlp_norm = new_norm()
-        self.mlp = MLP(settings, dtype, rngs)
-        self.attention_post_norm = new_norm() if sizes.post_norms else None
-        self.mlp_post_norm = new_norm() if sizes.post_norms else None
-
-    def __call__(
-        self,
-        x_BTD: jax.Array,
-        documents_BT: jax.Array | None = None,
-        drop: Drop = lambda branch, number: branch,
-    ) -> jax.Array:
+        """Return [B, T, D] of a device's rows; drop: of a branch, rows [M, D], by its number."""
         B, T, D = x_BTD.shape
         x_MD = x_BTD.reshape(B * T, D)
-        mixed = self.attention(self.attention_norm(x_MD), T * self.axes.row_parts, documents_BT)
-        post_norm = self.attention_post_norm
-        x_MD = x_MD + drop(mixed if post_norm is None else post_norm(mixed), 0)
-        out = self.mlp(self.mlp_norm(x_MD))
-        x_MD = x_MD + drop(out if self.mlp_post_norm is None else self.mlp_post_norm(out), 1)
+        norm = lambda name, x: normed(params[name], x, self.sizes) if name in params else x  # noqa: E731
+        num_tokens = T * self.axes.row_parts
+        own = norm("attention_norm", x_MD)
+        mixed = self._attention(params["attention"], own, num_tokens, documents_BT)
+        x_MD = x_MD + drop(norm("attention_post_norm", mixed), 0)
+        out = self._mlp(params["mlp"], norm("mlp_norm", x_MD))
+        x_MD = x_MD + drop(norm("mlp_post_norm", out), 1)
         return x_MD.reshape(B, T, D)
+
+    def _attention(
+        self, params: Params, x_MD: jax.Array, num_tokens: int, documents_BT: jax.Array | None
+    ) -> jax.Array:
+        # 1. this device's heads
+        sizes, tp, width = self.sizes, self.axes.tp, self.sizes.head_width
+        num_heads, num_kv_heads = sizes.num_heads // tp, max(1, sizes.kv_heads // tp)
+        of_kv_head = _all
+        if sizes.kv_heads < tp:
+            first = jax.lax.axis_index("tp") * sizes.kv_heads // tp * width
+            take = partial(jax.lax.dynamic_slice_in_dim, slice_size=width, axis=-1)
+            of_kv_head = partial(take, start_index=first)
+        x_MD = gather(x_MD, self.axes)
+
+        def heads(name: str, number: int, columns: Callable = _all) -> jax.Array:
+            found = self._linear(params[name], x_MD, columns)
+            found = found.reshape(-1, num_tokens, number, width)
+            norm = params.get(f"{name}_norm")
+            return found if norm is None else normed(norm, found, sizes)
+
+        # 2. attention
+        q_BTNH = self.turn(heads("query", num_heads))
+        k_BSGH = self.turn(heads("key", num_kv_heads, of_kv_head))
+        v_BSGH = heads("value", num_kv_heads, of_kv_head)
+        mixed = self.mix(q_BTNH, k_BSGH, v_BSGH, documents_BT).reshape(x_MD.shape[0], -1)
+        return scatter(self._linear(params["out"], mixed), self.axes)
+
+    def _mlp(self, params: Params, x_MD: jax.Array) -> jax.Array:
+        x_MD, name = gather(x_MD, self.axes), self.sizes.activation
+        up, act = self._linear(params["up"], x_MD), ACTIVATIONS[GATED.get(name, name)]
+        gated = act(self._linear(params["gate"], x_MD)) * up if "gate" in params else act(up)
+        return scatter(self._linear(params["down"], gated), self.axes)
+
+    def _linear(self, params: Params, x_MD: jax.Array, columns: Callable = _all) -> jax.Array:
+        """Return x W + b, with the adapter's part if there is one, in some columns of W."""
+        found = x_MD @ columns(params["kernel"])
+        if "bias" in params:
+            found = found + columns(params["bias"])
+        if A in params:
+            assert self.sizes.lora is not None, "adapters have settings"
+            found = found + adapted_part(params, x_MD, self.sizes.lora.scale, columns)
+        return found

@@ -34,7 +34,7 @@ LONG = 1024  # tokens from which auto takes `chunked`: 0.57 of the CPU seconds o
 LANES = 128  # lanes of a TPU
 PALLAS_BLOCKS = (512, 384, 256, LANES)  # tokens of a block; the first that divides (MaxText: 512)
 
-# q [B, T, N, H], k and v [B, S, G, H], and the document of each packed token [B, T] -> [B, T, N, H]
+# q [B, T, N, H], k and v [B, S, G, H], perhaps each packed token's document [B, T] -> [B, T, N, H]
 Kernel = Callable[..., jax.Array]
 
 
@@ -159,14 +159,17 @@ def attention(
     """
 
     def mix(
-        q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, *documents_BT: jax.Array
+        q_BTNH: jax.Array,
+        k_BSGH: jax.Array,
+        v_BSGH: jax.Array,
+        documents_BT: jax.Array | None = None,
     ) -> jax.Array:
         place = jax.devices()[0] if device is None else device
         _, T, _, H = q_BTNH.shape
         select = partial(choose, wanted, place, q_BTNH.dtype, H)
         if axes.cp == 1:
-            chosen = select(T, 1, scoring, packed=bool(documents_BT))
-            return kernel_named(chosen, scoring)(q_BTNH, k_BSGH, v_BSGH, *documents_BT)
+            chosen = select(T, 1, scoring, packed=documents_BT is not None)
+            return kernel_named(chosen, scoring)(q_BTNH, k_BSGH, v_BSGH, documents_BT)
         pair = pair_kernel(select(T // 2, axes.cp, scoring), scoring)
         return kernel_of(*context_functions(pair, axes))(q_BTNH, k_BSGH, v_BSGH)
 
@@ -215,28 +218,25 @@ def kernel_of(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kern
     log_sums: logarithms of the softmax's sums. With packed sequences both also take documents_BT.
     """
 
+    def of(documents: jax.Array | None) -> dict[str, jax.Array]:
+        return {} if documents is None else {"documents_BT": documents}
+
     @jax.custom_vjp
-    def kernel(
-        q: jax.Array, k: jax.Array, v: jax.Array, documents: tuple[jax.Array, ...]
-    ) -> jax.Array:
-        return forward(q, k, v, **_named(documents))[0]
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array | None) -> jax.Array:
+        return forward(q, k, v, **of(documents))[0]
 
     def save(
-        q: jax.Array, k: jax.Array, v: jax.Array, documents: tuple[jax.Array, ...]
+        q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array | None
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        out, log_sums = (checkpoint_name(a, "saved") for a in forward(q, k, v, **_named(documents)))
+        out, log_sums = (checkpoint_name(a, "saved") for a in forward(q, k, v, **of(documents)))
         return out, (q, k, v, out, log_sums, documents)
 
     def pull(saved: tuple[Any, ...], g: jax.Array) -> tuple[Any, ...]:
         *arrays, documents = saved
-        return (*backward(*arrays, g, **_named(documents)), None)
+        return (*backward(*arrays, g, **of(documents)), None)
 
     kernel.defvjp(save, pull)
-    return lambda q, k, v, *documents: kernel(q, k, v, documents)
-
-
-def _named(documents: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
-    return dict(zip(("documents_BT",), documents, strict=False))
+    return lambda q, k, v, documents=None: kernel(q, k, v, documents)
 
 
 PAIR_KERNELS = {"chunked": chunked_attention, "cudnn": cudnn_attention}  # merge parts of a softmax
