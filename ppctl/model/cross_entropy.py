@@ -20,24 +20,31 @@ import jax.numpy as jnp
 
 from ppctl.model.parallel import shard_of
 
-FEW_LOGITS = 2**25  # logits up to which all are computed at once: 128 MiB in float32
 MOST_LOGITS = 2**27  # logits of a chunk, 512 MiB: each chunk reads all of w and its gradient
 LEAST_TOKENS = 1024  # tokens of a chunk, with more logits if need be
 NO_TOKEN = -1  # target without loss
 NEVER = -1e30  # logit of a padding id
 
 
-class Vocabulary(NamedTuple):
-    """A divided vocabulary: a part for each rank, and each part over tp."""
+class HeadForm(NamedTuple):
+    """The form of a head: whether w is the embedding's [V, D], its logits' cap, its vocabulary.
 
+    size: ids, divided over num_ranks ranks, and each part over tp.
+    """
+
+    is_tied: bool
+    cap: float | None
     size: int
-    tp: int
+    tp: int = 1
     num_ranks: int = 1
 
     @property
     def num_parts(self) -> int:
-        """The number of devices with a part of it."""
+        """The number of devices with a part of the vocabulary."""
         return self.tp * self.num_ranks
+
+    def num_ids(self, w: jax.Array) -> int:
+        return w.shape[0 if self.is_tied else 1]
 
 
 def first_id(num_ids: int, tp: int, part: jax.Array | int) -> jax.Array:
@@ -45,69 +52,36 @@ def first_id(num_ids: int, tp: int, part: jax.Array | int) -> jax.Array:
     return part * (tp * num_ids) + shard_of(num_ids, "tp", tp)
 
 
-class HeadForm(NamedTuple):
-    """The form of a head: whether w is the embedding's [V, D], its vocabulary, its logits' cap."""
-
-    is_tied: bool
-    vocabulary: Vocabulary | None = None  # None: undivided
-    cap: float | None = None
-
-    def num_ids(self, w: jax.Array) -> int:
-        return w.shape[0 if self.is_tied else 1]
-
-
-def cross_entropy(x_MD: jax.Array, w: jax.Array, targets_M: jax.Array, **form: Any) -> jax.Array:
-    """Return the sum over tokens of -log softmax(logits)[target] in nats, in at least float32.
-
-    form: the fields of `HeadForm`. w: the head's matrix [D, V], or the embedding's [V, D] if tied.
-    logits are x @ w in at least float32, or cap*tanh(x @ w/cap). Targets NO_TOKEN add nothing.
-    vocabulary: if devices along tp have parts of it, w is this device's, and the result its
-    summand.
-    """
-    head = HeadForm(**form)
-    if x_MD.shape[0] * head.num_ids(w) > FEW_LOGITS:
-        return _loss(x_MD, w, targets_M, None, None, 0, head)
-    return jnp.where(targets_M == NO_TOKEN, 0, _losses(x_MD, w, targets_M, head)).sum()
-
-
-def _losses(x_MD: jax.Array, w: jax.Array, targets_M: jax.Array, head: HeadForm) -> jax.Array:
-    logits_MV, first = own_logits(x_MD, w, head)
-    if head.vocabulary is None:
-        picked_M = jnp.take_along_axis(logits_MV, targets_M[:, None], axis=-1)[:, 0]
-        return jax.nn.logsumexp(logits_MV, axis=-1) - picked_M
-    picked_M = jnp.where(_are_targets(logits_MV, targets_M - first), logits_MV, 0).sum(-1)
-    return log_sums(logits_MV, head.vocabulary) / head.vocabulary.num_parts - picked_M
-
-
-def part_log_sums(
-    x_MD: jax.Array, w: jax.Array, part: jax.Array, **form: Any
-) -> tuple[jax.Array, jax.Array | None]:
-    """Return (log sums [M] of the exponentials of a part's logits, the logits or None)."""
-    head, num_tokens = HeadForm(**form), x_MD.shape[0]
-    num_ids, logits_of = head.num_ids(w), lambda x: own_logits(x, w, head, part)[0]
-    if num_tokens * num_ids <= MOST_LOGITS:
-        logits_MV = logits_of(x_MD)
-        return log_sums(logits_MV, head.vocabulary), logits_MV
-    x_KCD, _ = in_chunks(x_MD, jnp.zeros(num_tokens, jnp.int32), num_ids)
-    sums_KC = jax.lax.map(lambda x_CD: log_sums(logits_of(x_CD), head.vocabulary), x_KCD)
-    return sums_KC.reshape(-1)[:num_tokens], None
-
-
-def part_cross_entropy(
+def cross_entropy(
     x_MD: jax.Array,
     w: jax.Array,
     targets_M: jax.Array,
-    log_sums_M: jax.Array,
-    logits_MV: jax.Array | None,
-    part: jax.Array,
-    **form: Any,
+    head: HeadForm,
+    log_sums_M: jax.Array | None = None,
+    logits_MV: jax.Array | None = None,
+    part: jax.Array | int = 0,
 ) -> jax.Array:
-    """Return this device's part of `cross_entropy`; log_sums: [M], over all ids.
+    """Return the sum over tokens of -log softmax(logits)[target] in nats, in at least float32.
 
-    logits: those of `part_log_sums`. The gradient is that of the whole loss, in x this device's
-    summand.
+    w: the head's matrix [D, V], or the embedding's [V, D] if tied; logits are x @ w in at least
+    float32, or cap*tanh(x @ w/cap). Targets NO_TOKEN add nothing. With a divided vocabulary w is
+    this device's part, and the result its summand; so is the gradient in x, of the whole loss.
+    log_sums, logits: of a rank's part, those over all ids, and the logits of `part_log_sums`.
     """
-    return _loss(x_MD, w, targets_M, log_sums_M, logits_MV, part, HeadForm(**form))
+    return _loss(x_MD, w, targets_M, log_sums_M, logits_MV, part, head)
+
+
+def part_log_sums(
+    x_MD: jax.Array, w: jax.Array, part: jax.Array, head: HeadForm
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return (log sums [M] of the exponentials of a part's logits, the logits or None)."""
+    num_tokens, num_ids = x_MD.shape[0], head.num_ids(w)
+    if num_tokens * num_ids <= MOST_LOGITS:
+        logits_MV, _ = own_logits(x_MD, w, head, part)
+        return log_sums(logits_MV, head.tp), logits_MV
+    x_KCD, _ = in_chunks(x_MD, jnp.zeros(num_tokens, jnp.int32), num_ids)
+    of_chunk = lambda x_CD: log_sums(own_logits(x_CD, w, head, part)[0], head.tp)  # noqa: E731
+    return jax.lax.map(of_chunk, x_KCD).reshape(-1)[:num_tokens], None
 
 
 def in_chunks(x_MD: jax.Array, targets_M: jax.Array, num_ids: int) -> tuple[jax.Array, jax.Array]:
@@ -124,45 +98,37 @@ def in_chunks(x_MD: jax.Array, targets_M: jax.Array, num_ids: int) -> tuple[jax.
 
 def own_logits(
     x_MD: jax.Array, w: jax.Array, head: HeadForm, part: jax.Array | int = 0
-) -> tuple[jax.Array, jax.Array | int]:
+) -> tuple[jax.Array, jax.Array]:
     """Return (logits of this device's ids, the first id). Padding ids get logit NEVER."""
-    logits_MV = logits(x_MD, w, is_tied=head.is_tied, cap=head.cap)
-    held, vocabulary = logits_MV.shape[1], head.vocabulary
-    if vocabulary is None:
-        return logits_MV, 0
-    first = first_id(held, vocabulary.tp, part)
-    if held * vocabulary.num_parts == vocabulary.size:
+    logits_MV, held = logits(x_MD, w, head), head.num_ids(w)
+    first = first_id(held, head.tp, part)
+    if held * head.num_parts == head.size:
         return logits_MV, first
-    is_padding_V = first + jnp.arange(held) >= vocabulary.size
+    is_padding_V = first + jnp.arange(held) >= head.size
     return jnp.where(is_padding_V, NEVER, logits_MV), first
 
 
-def log_sums(logits_MV: jax.Array, vocabulary: Vocabulary | None) -> jax.Array:
+def log_sums(logits_MV: jax.Array, tp: int) -> jax.Array:
     """Return the logarithms of sums of exponentials over all ids, or those of a rank's part."""
-    if vocabulary is None or vocabulary.tp == 1:
+    if tp == 1:
         return jax.nn.logsumexp(logits_MV, axis=-1)
     largest_M = jax.lax.pmax(jax.lax.stop_gradient(logits_MV.max(-1)), "tp")
     return jnp.log(jax.lax.psum(jnp.exp(logits_MV - largest_M[:, None]).sum(-1), "tp")) + largest_M
 
 
-def _are_targets(logits_MV: jax.Array, targets_M: jax.Array) -> jax.Array:
-    """Return whether a column is a token's target [M, V], counted from this device's first id."""
-    return targets_M[:, None] == jax.lax.broadcasted_iota(targets_M.dtype, logits_MV.shape, 1)
-
-
-def logits(x_MD: jax.Array, w: jax.Array, *, is_tied: bool, cap: float | None = None) -> jax.Array:
+def logits(x_MD: jax.Array, w: jax.Array, head: HeadForm) -> jax.Array:
     """Return the logits of `cross_entropy`."""
     dtype = jnp.promote_types(x_MD.dtype, jnp.float32)
-    dims = (((1,), (1 if is_tied else 0,)), ((), ()))
+    dims = (((1,), (1 if head.is_tied else 0,)), ((), ()))
     products = jax.lax.dot_general(x_MD, w, dims, preferred_element_type=dtype)
-    return products if cap is None else cap * jnp.tanh(products / cap)
+    return products if head.cap is None else head.cap * jnp.tanh(products / head.cap)
 
 
 def loss_and_slopes(
     logits_CV: jax.Array,
     targets_C: jax.Array,
     log_sums_C: jax.Array,
-    first: jax.Array | int,
+    first: jax.Array,
     head: HeadForm,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (this device's part of the loss, slopes [C, V] of the whole loss in products x @ w).
@@ -170,9 +136,9 @@ def loss_and_slopes(
     log_sums: over all ids; first: of this device's ids.
     """
     is_token_C = targets_C != NO_TOKEN
-    are_targets_CV = _are_targets(logits_CV, targets_C - first)
-    parts = 1 if head.vocabulary is None else head.vocabulary.num_parts
-    losses_C = log_sums_C / parts - jnp.where(are_targets_CV, logits_CV, 0).sum(-1)
+    ids_CV = first + jax.lax.broadcasted_iota(targets_C.dtype, logits_CV.shape, 1)
+    are_targets_CV = targets_C[:, None] == ids_CV
+    losses_C = log_sums_C / head.num_parts - jnp.where(are_targets_CV, logits_CV, 0).sum(-1)
     slopes_CV = jnp.exp(logits_CV - log_sums_C[:, None]) - are_targets_CV
     g_CV = jnp.where(is_token_C[:, None], slopes_CV, 0)
     if head.cap is not None:  # padding has no slope
@@ -221,9 +187,8 @@ def _computed(
         if logits_CV is None:
             logits_CV, first = own_logits(x_CD, w, head, part)
         else:
-            assert head.vocabulary is not None, "only a part's logits are kept"
-            first = first_id(num_ids, head.vocabulary.tp, part)
-        sums_C = log_sums(logits_CV, head.vocabulary) if sums_C is None else sums_C
+            first = first_id(num_ids, head.tp, part)
+        sums_C = log_sums(logits_CV, head.tp) if sums_C is None else sums_C
         loss, g_CV = loss_and_slopes(logits_CV, targets_C, sums_C, first, head)
         if not gradients:
             return loss, None, None

@@ -23,11 +23,10 @@ from ppctl.model.attention.rotary_positions import Rotate, rotation
 from ppctl.model.attention_scores import Scoring
 from ppctl.model.cross_entropy import (
     NO_TOKEN,
-    Vocabulary,
+    HeadForm,
     cross_entropy,
     first_id,
     logits,
-    part_cross_entropy,
     part_log_sums,
 )
 from ppctl.model.lora import A, B, are_adapters, with_adapters
@@ -206,14 +205,10 @@ class _Transformer:
     # head
 
     @property
-    def _settings(self) -> dict[str, Any]:
-        """The settings of the head's products."""
-        return {"is_tied": self.sizes.tied, "cap": self.sizes.logit_softcap}
-
-    @property
-    def _of_parts(self) -> dict[str, Any]:
-        sizes = self.sizes.vocab_size, self.axes.tp, max(1, self.axes.vocab_parts)
-        return self._settings | {"vocabulary": Vocabulary(*sizes)}
+    def _head(self) -> HeadForm:
+        sizes, axes = self.sizes, self.axes
+        divided = sizes.vocab_size, axes.tp, max(1, axes.vocab_parts)
+        return HeadForm(sizes.tied, sizes.logit_softcap, *divided)
 
     def _normed(self, embed_head: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return (normed rows [M, D], the head's matrix)."""
@@ -222,18 +217,14 @@ class _Transformer:
         return x_MD, embed_head["embedding" if self.sizes.tied else "head"]
 
     def outputs(self, embed_head: Tree, x_BTD: jax.Array) -> jax.Array:
-        logits_MV = logits(*self._normed(embed_head, x_BTD), **self._settings)
+        logits_MV = logits(*self._normed(embed_head, x_BTD), self._head)
         return logits_MV.reshape(x_BTD.shape[0], -1, self.sizes.vocab_size)
 
     def head(
         self, embed_head: Tree, x_BTD: jax.Array, targets_BT: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        x_MD, w = self._normed(embed_head, x_BTD)
-        if self.axes.num_devices == 1:
-            loss = cross_entropy(x_MD, w, targets_BT.reshape(-1), **self._settings)
-            return loss, (targets_BT != NO_TOKEN).sum().astype(loss.dtype)
-        targets_M = self._own_targets(targets_BT)
-        loss = cross_entropy(gather(x_MD, self.axes), w, targets_M, **self._of_parts)
+        (x_MD, w), targets_M = self._normed(embed_head, x_BTD), self._own_targets(targets_BT)
+        loss = cross_entropy(gather(x_MD, self.axes), w, targets_M, self._head)
         return loss, self._number(targets_M, loss)
 
     def _own_targets(self, targets_BT: jax.Array) -> jax.Array:
@@ -248,14 +239,14 @@ class _Transformer:
         self, embed_head: Tree, x_BTD: jax.Array, part: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
         x_MD, w = self._normed(embed_head, x_BTD)
-        return part_log_sums(gather(x_MD, self.axes), w, part, **self._of_parts)
+        return part_log_sums(gather(x_MD, self.axes), w, part, self._head)
 
     def part_head(
         self, embed_head: Tree, x_BTD: jax.Array, targets_BT: jax.Array, *known: Any
     ) -> tuple[jax.Array, jax.Array]:
         """known: log sums [M], logits [M, V] or None, the number of the part."""
         (x_MD, w), targets_M = self._normed(embed_head, x_BTD), self._own_targets(targets_BT)
-        loss = part_cross_entropy(gather(x_MD, self.axes), w, targets_M, *known, **self._of_parts)
+        loss = cross_entropy(gather(x_MD, self.axes), w, targets_M, self._head, *known)
         return loss, jnp.where(known[2] == 0, self._number(targets_M, loss), 0)  # it counts once
 
 

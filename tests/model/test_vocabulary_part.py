@@ -7,7 +7,7 @@ import pytest
 from support.selection import full
 
 from ppctl.model import cross_entropy as module
-from ppctl.model.cross_entropy import NO_TOKEN, Vocabulary, cross_entropy
+from ppctl.model.cross_entropy import NO_TOKEN, HeadForm, cross_entropy
 from ppctl.model.stack import log_sums_of_parts
 
 WIDTH, VOCAB_SIZE, NUM_PARTS, HELD, NUM_TOKENS = 6, 11, 3, 4, 13
@@ -29,24 +29,22 @@ def test_parts_sum_to_the_loss_and_the_gradients_of_the_whole(is_kept, is_tied, 
     targets = jnp.asarray([*draw.integers(VOCAB_SIZE, size=NUM_TOKENS - 1), NO_TOKEN])
     padded = np.pad(w, ((0, 0), (0, NUM_PARTS * HELD - VOCAB_SIZE)))
     parts = [jnp.asarray(part.T if is_tied else part) for part in np.split(padded, NUM_PARTS, 1)]
-    settings = {"is_tied": is_tied, "cap": cap}
+    whole = HeadForm(is_tied, cap, VOCAB_SIZE)
 
     def of_whole(x, w):
-        return cross_entropy(x, jnp.asarray(w.T if is_tied else w), targets, **settings)
+        return cross_entropy(x, jnp.asarray(w.T if is_tied else w), targets, whole)
 
     loss, (gx, gw) = jax.value_and_grad(of_whole, (0, 1))(x, jnp.asarray(w))
     if not is_kept:
         monkeypatch.setattr(module, "MOST_LOGITS", 1)
         monkeypatch.setattr(module, "LEAST_TOKENS", 5)
-    settings["vocabulary"] = Vocabulary(VOCAB_SIZE, 1, NUM_PARTS)
-    sums = [module.part_log_sums(x, part, jnp.int32(i), **settings) for i, part in enumerate(parts)]
+    head = HeadForm(is_tied, cap, VOCAB_SIZE, num_ranks=NUM_PARTS)
+    sums = [module.part_log_sums(x, part, jnp.int32(i), head) for i, part in enumerate(parts)]
     assert [logits is not None for _, logits in sums] == [is_kept] * NUM_PARTS
     of_all = log_sums_of_parts(jnp.stack([each for each, _ in sums]))
 
     def of_part(i, x, part):
-        return module.part_cross_entropy(
-            x, part, targets, of_all, sums[i][1], jnp.int32(i), **settings
-        )
+        return cross_entropy(x, part, targets, head, of_all, sums[i][1], jnp.int32(i))
 
     found = [
         jax.value_and_grad(lambda x, part, i=i: of_part(i, x, part), (0, 1))(x, parts[i])
@@ -68,11 +66,11 @@ def test_a_frozen_matrix_gets_no_gradient():
         jnp.ones((WIDTH, VOCAB_SIZE)),
         jnp.zeros(NUM_TOKENS, jnp.int32),
     )
-    settings = {"is_tied": False, "vocabulary": Vocabulary(VOCAB_SIZE, 1, 1), "cap": None}
-    sums, logits = module.part_log_sums(x, w, jnp.int32(0), **settings)
+    head = HeadForm(False, None, VOCAB_SIZE)
+    sums, logits = module.part_log_sums(x, w, jnp.int32(0), head)
 
     def loss(x):
-        return module.part_cross_entropy(x, w, targets, sums, logits, jnp.int32(0), **settings)
+        return cross_entropy(x, w, targets, head, sums, logits, jnp.int32(0))
 
     traced = jax.make_jaxpr(jax.grad(loss))(x)
     products = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "dot_general"]
