@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ppctl.model.attention.attention_kernels import Kernel
-from ppctl.model.attention.rotary_positions import Rope, rotate_at
-from ppctl.model.attention_scores import NEVER, Scoring
+from ppctl.model.attention.attention_kernels import Kernel, Mix
+from ppctl.model.attention.plain_attention import attend
+from ppctl.model.attention.rotary_positions import Rope, Rotate, rotate_at
+from ppctl.model.attention_scores import Scoring
 from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.model.stack import Stack, Tree
 
-Mix = Callable[[StageAxes, Scoring], Kernel]
-Rotate = Callable[..., jax.Array]
 Cache = list[Any]  # by stage and layer: (keys, values) [B, S, G, H]
 
 
@@ -63,21 +62,14 @@ class _Attention:
         first, starts_B = self.piece
         write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=1)
         k_BSGH, v_BSGH = self.layer = write(self.layer[0], k_BTGH), write(self.layer[1], v_BTGH)
-        B, T, N, H = q_BTNH.shape
-        S, G = k_BSGH.shape[1:3]
-        wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
-        q_BTGRH = q_BTNH.reshape(B, T, G, N // G, H)
-        scores_BGRTS = jnp.einsum("BTGRH,BSGH->BGRTS", q_BTGRH, k_BSGH, preferred_element_type=wide)
-        scores_BGRTS = scoring.capped(scores_BGRTS * scoring.scale_of(H))
+        T, S = q_BTNH.shape[1], k_BSGH.shape[1]
         # tokens from a key to a query
         behind_TS = (first + jnp.arange(T))[:, None] - jnp.arange(S)
         is_attended_TS = behind_TS >= 0
         if scoring.window is not None:
             is_attended_TS &= behind_TS < scoring.window
         is_attended_BTS = is_attended_TS & (jnp.arange(S) >= starts_B[:, None, None])
-        scores_BGRTS = jnp.where(is_attended_BTS[:, None, None], scores_BGRTS, NEVER)
-        weights_BGRTS = jax.nn.softmax(scores_BGRTS).astype(v_BSGH.dtype)
-        return jnp.einsum("BGRTS,BSGH->BTGRH", weights_BGRTS, v_BSGH).reshape(B, T, N, H)
+        return attend(q_BTNH, k_BSGH, v_BSGH, is_attended_BTS[:, None], scoring)
 
 
 class Decoder:

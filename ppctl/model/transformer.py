@@ -18,9 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError, setting
 from ppctl.model.architecture import Architecture, drawing
-from ppctl.model.attention.attention_kernels import Kernel, attention
-from ppctl.model.attention.rotary_positions import Rotate, rotation
-from ppctl.model.attention_scores import Scoring
+from ppctl.model.attention.attention_kernels import Mix, attention
+from ppctl.model.attention.rotary_positions import Rotate, rotate
 from ppctl.model.cross_entropy import (
     NO_TOKEN,
     HeadForm,
@@ -45,14 +44,13 @@ from ppctl.model.stack import (
 from ppctl.model.transformer_blocks import Block, Drop, new_block, new_norm, normed
 
 EMBED_STD = 0.02
-Mix = Callable[[StageAxes, Scoring], Kernel]  # attention on a stage's axes
 
 
 def transformer(
     *,
     dtype: jnp.dtype,
-    mix: Mix | None = None,
-    rotate: Rotate | None = None,
+    mix: Mix = partial(attention, "auto", None),
+    rotate: Rotate = rotate,
     packed: bool = False,
     **sizes: Any,
 ) -> Stack:
@@ -65,13 +63,13 @@ def transformer(
     NO_TOKEN count neither in the sum of losses nor in their number.
     packed: inputs may hold several documents, see `ppctl.model.packed_documents`; x has rows with
     their starts. Layers are one function, or one of two if only some have the window.
-    mix: attention on a stage's axes; rotate: rotary positions; None: those of the attached device.
+    mix: attention on a stage's axes; rotate: rotary positions.
     The loss is cross-entropy in nats, one a token, in at least float32. Sizes that do not fit fail
     in tracing, with the error of the operation; sizes that tp does not divide raise ConfigError.
     """
-    sizes_of, mix = Architecture(**sizes), mix or partial(attention, "auto", None)
+    sizes_of = Architecture(**sizes)
     sizes_of.check_divides(WHOLE)
-    return _Transformer(sizes_of, dtype, mix, rotate or rotation(), packed).stack
+    return _Transformer(sizes_of, dtype, mix, rotate, packed).stack
 
 
 @dataclass(frozen=True, eq=False)

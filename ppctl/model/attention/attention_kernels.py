@@ -36,6 +36,7 @@ PALLAS_BLOCKS = (512, 384, 256, LANES)  # tokens of a block; the first that divi
 
 # q [B, T, N, H], k and v [B, S, G, H], perhaps each packed token's document [B, T] -> [B, T, N, H]
 Kernel = Callable[..., jax.Array]
+Mix = Callable[[StageAxes, Scoring], Kernel]  # attention on a stage's axes
 
 
 def choose(

@@ -24,6 +24,18 @@ def plain(
     scoring: Scoring = PLAIN,
 ) -> jax.Array:
     """Return attention as matrix products and a softmax."""
+    is_attended = _attended(q_BTNH.shape[1], scoring, documents_BT)
+    return attend(q_BTNH, k_BSGH, v_BSGH, is_attended, scoring)
+
+
+def attend(
+    q_BTNH: jax.Array,
+    k_BSGH: jax.Array,
+    v_BSGH: jax.Array,
+    is_attended: jax.Array,
+    scoring: Scoring,
+) -> jax.Array:
+    """Return attention of queries to the keys of `is_attended`, [T, S] or [B, 1, T, S]."""
     B, T, N, H = q_BTNH.shape
     G = k_BSGH.shape[2]
     q_BTGRH = q_BTNH.reshape(B, T, G, N // G, H) * scoring.scale_of(H)
@@ -31,7 +43,7 @@ def plain(
     scores_BGMS = jnp.einsum("BGMH,BSGH->BGMS", q_BGMH, k_BSGH)
     wide = jnp.promote_types(scores_BGMS.dtype, jnp.float32)
     scores_BGMS = scoring.capped(scores_BGMS.astype(wide))
-    is_attended = _attended(T, N // G, scoring, documents_BT)
+    is_attended = jnp.tile(is_attended, (N // G, 1))
     weights_BGMS = softmax(jnp.where(is_attended, scores_BGMS, NEVER), v_BSGH.dtype)
     mix_BGMH = jnp.einsum("BGMS,BSGH->BGMH", weights_BGMS, v_BSGH)
     mix_BTNH = mix_BGMH.reshape(B, G, N // G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
@@ -52,12 +64,12 @@ def _softmax_jvp(dtype: jnp.dtype, primals: tuple, tangents: tuple) -> tuple[jax
     return weights, (wide * (change - jnp.sum(wide * change, -1, keepdims=True))).astype(dtype)
 
 
-def _attended(T: int, R: int, scoring: Scoring, documents_BT: jax.Array | None) -> jax.Array:
-    """Return whether a query attends to a key, [M, S]; with documents [B, 1, M, S]."""
+def _attended(T: int, scoring: Scoring, documents_BT: jax.Array | None) -> jax.Array:
+    """Return whether a query attends to a key, [T, S]; with documents [B, 1, T, S]."""
     attended_TS = jnp.tril(jnp.ones((T, T), bool))
     if scoring.window is not None:
         attended_TS = jnp.triu(attended_TS, 1 - scoring.window)
     if documents_BT is not None:
         is_same_BTS = documents_BT[:, :, None] == documents_BT[:, None]
-        attended_TS = (attended_TS & is_same_BTS)[:, None]  # [B, 1, T, S]
-    return jnp.tile(attended_TS, (R, 1))
+        return (attended_TS & is_same_BTS)[:, None]
+    return attended_TS

@@ -17,7 +17,7 @@ from ppctl.model import mlp as mlp_model
 from ppctl.model import transformer as transformer_model
 from ppctl.model.attention.attention_kernels import Kernel, choose
 from ppctl.model.attention.attention_kernels import attention as attention_of
-from ppctl.model.attention.rotary_positions import Rope, rotation
+from ppctl.model.attention.rotary_positions import Rope
 from ppctl.model.attention_scores import Scoring
 from ppctl.model.lora import Lora
 from ppctl.model.stack import Stack
@@ -128,7 +128,7 @@ def _transformer(
     """Return the stack of a transformer by its settings; how: dtype, packed and lora."""
     sizes = transformer_sizes(model, vocab_size)
     mix = lambda axes, scoring: attention_of(model.attention, device, axes, scoring)  # noqa: E731
-    stack = transformer_model.transformer(**sizes, mix=mix, rotate=rotation(device), **how)
+    stack = transformer_model.transformer(**sizes, mix=mix, **how)
     there = lambda device: _transformer(model, vocab_size, device=device, **how)  # noqa: E731
     return stack.with_options(on_device=there)
 
