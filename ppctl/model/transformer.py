@@ -49,7 +49,7 @@ EMBED_STD = 0.02
 def transformer(
     *,
     dtype: jnp.dtype,
-    mix: Mix = partial(attention, "auto", None),
+    mix: Mix = partial(attention, "auto", None),  # noqa: B008 of no arrays
     rotate: Rotate = rotate,
     packed: bool = False,
     **sizes: Any,

@@ -258,7 +258,7 @@ UNCUTTABLE = {
     "no marks": (
         lambda p, x: x @ p["w0"],
         {},
-        r"apply has 0 stage_boundary .* make 1 layers, but layers=2",
+        r"apply has 0 stage_boundary .* make 1 layers, but num_layers=2",
     ),
     "unused mark": (
         lambda p, x: (stage_boundary(x), x @ p["w0"])[1],

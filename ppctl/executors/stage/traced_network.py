@@ -12,9 +12,8 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial, reduce
+from functools import cached_property, partial
 from itertools import pairwise
-from operator import getitem
 from typing import Any
 
 import jax
@@ -40,7 +39,7 @@ from ppctl.model.trainable_parameters import checked_flags
 Tree = Any
 Shape = jax.ShapeDtypeStruct
 NUM_EXAMPLES = (2, 3)  # examples of the batches that are traced: crossing values must grow
-FROZEN = "frozen"  # group of frozen parameters
+FROZEN = "frozen_"  # begins names of groups of frozen parameters
 MULTIPLE = 64  # divides the length of a layer's parameters, so that they can be sharded
 
 
@@ -239,18 +238,16 @@ class TracedNetwork:
         return [_back(a, shape) for a, shape in zip(unpack_flat(shapes, x), shapes, strict=True)]
 
     @cached_property
-    def groups(self) -> dict[tuple[str, ...], list[list[int]]]:
+    def groups(self) -> dict[str, list[list[int]]]:
         """The leaves of each layer by group: "kernel" or "bias", frozen or not."""
-        names = [(*mark, name) for mark in ((), (FROZEN,)) for name in ("kernel", "bias")]
-        found: dict[tuple[str, ...], list[list[int]]] = {
-            name: [[] for _ in range(self.num_layers)] for name in names
-        }
+        names = [mark + name for mark in ("", FROZEN) for name in ("kernel", "bias")]
+        found = {name: [list[int]() for _ in range(self.num_layers)] for name in names}
         for i, place in enumerate(self.places):
             if place is not None:
-                mark = (FROZEN,) * (not self.is_trained[i])
-                found[*mark, self.group(i)][place].append(i)
+                mark = "" if self.is_trained[i] else FROZEN
+                found[mark + self.group(i)][place].append(i)
         used = {name: leaves for name, leaves in found.items() if any(leaves)}
-        return used or {("kernel",): found["kernel",]}
+        return used or {"kernel": found["kernel"]}
 
     def group(self, leaf: int) -> str:
         """Return "kernel" for a leaf with weight decay, a matrix not in NO_DECAY, else "bias"."""
@@ -258,13 +255,13 @@ class TracedNetwork:
         return "bias" if is_vector else "kernel"
 
     @cached_property
-    def packed_shapes(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+    def packed_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each group's array of a layer, padded."""
         shapes = {}
         for name, layers in self.groups.items():
             sizes = (sum(math.prod(self.shapes[i]) for i in leaves) for leaves in layers)
             length = -(-max(1, *sizes) // MULTIPLE) * MULTIPLE
-            shapes[name] = (1, length) if name[-1] == "kernel" else (length,)
+            shapes[name] = (1, length) if name.endswith("kernel") else (length,)
         return shapes
 
     @cached_property
@@ -300,16 +297,18 @@ class TracedNetwork:
             is_missing = any(i not in leaves for of_layer in layers for i in of_layer)
             shape = Shape(self.packed_shapes[name], self.dtype)
             of_layer = [leaves[i] for i in layers[l] if i in leaves]
-            packed[name] = None if FROZEN in name and is_missing else pack_flat(of_layer, shape)
-        return {self.tag: _nested(packed)}
+            packed[name] = (
+                None if name.startswith(FROZEN) and is_missing else pack_flat(of_layer, shape)
+            )
+        return {self.tag: packed}
 
     @property
     def trainable(self) -> Tree:
         """Whether each of a stack's parameters is trained."""
         pairs = zip(self.names, self.is_trained, self.places, strict=True)
         embed_head = {name: flag for name, flag, place in pairs if place is None}
-        layers = {name: FROZEN not in name for name in self.groups}
-        return {"embed_head": embed_head, "layers": {self.tag: _nested(layers)}}
+        layers = {name: not name.startswith(FROZEN) for name in self.groups}
+        return {"embed_head": embed_head, "layers": {self.tag: layers}}
 
     def from_parts(self, parts: Tree) -> Tree:
         """Return the network's parameters, from a stack's in natural order."""
@@ -322,7 +321,7 @@ class TracedNetwork:
         """Return the leaves of layer l by number, from a stack's parameters of it."""
         layer, found = w[self.tag], dict[int, jax.Array]()
         for name, layers in self.groups.items():
-            packed: Any = reduce(getitem, name, layer)
+            packed = layer[name]
             if not layers[l] or packed is None:
                 continue
             shapes = [Shape(self.shapes[i], packed.dtype) for i in layers[l]]
@@ -331,9 +330,7 @@ class TracedNetwork:
 
     def vectors_of(self, l: int, w: Mapping[str, Mapping[str, Any]]) -> dict[int, Any]:
         """Return for each leaf of layer l the value of its group's array; None: left out."""
-        pairs = (
-            (reduce(getitem, name, w[self.tag]), layers[l]) for name, layers in self.groups.items()
-        )
+        pairs = ((w[self.tag][name], layers[l]) for name, layers in self.groups.items())
         return {i: value for value, leaves in pairs if value is not None for i in leaves}
 
     def embed_head_leaves(self, embed_head: Tree) -> dict[int, jax.Array]:
@@ -394,17 +391,6 @@ def stack_of(network: TracedNetwork) -> Stack:
         network.head,
         options,
     )
-
-
-def _nested(groups: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
-    """Return a tree of values by path."""
-    found: dict[str, Any] = {}
-    for (*above, name), value in groups.items():
-        part = found
-        for each in above:
-            part = part.setdefault(each, {})
-        part[name] = value
-    return found
 
 
 def _back(a: jax.Array, shape: Shape) -> jax.Array:
