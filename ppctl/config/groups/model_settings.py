@@ -135,13 +135,14 @@ class Rope:
                 )
 
 
+NumLayers = Annotated[int, up_to(4096, "each is given to a stage by itself")]
+
+
 @dataclass
 class Layered(Settings):
     """A model that consists of layers."""
 
     name: str = "???"
-    # divided over the stages
-    num_layers: Annotated[int, up_to(4096, "each is given to a stage by itself")] = 8
 
     KEY = "model"
 
@@ -151,6 +152,7 @@ class Transformer(Layered):
     """Decoder-only transformer: pre-norm, RMSNorm, rotary positions, grouped-query attention."""
 
     name: str = "transformer"
+    num_layers: NumLayers = 8  # divided over the stages
     d_model: Count = 128  # width of the residual stream
     num_heads: Count = 4
     num_kv_heads: Count | None = None  # None: num_heads
@@ -262,6 +264,7 @@ class MLP(Layered):
     """Linear embedding, equal layers of the same width, linear head, mean squared error."""
 
     name: str = "mlp"
+    num_layers: NumLayers = 8  # divided over the stages
     d_model: Count = 64  # width of a layer
     activation: Annotated[str, one_of(*MLP_ACTIVATIONS)] = "relu"  # relu | tanh | gelu
     dropout: Rate = 0.0  # rate of dropped outputs of layers, in training
@@ -275,7 +278,7 @@ class CustomModel(UserFunction, Layered):
     """
 
     name: str = "custom"
-    num_layers: Count | None = None  # null: as many as the function's model has
+    num_layers: NumLayers | None = None  # null: as many as the function's model has
     # of a Network: marks (between stage_boundary calls) | auto (clustered)
     layers: Annotated[str, one_of("marks", "auto")] = "marks"
     seq_len: SeqLen | None = None  # tokens a sequence, of data that are text
