@@ -200,9 +200,8 @@ def assemble(
     request = config.mesh, config.plan, config.hardware
     mesh = _mesh_of(*request, on_one_device=on_one_device)
     device = _device_of(config.hardware, config.plan, mesh.devices.flat[0])
-    is_planned = only_planned or topology is not None
     request = config.hardware, device.device_kind, topology
-    there = hardware_of.planned_for(*request) if is_planned else None
+    there = hardware_of.planned_for(*request) if only_planned or topology is not None else None
     check_memory_fraction(config.run.memory_fraction, device, there)
     # 3. data, model and optimizer
     data, dtype = open_data(config), jnp.dtype(dtype_name)
@@ -222,12 +221,10 @@ def assemble(
         planned = plan(config, stack.num_layers, lambda rank_of: Placed(costs))
     elif planned is None:
         planned = plan(config, stack.num_layers)
-    partition: str | list[int] = config.partition.name
-    if isinstance(config.partition, settings.Explicit):
-        num_layers, rank_of = stack.num_layers, planned.schedule.rank_of
-        partition = [len(layers) for layers in divide(config.partition, num_layers, rank_of)]
-    order = planned.schedule if planned.ticks is None else planned.ticks
-    pipe = pipelined(schedule=order, partition=partition)
+    stages = divide(config.partition, stack.num_layers, planned.schedule.rank_of)
+    is_explicit = config.partition.name == "explicit"
+    partition = [*map(len, stages)] if is_explicit else config.partition.name
+    pipe = pipelined(schedule=planned.ticks or planned.schedule, partition=partition)
     # 5. the user's code
     parts = {"model": config.model, "data": config.data}
     code = {name: sources(each.target) for name, each in parts.items() if each.name == "custom"}
