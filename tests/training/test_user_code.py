@@ -247,7 +247,7 @@ def test_a_function_with_marks_is_a_model(here):
     assert custom_stack("net.model", 1, {}, layers="auto", **asked).num_layers == 1
     with pytest.raises(
         ConfigError,
-        match=r"model.target=net.model: apply has 1 stage_boundary marks, .* num_layers=3\. Leave",
+        match=r"model.target=net.model: apply has 1 stage_boundary marks, .* model.num_layers=3\. Leave",
     ):
         custom_stack("net.model", 3, {}, **asked)
     with pytest.raises(
