@@ -160,7 +160,7 @@ def test_w_costs_what_is_trained_of_the_layers(sizes, targets):
     assert pipe.task_costs == Costs(weight_grad_s=share)
     assert (
         pipe.ticks
-        == plan(request).ticks
+        == plan(request, request.model.num_layers).ticks
         == ticks(pipe.schedule, Costs(weight_grad_s=share), "none")
     )
     assert trained_share(request.model, AdamW()) == 1
@@ -268,11 +268,9 @@ def test_partitions_are_shown_where_stages_differ_or_were_asked_for():
 def test_a_plan_needs_neither_data_nor_devices():
     model = Transformer(num_layers=2000)
     data = Data(name="tokens")
-    planned = plan(
-        transformer_config(
-            model=model, data=data, mesh=Mesh(1, 256), schedule=Schedule(num_microbatches=4)
-        )
-    )
+    schedule = Schedule(num_microbatches=4)
+    request = transformer_config(model=model, data=data, mesh=Mesh(1, 256), schedule=schedule)
+    planned = plan(request, model.num_layers)
     assert planned.schedule.num_ranks == 256
     assert planned.ticks is not None
     assert planned.ticks.num_ticks >= 256
