@@ -122,6 +122,8 @@ def test_metrics_go_on_where_their_tracker_cannot_start(monkeypatch, tmp_path):
 def test_other_trackers_are_refused():
     with pytest.raises(ConfigError, match=r"run.trackers=wanb is not one of tensorboard, wandb"):
         config.Run(trackers=["wanb"]).check()
+    with pytest.raises(ConfigError, match=r"wandb, wandb\] starts one twice. Use \[wandb\]"):
+        config.Run(trackers=["wandb", "wandb"]).check()
 
 
 def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):

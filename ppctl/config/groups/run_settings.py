@@ -77,6 +77,10 @@ class Run(Settings):
 
     def check(self) -> None:
         super().check()
+        once = list(dict.fromkeys(self.trackers))
+        if once != self.trackers:
+            text, remedy = (", ".join(names) for names in (self.trackers, once))
+            raise ConfigError(f"run.trackers=[{text}] starts one twice. Use [{remedy}].")
         self._check_profile()
         self._check_directory()
         self._check_processes()
