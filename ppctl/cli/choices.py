@@ -3,8 +3,6 @@
 A new option or setting needs no line here. Standard library only: `ppctl --help` loads no Hydra.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

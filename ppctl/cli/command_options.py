@@ -1,7 +1,5 @@
 """The command line's own options: everything that is not GROUP=OPTION or SETTING=VALUE."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from functools import partial

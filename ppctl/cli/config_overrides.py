@@ -1,7 +1,5 @@
 """The command line of a composed config. Loads no Hydra."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -7,8 +7,6 @@
 to be right, so that a wrong one is refused at once.
 """
 
-from __future__ import annotations
-
 import atexit
 import errno
 import importlib.metadata

@@ -1,7 +1,5 @@
 """Commands for what people want to do: for `ppctl examples` and the help of each command."""
 
-from __future__ import annotations
-
 # a comment and a command each, which a test composes
 TEXT = """\
 # train a small model on this machine, without an accelerator, in seconds

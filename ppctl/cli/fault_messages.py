@@ -1,7 +1,5 @@
 """Faults of a request in one line each: refused overrides, and Hydra's errors reworded."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The texts of `--help`: commands, groups and settings."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable, Sequence
 

@@ -3,8 +3,6 @@
 Hydra composes only: `ppctl.cli.multirun` reads `hydra/launcher` and `hydra/sweeper` as settings.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

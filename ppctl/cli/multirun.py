@@ -1,7 +1,5 @@
 """`--multirun`: the jobs of a sweep, composed and checked before any of them starts."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """`hydra/sweeper=optuna`: the study that chooses values of jobs. Needs the extra ppctl[optuna]."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 

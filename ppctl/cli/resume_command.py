@@ -1,7 +1,5 @@
 """The command that resumes a run: its start's words, from `status.jsonl`. Loads no Hydra."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """The columns and the order of the list of `ppctl runs`: `--columns` and `--sort` as values."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ppctl.cli.choices import did_you_mean

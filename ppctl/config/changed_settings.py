@@ -1,7 +1,5 @@
 """Differences between the settings of two starts of a run, and a request from stored settings."""
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass

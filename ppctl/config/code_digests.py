@@ -3,8 +3,6 @@
 Loads no JAX.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import sys

@@ -1,7 +1,5 @@
 """A composed request: one choice of each part, and the checks of more than one part."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple

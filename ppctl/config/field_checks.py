@@ -3,8 +3,6 @@
 Each check raises a ConfigError with the key and its value.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The schedule that a config requests. Loads no JAX."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache

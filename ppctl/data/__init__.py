@@ -1,7 +1,5 @@
 """Data sets: examples, their order, the rows of a batch. BUILDERS: a function for each choice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from ppctl.data.dataset import Batch, DataSet

@@ -1,7 +1,5 @@
 """A data set of whole arrays, such as memory-mapped `.npy` files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ sandbox: it reaches the messages and no attribute, file or module of this proces
 nothing.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

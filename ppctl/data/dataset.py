@@ -1,7 +1,5 @@
 """A data set maps example numbers to arrays; grain puts the numbers in order and reads ahead."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

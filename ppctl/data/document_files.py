@@ -9,8 +9,6 @@ anything else    text
 All but Parquet may end in .gz or .zst too.
 """
 
-from __future__ import annotations
-
 import codecs
 import gzip
 import io

@@ -1,7 +1,5 @@
 """Data made as it is read: tokens with a known best loss, and rows of a random network."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

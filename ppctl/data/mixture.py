@@ -1,7 +1,5 @@
 """Language data from several parts, each with its files and its weight."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ as its complement, ~id = -1 - id, which tells the model where documents start. T
 and prompts are NO_TOKEN.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from typing import Any, NamedTuple
 

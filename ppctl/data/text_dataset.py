@@ -1,7 +1,5 @@
 """Language data from files of text, JSON lines or Parquet: Python's own library, or any files."""
 
-from __future__ import annotations
-
 import glob
 import os
 import sys

@@ -6,8 +6,6 @@ and digests). It is made under another name and renamed: a reader meets all of i
 process writes, the others wait for it, and one of them begins anew if it is killed.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

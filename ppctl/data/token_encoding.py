@@ -1,7 +1,5 @@
 """Documents as token ids, many of them encoded together."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 

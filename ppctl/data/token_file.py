@@ -1,7 +1,5 @@
 """Token ids that someone else made, in a flat memory-mapped file."""
 
-from __future__ import annotations
-
 import textwrap
 import tokenize
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Language data from one flat array of tokens: non-overlapping windows, the tail held out."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

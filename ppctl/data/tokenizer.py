@@ -1,7 +1,5 @@
 """Text to token ids: bytes, or a `tokenizer.json` that the `tokenizers` library reads."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A byte-level BPE tokenizer, trained on documents and written in the usual files."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence

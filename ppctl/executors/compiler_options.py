@@ -4,8 +4,6 @@ Options are those of each compiled program, not of the process. docs/executors-i
 "Compiler presets on CPU", has the presets' measurements.
 """
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from typing import Any, Literal

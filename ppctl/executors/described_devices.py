@@ -5,8 +5,6 @@ description of the GPU (a GpuTargetConfigProto as text) and needs no driver; it 
 nothing, and does not report arrays too large for the device.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The device mesh: attached devices along the axes of `schedule.axis_table`."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import gcd

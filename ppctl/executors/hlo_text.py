@@ -5,8 +5,6 @@ devices that communicate, numbered as in the mesh. Collectives have kinds, axes,
 of runs.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping

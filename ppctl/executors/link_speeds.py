@@ -4,8 +4,6 @@ Two devices exchange a message repeatedly inside one program (`ppermute` both wa
 ranks do), so that the times exclude the host and the start of a program.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A model on one device: shapes, stage, and the ranks that hold embedding and head parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial

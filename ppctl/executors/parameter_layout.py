@@ -9,8 +9,6 @@ Where axes inside a stage, such as tp, divide a dim of a leaf, staged form pads 
 multiple of their size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial

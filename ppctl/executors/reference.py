@@ -4,8 +4,6 @@ The oracle of every other executor, by plain autodiff through the whole model. I
 with them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A run's parameters as a directory that `transformers` loads, or its adapters for PEFT."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Mapping

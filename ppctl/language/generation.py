@@ -1,7 +1,5 @@
 """Text that a trained transformer continues: prompts in, tokens out, a batch at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 `gguf` dequantizes tensors exactly.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import partial

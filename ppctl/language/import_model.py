@@ -1,7 +1,5 @@
 """An imported language model as a run: a checkpoint of step 0, a recipe and its tokenizer."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A trained or imported language model: a run's transformer, with the tokenizer of its text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The tensors of a model directory, read one by one from memory maps: safetensors files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The names of parameters in `transformers` and in ppctl: one table, read in both directions."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

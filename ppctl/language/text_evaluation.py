@@ -1,7 +1,5 @@
 """How likely a language model finds text: the loss of a data set, and of answers to choose from."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Language models that `transformers` and ppctl have: a config.json as settings, and back."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace

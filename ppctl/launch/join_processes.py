@@ -4,8 +4,6 @@ Every process runs the same program; a global array has a part on each. Process 
 the service by which the others find each other.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -3,8 +3,6 @@
 They are `ppctl train` with the same overrides, a number and an address to meet at. Loads no JAX.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

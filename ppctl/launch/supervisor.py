@@ -3,8 +3,6 @@
 Knows nothing of training: a group is a list of commands. No process outlives this one.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import signal

@@ -5,8 +5,6 @@ with a dozen lines and a stack trace. So its output goes through a child process
 this one for a moment and runs this file as a program. Standard library only.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Sizes and variants of a decoder-only transformer, as its functions read them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """How attention scores queries and keys, with any kernel."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import jax

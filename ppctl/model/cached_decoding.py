@@ -6,8 +6,6 @@ b's first token is at position starts[b], and earlier positions are never attend
 positions matter only by differences, so a sequence may start anywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise

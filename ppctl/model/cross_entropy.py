@@ -10,8 +10,6 @@ Shape suffixes: M tokens, K chunks, C tokens of a chunk, D d_model, V vocabulary
 ids.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 

@@ -8,8 +8,6 @@ optimizer, and after a step each becomes update(parameter, counts). Source: flax
 `_overwrite_with_gradient`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

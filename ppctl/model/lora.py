@@ -4,8 +4,6 @@ Only A and B are trained. A begins as PEFT's, uniform in +-1/sqrt(inputs), B at 
 model begins as it is without adapters. Embedding and head have none. Source: LoRA (Hu et al. 2021).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Shape suffixes: B batch, I inputs, D width, O targets.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -9,8 +9,6 @@ Work before a mark belongs to the layers before it, work after it to later layer
 which Python runs the function. Source: Alpa (Zheng et al. 2022, OSDI), mark_pipeline_boundary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar

@@ -9,8 +9,6 @@ rotary ones count by differences.
 Shape suffixes: B batch, T tokens, D width, R a device's rows of a sequence, E rows after them.
 """
 
-from __future__ import annotations
-
 from itertools import count
 
 import jax

@@ -6,8 +6,6 @@ the same again. Keys are Threefry's, whatever JAX's default is. Source: dropout,
 2014.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from inspect import signature

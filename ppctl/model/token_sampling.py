@@ -1,7 +1,5 @@
 """The next token, from logits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import jax

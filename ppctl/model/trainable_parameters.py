@@ -4,8 +4,6 @@ A frozen parameter is an argument like any other, without differentiation. So it
 sum of gradients, no optimizer state and no work in W; trees of these have None in its place.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

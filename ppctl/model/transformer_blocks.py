@@ -5,8 +5,6 @@ heads, H width of a head. Matrix products are two-dimensional, [M, in] @ [in, ou
 twice as fast as contracting with head dimensions in the weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """`ppctl.plan`: the prediction for a pipeline of any model, as `ppctl plan` makes it."""
 
-from __future__ import annotations
-
 import difflib
 
 from ppctl.config import AutoHardware, Hardware, Plan

@@ -1,7 +1,5 @@
 """The three bubbles that a run has, by name, for every text, table and page."""
 
-from __future__ import annotations
-
 ABOUT = (
     "Bubble: the idle share of the ranks while tasks run. Ideal: of the schedule on its "
     "executor, with equal stages and F = I = W; predicted: by the planner's seconds, as the step "

@@ -4,8 +4,6 @@ None makes a reader take more memory than a real one would, and none is written 
 leads out of its directory. See docs/security.md.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

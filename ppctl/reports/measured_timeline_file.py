@@ -4,8 +4,6 @@ The simulation has the measured means as costs, so the difference is order, tran
 Loads no JAX.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -4,8 +4,6 @@ A page is one file that loads nothing. Every function returns html. Arguments ca
 names are plain text and are escaped; all others are html already.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence

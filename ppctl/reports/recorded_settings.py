@@ -1,7 +1,5 @@
 """The settings of runs: their names, their values as typed, and the differences between runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Only the ends of files are read, so that a thousand long runs are listed in a se
 `run_page.read_run` reads a whole run.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

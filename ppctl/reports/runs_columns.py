@@ -1,7 +1,5 @@
 """The columns of a list of runs, by which it may be ordered: its usual ones, and any setting."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress

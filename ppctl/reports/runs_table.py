@@ -1,7 +1,5 @@
 """`ppctl runs`: past and present runs as a table, and one of them in detail. Loads no JAX."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import time

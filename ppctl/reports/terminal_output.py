@@ -1,7 +1,5 @@
 """Output of commands: tables on the terminal, the same as one JSON document, files."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

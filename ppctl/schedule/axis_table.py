@@ -4,8 +4,6 @@ Settings, meshes, shardings, sums of gradients, predictions and their texts foll
 (`mesh_axes`). A new axis is a record here, and a model that divides itself over it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Costs of work: the seconds and bytes of one stage that simulator and planner use."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """How an executor runs a schedule, as checks, commands and the planner know it before it runs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Ticks in lockstep: the tasks of every rank in each, their time, and slots for values between."""
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator

@@ -6,8 +6,6 @@ On each rank the sum of these sizes times lives is at most the cap times the tim
 runs tasks.
 """
 
-from __future__ import annotations
-
 import math
 
 from ppctl.schedule.costs import Costs

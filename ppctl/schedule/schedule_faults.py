@@ -1,7 +1,5 @@
 """Errors of schedules: the rank-by-step grid with an arrow, and why ranks wait for ever."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ppctl.errors import ScheduleError

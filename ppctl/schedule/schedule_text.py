@@ -1,7 +1,5 @@
 """A schedule as CSV, both ways, and tasks in the words of programs' names."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ppctl.errors import ScheduleError

@@ -1,7 +1,5 @@
 """The simulator: when each task of a schedule runs, how long ranks idle, what tasks wait for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise

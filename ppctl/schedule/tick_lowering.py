@@ -6,8 +6,6 @@ Two programs run ticks (`schedule.tick_table`). Looped schedules of whole backwa
 forward-backward ticks ("fb"), all others in single-op ticks ("op").
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple

@@ -9,8 +9,6 @@ A forward-backward tick ("fb") has an F, then a B; activations go to rank r+1, g
 r-1. Values that arrive can be read from the next tick on.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Literal
 

@@ -4,8 +4,6 @@ Ranks may share cores, as simulated devices do: with a capacity of c, k ranks at
 speed min(1, c/k) each (processor sharing).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, chain, pairwise

@@ -4,8 +4,6 @@ A schedule that passes `validate` cannot deadlock, computes every gradient once,
 before it exists.
 """
 
-from __future__ import annotations
-
 from ppctl.errors import ScheduleError
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.execution_order import Jobs, Rule

@@ -6,8 +6,6 @@ sums of all S, and they its forward; with `delay` more microbatches in flight ra
 meanwhile.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import replace
 from math import inf

@@ -7,8 +7,6 @@ help is read from the file.
 Any other command has `parser()`, its options, and `serve(options) -> exit code`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 # in the order of `ppctl --help`

@@ -4,8 +4,6 @@ Machines are shared and noisy, so: CPU seconds of the process, steps of all cand
 ratios taken round by round, medians.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Sequence

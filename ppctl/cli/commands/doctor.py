@@ -5,8 +5,6 @@ processes, makes the mesh, opens the data, builds the model, writes where the ru
 it measures the links between devices, which a planner needs, and checks what arrives over them.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

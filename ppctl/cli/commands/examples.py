@@ -1,7 +1,5 @@
 """`ppctl examples`: commands for what people want to do, to copy and to change."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 

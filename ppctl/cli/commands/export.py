@@ -1,7 +1,5 @@
 """`ppctl export`: write a run's parameters as a model directory that transformers loads."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from pathlib import Path

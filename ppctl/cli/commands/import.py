@@ -2,8 +2,6 @@
 from.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """`ppctl init`: write a project to start from: a custom model and data set, a recipe that runs."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Nothing is run. A summary counts the collectives in the compiled programs; the p
 of ticks that one XLA program reads (executor=spmd).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any

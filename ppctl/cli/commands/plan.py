@@ -1,7 +1,5 @@
 """`ppctl plan`: predict a run's stages, bubble, step time and memory of each rank."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`ppctl rehearse`: run a large run's ranks one by one on one device, simulate the whole."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`ppctl runs`: list runs and how they ended, show one or a sweep, remove runs; starts no JAX."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

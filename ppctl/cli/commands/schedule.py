@@ -3,8 +3,6 @@
 Words in, requests composed, handed to `ppctl.cli.subcommands.schedule_show` and `schedule_curves`.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import re

@@ -1,7 +1,5 @@
 """`ppctl tokenize`: train a tokenizer on text files, a byte-level BPE, without a network."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """`ppctl train`: train a model into run.dir; the same line resumes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ppctl.config import Config

@@ -1,7 +1,5 @@
 """`ppctl tune`: the fastest mesh, schedule, partition, microbatches and remat for n devices."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 
 from ppctl.cli.config_overrides import request_words

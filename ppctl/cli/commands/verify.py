@@ -1,7 +1,5 @@
 """`ppctl verify`: show that gradients and train steps equal those of the un-pipelined model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial

@@ -2,8 +2,6 @@
 link, whole or not at all.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

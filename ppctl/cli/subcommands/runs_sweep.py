@@ -1,7 +1,5 @@
 """`ppctl runs show SWEEP`: the axes of a sweep, its jobs and their status, and the best."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial

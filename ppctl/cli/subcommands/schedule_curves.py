@@ -1,7 +1,5 @@
 """`ppctl schedule curves`: a schedule over more ranks and microbatches. Loads no jax."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """`ppctl schedule`: schedules drawn, listed, compared, checked from costs. Loads no jax."""
 
-from __future__ import annotations
-
 import csv
 import inspect
 import io

@@ -1,7 +1,5 @@
 """The settings of single commands: launch, verify, plan, tune and inspect."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, fields
 from functools import partial

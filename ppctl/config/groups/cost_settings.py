@@ -1,7 +1,5 @@
 """The times that `ppctl schedule` assumes, for it knows no model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ppctl.config.field_checks import NotNegative, Settings

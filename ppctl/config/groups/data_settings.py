@@ -1,7 +1,5 @@
 """The data sets."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The executors: how the tasks of a schedule run on devices."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 

@@ -1,7 +1,5 @@
 """Speeds and memory of accelerators, and of their links. The numbers are in `conf/hardware/`."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The mesh: how many devices along each axis."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The optimizers, and their learning rate over the steps of a run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Annotated
 

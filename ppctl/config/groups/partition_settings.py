@@ -1,7 +1,5 @@
 """The partitions: which layers each stage holds."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """The run itself: its length, directory, checkpoints and processes."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """The schedules: families and their knobs, schedules found by search, and those of a file."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar

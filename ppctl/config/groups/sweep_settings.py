@@ -1,7 +1,5 @@
 """The launchers and sweepers of `--multirun`: `hydra/launcher=` and `hydra/sweeper=`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any

@@ -10,8 +10,6 @@ its rank, so that every device runs its programs in the plan's order. docs/execu
 "The turns of mpmd", proves that this cannot deadlock.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence

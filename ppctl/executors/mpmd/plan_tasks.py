@@ -22,8 +22,6 @@ log_sums, all_log_sums  log sums on the last stage's rank; their combination, ba
 own_gy, part_gy         its summand of the last output's gradient; the same on that rank
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 

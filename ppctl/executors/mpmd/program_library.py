@@ -1,7 +1,5 @@
 """The library of the programs of ranks: function, PartitionSpecs, donated arguments, compiler."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ They communicate over all axes of the rank's submesh; tasks over those inside a 
 where they gather layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -7,8 +7,6 @@ several processes only programs of the whole mesh can do that. Ranks of other pr
 throughout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

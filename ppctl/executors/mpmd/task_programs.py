@@ -5,8 +5,6 @@ layers. Values are of this device's examples, sums of gradients its own. Sums, s
 values have a leading axis of length 1 here, and one entry a device outside.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ different values, take part in one program, each gives its part as its copy of a
 as replicated: inside shard_map each device sees its part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """The parts of a device's spmd program for any ticks: parameters, slots, stages, embed_head."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Slots and sums that a device carries from tick to tick: reading, writing, adding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

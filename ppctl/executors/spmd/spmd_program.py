@@ -10,8 +10,6 @@ scheduler for GPUs moves no collective over a loop: compiled for H100s both redu
 the second scan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -10,8 +10,6 @@ Tried and rejected: one switch over the kinds. If a branch reads slots that anot
 the compiler copies all slots in every tick: on CPU that doubled the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial, reduce
 from operator import or_

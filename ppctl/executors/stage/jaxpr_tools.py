@@ -1,7 +1,5 @@
 """Programs as JAX traces them, taken apart and run equation by equation."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -7,8 +7,6 @@ For scanned layers the loop carries the next layer, and the barrier keeps compil
 the one after it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The places at which a network's operations are cut into embedding, layers and head."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

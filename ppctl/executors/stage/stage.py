@@ -14,8 +14,6 @@ The backward runs whole (`backward`), or as `input_grad`, which recomputes the s
 stash, and later `weight_grad`, which recomputes nothing from `pending`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

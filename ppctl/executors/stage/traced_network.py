@@ -5,8 +5,6 @@ x is one vector an example. A layer's parameters are one row [1, n] for "kernel"
 docs/executors-internals.md, "A network as a stack", defines embedding, layers and head.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from bisect import bisect_right

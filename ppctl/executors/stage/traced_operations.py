@@ -4,8 +4,6 @@ Operations are the equations that depend on the inputs. Other equations (of only
 constants, or reshapes) run wherever their results are needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any

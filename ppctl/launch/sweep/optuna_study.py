@@ -4,8 +4,6 @@ The study is stored in the sweep's directory, so that the same search goes on wh
 finished jobs count, and jobs that broke off run again with the same values. Extra: ppctl[optuna].
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`ppctl COMMAND --multirun`: checks a sweep, runs its jobs, and writes its summary."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

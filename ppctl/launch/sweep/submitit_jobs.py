@@ -4,8 +4,6 @@ Needs the extra ppctl[slurm]. A record in the run.dir of a job names its submiss
 same sweep, started again, waits for the job instead of submitting it twice.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

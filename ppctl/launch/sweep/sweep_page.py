@@ -1,7 +1,5 @@
 """A sweep as a self-contained html page: best jobs, figures over settings, all numbers."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

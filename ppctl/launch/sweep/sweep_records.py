@@ -1,7 +1,5 @@
 """Results of jobs: settings, end, numbers; the best; a sweep from its directory. No JAX."""
 
-from __future__ import annotations
-
 import os
 import statistics
 from collections import Counter

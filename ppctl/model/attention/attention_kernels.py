@@ -12,8 +12,6 @@ head. Values of a kernel's forward that its backward reads (its output, and the 
 softmax's sums) are named "saved", so that remat=none keeps them and no kernel runs twice.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import fields

@@ -5,8 +5,6 @@ tokens, S tokens attended to, N query heads, G kv heads, R = N/G queries of a kv
 head; K number of blocks, C tokens of a block.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

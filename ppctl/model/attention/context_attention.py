@@ -9,8 +9,6 @@ softmax are merged by the logarithms of their sums (Liu, Zaharia and Abbeel 2023
 Shape suffixes: B batch, T = 2C tokens of a device, N query heads, G kv heads, H width of a head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

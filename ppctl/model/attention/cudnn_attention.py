@@ -9,8 +9,6 @@ Shape suffixes: B batch, T tokens, S tokens attended to, N query heads, G kv hea
 head.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from math import prod

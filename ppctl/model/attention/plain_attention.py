@@ -4,8 +4,6 @@ Shape suffixes: B batch, T tokens, S tokens attended to, N query heads, G kv hea
 of a kv head, M = R*T, H width of a head.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -3,8 +3,6 @@
 Shape suffixes: B batch, T tokens, N heads, H width of a head.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

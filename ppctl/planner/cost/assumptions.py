@@ -1,7 +1,5 @@
 """The assumptions of a prediction in words. Change them along with how something is counted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ppctl.config import Transformer

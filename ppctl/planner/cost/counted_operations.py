@@ -7,8 +7,6 @@ scatters: each counts twice, for something of its size was read. Reductions of t
 the same time read them once. Arrays in another shape or order are the same array.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod

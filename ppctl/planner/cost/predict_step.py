@@ -6,8 +6,6 @@ F = I = W, and nothing else takes time. The predicted one is by the seconds of l
 head, and of transfers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ sizes of a layer and an example. Sizes of compiled programs (plan.compile, train
 numbers, and named so. Standard library only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from ppctl.planner.cost.planned_step import Step

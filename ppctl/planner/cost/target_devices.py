@@ -1,7 +1,5 @@
 """The devices that a plan is for: their speeds and links, and the memory that programs can use."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field
 from functools import cached_property

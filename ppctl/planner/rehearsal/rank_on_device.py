@@ -1,7 +1,5 @@
 """One rank's tasks of a step on one device, with stand-ins for all that is received."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

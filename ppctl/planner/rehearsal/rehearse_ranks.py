@@ -6,8 +6,6 @@ devices divide its stages, one device runs, with stand-ins for all that it recei
 (`stand_ins`); the seconds of these sends are counted too.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

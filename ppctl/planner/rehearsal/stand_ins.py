@@ -4,8 +4,6 @@ Stand-ins have the size and dtype of the received values, and are made of the de
 gather writes as much, a sum that is scattered adds as much. Links take no time; callers count them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

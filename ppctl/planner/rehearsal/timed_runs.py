@@ -1,7 +1,5 @@
 """Runs that are timed: their seconds, and the arrays that they run on."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The model as one device holds it, for each division of stages that `ppctl tune` considers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache

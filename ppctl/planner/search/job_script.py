@@ -1,7 +1,5 @@
 """The job script of a layout: a template of recipes/cluster for its cluster, filled in."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import string

@@ -5,8 +5,6 @@ bound is placed, then simulated, and it is the next best once its time is the lo
 Standard library only.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager

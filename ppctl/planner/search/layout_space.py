@@ -1,7 +1,5 @@
 """The layouts that `ppctl tune` chooses from, with lower bounds. Standard library only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

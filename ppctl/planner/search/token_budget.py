@@ -1,7 +1,5 @@
 """What training on so many tokens takes: steps, days, device-hours, energy."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ plan` (`predict_step`) until enough of them fit, and tune.measure runs the best 
 data, batch, executor and optimizer are those of the request.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

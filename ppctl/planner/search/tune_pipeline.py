@@ -1,7 +1,5 @@
 """`ppctl.tune`: the fastest layouts of any model on a number of devices."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """A request as a recipe: a file that `ppctl train recipes=NAME` runs unchanged."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 A page is one html file that loads nothing.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """The printed form of `ppctl plan`: lines and tables of a prediction."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

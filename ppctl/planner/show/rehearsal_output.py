@@ -1,7 +1,5 @@
 """The printed form of `ppctl rehearse`: lines and a table of the ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal, RehearsedRank

@@ -1,7 +1,5 @@
 """The result of `ppctl tune`, printed and as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A schedule drawn to a file, in the form that the file's name asks for."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

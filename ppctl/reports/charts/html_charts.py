@@ -1,7 +1,5 @@
 """Schedules as one self-contained html file: charts on canvases, their data deflated inside."""
 
-from __future__ import annotations
-
 import base64
 import json
 import sys

@@ -1,7 +1,5 @@
 """Schedules and curves as svg, pdf or png files, drawn by matplotlib, imported when needed."""
 
-from __future__ import annotations
-
 import io
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Pictures are data of <img>, so that their ids and fonts do not meet those of other cells.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Mapping, Sequence
 

@@ -4,8 +4,6 @@ An svg takes its letters and colours from the page (THEME, `.lines` in page.css)
 on light and on dark paper. Matplotlib is imported when a figure is drawn.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The colours of kinds and chunks, the same in every format."""
 
-from __future__ import annotations
-
 from ppctl.schedule.ir import Kind
 
 # Okabe and Ito, Color Universal Design, 2008: hues for any kind of colour blindness, with dark

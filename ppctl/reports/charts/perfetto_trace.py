@@ -1,7 +1,5 @@
 """A schedule as a trace in the Trace Event Format, for ui.perfetto.dev and chrome://tracing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ppctl.reports.charts.schedule_drawing import KIND_NAMES, Drawing

@@ -1,7 +1,5 @@
 """A schedule with its timeline, its name and its bounds, drawn by every format; and as numbers."""
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from dataclasses import asdict, dataclass

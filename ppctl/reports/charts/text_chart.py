@@ -1,7 +1,5 @@
 """A schedule on the terminal: a row for each rank, columns of time; tables of several schedules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from typing import Any

@@ -1,7 +1,5 @@
 """Several runs as one html page: their differences in a table, their losses and speeds drawn."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

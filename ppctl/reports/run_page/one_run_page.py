@@ -1,7 +1,5 @@
 """One run as a self-contained html page: status, curves, predictions, memory, warnings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

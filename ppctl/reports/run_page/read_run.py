@@ -1,7 +1,5 @@
 """The files of a run, read whole: its curves, its newest numbers, its environment, its problems."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The figures of a report: curves over steps, of one run or several."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ppctl.reports.charts.page_figures import curves_svg

@@ -1,7 +1,5 @@
 """The step of a run, rank by rank: when each task ran if that was measured, and its simulation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Reports of runs: where one may be written, its text, and the same numbers as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from ppctl.schedule.families.family import Family
 from ppctl.schedule.families.formulas import forward_trip_s, only_if
 from ppctl.schedule.families.stage_placement import RankProgram, v_shape

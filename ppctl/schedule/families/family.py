@@ -3,8 +3,6 @@
 Facts that a schedule shows (a split backward, its placement) come from a generated sample.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 outside its domain: other ratios of F, I and W, an unsupported latency, too few microbatches.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

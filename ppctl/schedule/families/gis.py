@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from itertools import product
 
 from ppctl.schedule.families.family import Family, each_num_chunks

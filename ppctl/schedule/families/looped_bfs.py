@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from ppctl.schedule.families.family import Family, each_num_chunks
 from ppctl.schedule.families.formulas import looped_bubble_s, only_if, require_at_least
 from ppctl.schedule.families.stage_placement import loop

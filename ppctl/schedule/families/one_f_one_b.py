@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from ppctl.schedule.families.family import WARMUP_HOPS, Family
 from ppctl.schedule.families.formulas import (
     FormulaInputs,

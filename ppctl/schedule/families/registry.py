@@ -7,8 +7,6 @@ Left out: Chimera and DualPipe, which hold each stage on two ranks. `rank_of` gi
 a second copy would be a special case in validation, transfers and memory. DualPipeV needs none.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import pkgutil

@@ -1,7 +1,5 @@
 """Which rank holds which stage, and programs of ranks as the papers write them."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from ppctl.schedule.ir import Task

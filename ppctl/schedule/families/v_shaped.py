@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from ppctl.schedule.families.family import Family
 from ppctl.schedule.families.formulas import only_if
 from ppctl.schedule.ir import Schedule

@@ -4,8 +4,6 @@ sums: the costs before each place in the row. ends: a fixed cost of each part. l
 length of each part. Standard library only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import inf
 

@@ -3,8 +3,6 @@
 Standard library only. How far the answers are from the best: docs/derivations.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """The sizes of a model that tp and cp must divide. Standard library only."""
 
-from __future__ import annotations
-
 from ppctl.errors import ConfigError, setting
 
 

@@ -3,8 +3,6 @@
 Source: Alpa (Zheng et al. 2022, OSDI, section 5.2), which clusters layers by the same two aims.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, pairwise

@@ -4,8 +4,6 @@ A middle stage needs a layer. The first, which embeds, and the last, which compu
 have none.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from bisect import bisect_left

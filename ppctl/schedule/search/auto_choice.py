@@ -1,7 +1,5 @@
 """The answer of `schedule=auto`: the choice, its alternatives, and its distance from the bound."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ppctl.schedule.ir import Schedule

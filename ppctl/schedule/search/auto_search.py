@@ -6,8 +6,6 @@ fits, and the same on every process. Budgets are counted in tasks, not in second
 not depend on the machine.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterator

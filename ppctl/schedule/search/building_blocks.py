@@ -6,8 +6,6 @@ every six ticks, then squeezed. Here the squeeze is a run of the ranks at given 
 earliest ready task of its pattern, else a weight gradient.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, permutations

@@ -1,7 +1,5 @@
 """Free ranks that choose their next tasks: the run of greedy orders, building blocks and parts."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from heapq import heappop, heappush

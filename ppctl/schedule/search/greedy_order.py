@@ -3,8 +3,6 @@
 A rank that would wait runs a later task of its order that is ready, if memory allows.
 """
 
-from __future__ import annotations
-
 from ppctl.schedule.execution_order import NEVER, Jobs, Orders
 from ppctl.schedule.search.choosing_ranks import ChoosingRanks
 

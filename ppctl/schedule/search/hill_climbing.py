@@ -6,8 +6,6 @@ first one back, can shorten the chain on that rank (the neighbourhood of job-sho
 Laarhoven et al. 1992, Operations Research 40(1)).
 """
 
-from __future__ import annotations
-
 import random
 from bisect import bisect_left
 from collections.abc import Iterator

@@ -12,8 +12,6 @@ R odd and fewer than 2^32 words. (Sums of words times odd weights would miss two
 shards.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Orbax as checkpoints use it: settings, one-line errors, and no output on the terminal."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import logging

@@ -5,8 +5,6 @@ executor=mpmd a rank holds its layers, residuals and values in transit; with exe
 hold as many layers as the largest, and slots. Temporaries of tasks and the update are not counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property

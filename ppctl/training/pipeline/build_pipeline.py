@@ -1,7 +1,5 @@
 """`ppctl.pipeline`: a request checked, and made a `Pipeline`, for the command line and scripts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache

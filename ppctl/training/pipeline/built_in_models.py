@@ -1,7 +1,5 @@
 """The models that ppctl ships, by their settings, and the model that a config names."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, fields
 from typing import Any
 

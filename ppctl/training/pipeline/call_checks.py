@@ -1,7 +1,5 @@
 """The checks of calls of the Python API: numbers, batches, and the state that a step takes."""
 
-from __future__ import annotations
-
 import operator
 import weakref
 from collections.abc import Mapping

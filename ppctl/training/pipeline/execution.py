@@ -1,7 +1,5 @@
 """How a schedule is run: by which executor, and with which of its settings."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields

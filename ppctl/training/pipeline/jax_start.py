@@ -1,7 +1,5 @@
 """JAX started by a run's settings: platform, devices, GPU memory, dtype and other processes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -3,8 +3,6 @@
 Impossible requests are refused here, cheapest check first, before anything is compiled.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

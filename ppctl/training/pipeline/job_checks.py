@@ -1,7 +1,5 @@
 """The checks of a job before anything of it is compiled, the same for every command."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 

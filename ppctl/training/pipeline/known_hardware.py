@@ -1,7 +1,5 @@
 """The hardware of a config: descriptions in `conf/hardware/`."""
 
-from __future__ import annotations
-
 import copy
 import os
 import typing

@@ -5,8 +5,6 @@ and, by vmap, on each layer. So masks see the author's tree, and norms, factors 
 are those of one parameter. Stacking, padding and sharding are undone before, and remade after.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial

@@ -1,7 +1,5 @@
 """Model FLOPs utilization (MFU): FLOPs of the model over those of the devices' peak."""
 
-from __future__ import annotations
-
 from ppctl.config import AutoHardware, Hardware
 from ppctl.training.pipeline.known_hardware import NOMINAL, known, of_device
 

@@ -5,8 +5,6 @@ masks and noise drawn by the shape of a batch, losses between examples, and mean
 expected all differ.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Optimizers of optax, clipping by the global norm, and learning rates (warm-up, then a cosine)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A model pipelined over a mesh: the object that trains, for the command line and scripts."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

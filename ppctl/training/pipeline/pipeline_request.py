@@ -1,7 +1,5 @@
 """The checks of a request for a pipeline: schedule, batch, partition and model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache

@@ -4,8 +4,6 @@ A formula tells which parameters an update depends on, and whether it is element
 may be stacked, padded and divided without changing it. Nothing is computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ Modules are looked for in the current directory first; those of ppctl's recipes
 (recipes.documents...) also next to these. Results are checked before anything is compiled.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

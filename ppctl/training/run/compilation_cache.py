@@ -1,7 +1,5 @@
 """Compiled programs kept from start to start by JAX's cache: a step is compiled once a machine."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

@@ -5,8 +5,6 @@ its step makes no progress. A failing process leaves `failed.json`, and the othe
 The directory must be shared, as that of the checkpoints.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A run's copy of its tokenizer and of the tokens that end texts: the original may change."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ A failing process prints its number, and the others leave too. A killed or lost 
 JAX's coordination service after run.heartbeat_s.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

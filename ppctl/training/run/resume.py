@@ -1,7 +1,5 @@
 """Where a run starts: anew, after its newest whole checkpoint, or with another run's parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The environment of a run (packages, devices, disk), and the metadata of its checkpoints."""
 
-from __future__ import annotations
-
 import errno
 import os
 import platform

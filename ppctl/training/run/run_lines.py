@@ -1,7 +1,5 @@
 """Lines that describe a run before it starts, and compare its prediction with it afterwards."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The record of a run, for scripts and notebooks: settings, numbers, parameters and the model."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

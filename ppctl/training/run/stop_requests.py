@@ -1,7 +1,5 @@
 """The end of a run on request: Ctrl-C, SIGTERM, and a reader of the output that has gone."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

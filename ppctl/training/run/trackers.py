@@ -4,8 +4,6 @@ Training neither waits for one nor ends by one: a failure prints a line and drop
 Without a server they write into the run directory.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import queue

@@ -4,8 +4,6 @@ A run directory holds config.yaml, status.jsonl, metrics.jsonl, eval.jsonl, tens
 and checkpoints/<step>/.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 """Engines: one protocol to train, evaluate and compare with any executor; parts of its memory."""
 # pyright: reportReturnType=false
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol

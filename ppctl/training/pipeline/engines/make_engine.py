@@ -1,7 +1,5 @@
 """The engine of a request: the one place where executors are told apart."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -6,8 +6,6 @@ tree for each rank, of None for ranks of other processes. Ranks that share a lea
 head all apply the same update.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any

@@ -1,7 +1,5 @@
 """The engine of executors whose step is one XLA program on the mesh: spmd and reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

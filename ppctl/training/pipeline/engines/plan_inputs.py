@@ -1,7 +1,5 @@
 """The values that plans of executor=mpmd start from: a state, a batch, and numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The programs of a step in every form of a compiler: jaxpr, StableHLO, HLO."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

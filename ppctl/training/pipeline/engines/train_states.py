@@ -1,7 +1,5 @@
 """The arrays of training: states in natural order and staged, and a process's examples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The programs of a rank after its gradients: mean loss, global norm, update."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ In a step the head sums them with the number of losses, so that they are right f
 microbatch count and mesh.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial

@@ -4,8 +4,6 @@
 but not the code of steps: that stands here a second time, on whole trees in natural order.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A pipeline's loss and gradients compared with those of its model without one: `ppctl.verify`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ pipeline keeps them. So results do not depend on schedule, executor or mesh, and
 examples will do: the last group is filled with copies of an example that count for nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
