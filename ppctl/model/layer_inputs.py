@@ -7,8 +7,6 @@ devices, and once however often a forward is recomputed. Source of the first hal
 MoEAuxLossAutoScaler.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -16,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -151,7 +149,7 @@ class LayerInputs:
     one_key: bool = False  # all layers get the same key of an example, as parts of one function
 
     @classmethod
-    def of(cls, stack: Any, w: Tree, x: Any) -> LayerInputs:
+    def of(cls, stack: Any, w: Tree, x: Any) -> Self:
         """Return the inputs of a stack's layers; w, x: arrays or shapes of a layer's arguments."""
         leaves, treedef = jax.tree.flatten(w)
         shapes = tuple((a.shape, jnp.dtype(a.dtype)) for a in (*leaves, x))

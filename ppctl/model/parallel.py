@@ -12,12 +12,10 @@ together; otherwise each holds all. Tokens lie over cp in zig-zag order: of 2*cp
 sequence, device c holds pieces c and 2*cp-1-c, so that causal attention is equal work on each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import lcm, prod
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +39,7 @@ class StageAxes(axes_record(STAGE_AXES, is_frozen=True)):
     context: str = "gather"
 
     @classmethod
-    def of(cls, sizes: Mapping[str, int], **how: Any) -> StageAxes:
+    def of(cls, sizes: Mapping[str, int], **how: Any) -> Self:
         """Return the axes inside a stage of a mesh of these sizes; how: the other fields."""
         return cls(**{name: sizes.get(name, 1) for name in STAGE_AXES}, **how)
 

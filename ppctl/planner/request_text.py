@@ -1,8 +1,7 @@
 """A request as the lines of its plan name it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 from ppctl.schedule.mesh_axes import STAGE_AXES
 from ppctl.training.pipeline.job import TrainingJob
@@ -26,7 +25,7 @@ class RequestText:
         return f"{self.model} of {self.num_layers} layers, mesh {self.mesh}"
 
     @classmethod
-    def of(cls, job: TrainingJob) -> RequestText:
+    def of(cls, job: TrainingJob) -> Self:
         model, mesh = job.config.model, job.config.mesh
         return cls(
             model.name,

@@ -4,8 +4,6 @@ A killed run leaves no last line. The file is locked as long as the process live
 drops the lock however it dies: that tells such a run from one that goes on. Loads no JAX.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -15,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ppctl.reports.foreign_files import open_file, read_file
 
@@ -69,7 +67,7 @@ class RunStatus:
         process = {**here(), "pid": os.getpid(), "is_locked": self._is_locked}
         self._write({"status": STARTED, "step": step, **process, **facts})
 
-    def __enter__(self) -> RunStatus:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:

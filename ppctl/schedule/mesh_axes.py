@@ -1,11 +1,9 @@
 """Sets of axes by what they divide, sizes of meshes, and their texts: all from the axis table."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import field, make_dataclass
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 from ppctl.schedule.axis_table import MESH_AXES, Axis, Divided
 
@@ -64,7 +62,7 @@ class MeshSizes(axes_record(is_frozen=True)):
     """The number of devices along each axis."""
 
     @classmethod
-    def of(cls, sizes: Mapping[str, Any]) -> MeshSizes:
+    def of(cls, sizes: Mapping[str, Any]) -> Self:
         """Return the sizes in a mapping that may have other keys; axes without one have size 1.
 
         >>> MeshSizes.of({"pp": 4, "order": "auto"})
@@ -92,7 +90,7 @@ class MeshSizes(axes_record(is_frozen=True)):
         """
         return prod(getattr(self, name) for name in axes)
 
-    def only(self, axes: Iterable[str]) -> MeshSizes:
+    def only(self, axes: Iterable[str]) -> Self:
         """Return these sizes along some axes, and 1 along others."""
         return MeshSizes(**{name: getattr(self, name) for name in axes})
 

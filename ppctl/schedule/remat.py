@@ -1,9 +1,8 @@
 """What a backward recomputes, and so what its forward keeps: none, layer or full."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import Self
 
 from ppctl.errors import ConfigError
 
@@ -25,7 +24,7 @@ class Remat(StrEnum):
     FULL = "full"
 
     @classmethod
-    def of(cls, name: str) -> Remat:
+    def of(cls, name: str) -> Self:
         """Return the member of this name. ConfigError for any other name.
 
         >>> Remat.of("layer").keeps_layer_inputs

@@ -4,13 +4,11 @@ A plan is data, made once from a schedule; a step only follows it, as a `Walk` o
 mpmd/plan_tasks.py names the values of tasks.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 
@@ -139,7 +137,7 @@ class Walk:
                 values[i] = None
         return {key: values[self.slots[key]] for key in self.kept}
 
-    def timed(self, seconds: dict[Task, float]) -> Walk:
+    def timed(self, seconds: dict[Task, float]) -> Self:
         """Return the same walk, one program at a time; it puts the times of tasks in `seconds`."""
 
         def waiting(entry: PlanEntry, call: Call) -> Call:

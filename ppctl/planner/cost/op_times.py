@@ -3,12 +3,10 @@
 A rehearsal measures tasks instead, and counts only exchanges. Standard library only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from ppctl.planner.cost.planned_step import Step
 from ppctl.planner.cost.roofline import Op, PieceWork
@@ -74,7 +72,7 @@ class OpTimes:
         default_factory=dict[Kind, float]
     )  # of a part of the vocabulary, if any
 
-    def in_parts(self, number: int) -> OpTimes:
+    def in_parts(self, number: int) -> Self:
         """Return the times where each of `number` ranks has a part of the vocabulary.
 
         embed and head are those of one part. Of the head's three products S makes one, T two; and

@@ -4,13 +4,11 @@ All seconds (`op_times`, `step_time`) and bytes (`step_bytes`) follow from a `St
 its tasks. Standard library only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, prod
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from ppctl.executors.device_mesh import over_hosts
 from ppctl.planner.cost.roofline import Link, ModelWork, Speed
@@ -105,7 +103,7 @@ class ParamBytes:
     frozen_embed_head: int = 0  # of embedding and head likewise
     own: tuple[tuple[tuple[str, ...], int, int], ...] = ()
 
-    def with_embed_head_over(self, ranks: int) -> ParamBytes:
+    def with_embed_head_over(self, ranks: int) -> Self:
         """Return the sizes where embedding and head are divided over ranks."""
         sizes = self.embed_head // ranks, self.frozen_embed_head // ranks
         return replace(self, embed_head=sizes[0], frozen_embed_head=sizes[1])
@@ -143,7 +141,7 @@ class Step:
     adds: bool = False  # products of the devices can add their results to sums
     casts: int = 1  # how often in a step parameters are cast to the dtype of compute
 
-    def with_layers(self, rank_layers: int, chunk_layers: int) -> Step:
+    def with_layers(self, rank_layers: int, chunk_layers: int) -> Self:
         """Return the same where the largest rank, and its largest chunk, have these layers."""
         layout = replace(self.layout, rank_layers=rank_layers, chunk_layers=chunk_layers)
         return replace(self, layout=layout)

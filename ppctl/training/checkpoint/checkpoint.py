@@ -5,15 +5,13 @@ Orbax writes and reads them. This file adds a one-line message for each failure,
 All processes of a run call every method, and an error is raised in all of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -73,7 +71,7 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._probe()
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:

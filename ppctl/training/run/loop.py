@@ -1,7 +1,5 @@
 """The training loop: steps, evaluations, checkpoints and their records."""
 
-from __future__ import annotations
-
 import math
 import signal
 import threading
@@ -14,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 
@@ -48,7 +46,7 @@ class StepClock:
         # a daemon: a failing process must not wait for a step that others never finish
         threading.Thread(target=self._wait, name="step clock", daemon=True).start()
 
-    def __enter__(self) -> StepClock:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -1,14 +1,12 @@
 """The metrics of a run: `metrics.jsonl`, `eval.jsonl`, and lines on the terminal."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from statistics import fmean, harmonic_mean
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 
@@ -64,7 +62,7 @@ class Metrics:
             run = RunFacts(run_dir, name, settings or {}, start_step + 1)
             self._trackers = [BackgroundTracker(each, run, self.note) for each in trackers]
 
-    def __enter__(self) -> Metrics:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -9,8 +9,6 @@ executor=mpmd: a task's span is from the trace where the backend tells programs 
 from each task's seconds, run one at a time.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile
@@ -21,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -52,7 +50,7 @@ class Window:
         self.directory, self.steps = directory, steps
         self.running = False
 
-    def __enter__(self) -> Window:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -236,7 +234,7 @@ def _task(ticks: Ticks, tick: int, rank: int, scope: str) -> Task | None:
     return None
 
 
-def _begins(bodies: Sequence[TaskBody], events: Sequence[_Event], number: int) -> list[float]:
+def _begins(bodies: Sequence["TaskBody"], events: Sequence[_Event], number: int) -> list[float]:
     """Return when the first operation of each of `number` tasks begins; [] if events are missing.
 
     The first operation may differ: some run at the same time. A compiler that peels turns off the

@@ -7,11 +7,9 @@ not finite leaves the state before the step, unless the optimizer has a rule for
 `optax.zero_nans`. This costs a second state and the gradients in memory.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -32,7 +30,7 @@ class Attempt:
     outcome: dict | None = None  # values of the step to `state`, see `Mpmd.outcome`
     norm: jax.Array | None = None
 
-    def block_until_ready(self) -> Attempt:
+    def block_until_ready(self) -> Self:
         """Wait for the state; jax.block_until_ready calls this."""
         jax.block_until_ready(self.state)
         return self
