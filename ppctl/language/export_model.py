@@ -16,12 +16,7 @@ from ppctl.config.changed_settings import model_and_data
 from ppctl.errors import ConfigError
 from ppctl.language.import_model import KEPT
 from ppctl.language.model_files import INDEX, check_new, writing_to
-from ppctl.language.tensor_names import (
-    Named,
-    adapter_parameters,
-    named_parameters,
-    target_modules,
-)
+from ppctl.language.tensor_names import Named, adapter_parameters, named_parameters, target_modules
 from ppctl.language.transformers_config import model_config, model_settings
 from ppctl.training.run.kept_tokenizer import GENERATION, MODEL_CONFIG, SOURCE
 from ppctl.training.run.saved_run import SavedRun, load_run

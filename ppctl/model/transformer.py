@@ -30,15 +30,7 @@ from ppctl.model.lora import A, B, are_adapters, with_adapters
 from ppctl.model.packed_documents import documents_of, num_rows, split_starts, with_starts
 from ppctl.model.parallel import WHOLE, StageAxes, gather, on_first, own_tokens, scatter
 from ppctl.model.random_keys import dropout, token_keys
-from ppctl.model.stack import (
-    DividedStack,
-    Layers,
-    Stack,
-    StackOptions,
-    Tree,
-    VocabularyParts,
-    init,
-)
+from ppctl.model.stack import DividedStack, Layers, Stack, StackOptions, Tree, VocabularyParts, init
 from ppctl.model.transformer_blocks import Block, Drop, new_block, new_norm, normed
 
 EMBED_STD = 0.02

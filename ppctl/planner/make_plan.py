@@ -20,13 +20,7 @@ from ppctl.executors.device_mesh import hosts_text
 from ppctl.planner.cost.assumptions import assumptions
 from ppctl.planner.cost.op_times import OpTimes, op_times
 from ppctl.planner.cost.planned_step import Step
-from ppctl.planner.cost.predict_step import (
-    PipelinePlan,
-    job_costs,
-    predict_job,
-    target_of,
-    time_of,
-)
+from ppctl.planner.cost.predict_step import PipelinePlan, job_costs, predict_job, target_of, time_of
 from ppctl.planner.cost.target_devices import Target
 from ppctl.planner.rehearsal.timed_runs import out_of_memory
 from ppctl.planner.request_text import RequestText

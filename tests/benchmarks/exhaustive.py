@@ -25,12 +25,7 @@ def spmd_cases() -> Iterator[tuple[str, Any, Callable]]:
 
     factors = FACTORS | {"schedule": [*FACTORS["schedule"], *SINGLE_OP.items()]}
     free = ("schedule", "mesh", "remat", "layers")
-    fixed = {
-        "model": "untied swiglu grouped",
-        "unroll": 16,
-        "gather": "step",
-        "loops": False,
-    }
+    fixed = {"model": "untied swiglu grouped", "unroll": 16, "gather": "step", "loops": False}
     product = (
         dict(zip(free, values, strict=True))
         for values in itertools.product(*(factors[name] for name in free))

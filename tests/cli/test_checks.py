@@ -34,10 +34,7 @@ IMPOSSIBLE = [
     ),
     ({"partition": c.Explicit(layers={"a": 1})}, "partition.layers={'a': 1} is neither a list"),
     ({"partition": c.Explicit(layers=4)}, "partition.layers=4 is neither a list .* nor text"),
-    (
-        {"partition": c.Explicit(layers=[4, "x"])},
-        r"partition.layers=\[4, 'x'\] is neither a list",
-    ),
+    ({"partition": c.Explicit(layers=[4, "x"])}, r"partition.layers=\[4, 'x'\] is neither a list"),
     (
         {"plan": c.Plan(topology="v5e")},
         "plan.topology=v5e is not a topology. Write the kind of chip",

@@ -82,12 +82,7 @@ def test_the_page_of_a_run_says_how_it_stands_and_predicted_vs_measured(capsys):
         assert expected in seen, expected
     assert '<a href="timeline/timeline.html">' in text
     assert '<a href="profile">' in text
-    for title in (
-        "Loss",
-        "Gradient norm",
-        "Learning rate",
-        "Speed, tok/s",
-    ):
+    for title in ("Loss", "Gradient norm", "Learning rate", "Speed, tok/s"):
         assert f"<figcaption>{title}</figcaption><svg" in text
     assert "MFU" not in seen  # it is not recorded
     assert said["file"] == "runs/a/report.html"

@@ -77,10 +77,7 @@ def test_rm_removes_what_is_named_and_nothing_else(capsys):
     assert err.startswith("ppctl: removed runs/a, ")
     assert [path for path in Path("runs").rglob("*") if path.is_dir() and path.parent.name != "b"][
         :2
-    ] == [
-        Path("runs/b"),
-        Path("runs/sweep"),
-    ]
+    ] == [Path("runs/b"), Path("runs/sweep")]
     assert Path("other").read_text() == "kept"
 
 
@@ -171,10 +168,7 @@ def test_the_lock_is_held_while_a_run_is_renamed(monkeypatch):
     [
         ("rm", "`ppctl runs rm` needs the names of runs; `ppctl runs` lists them."),
         ("rm nothing", "nothing is no run in runs."),
-        (
-            "rm sched",
-            "sched is no run. Did you mean sweep/schedule=gpipe? Here a name has to be",
-        ),
+        ("rm sched", "sched is no run. Did you mean sweep/schedule=gpipe? Here a name has to be"),
         ("rm a runs/a", "a and runs/a are the same run. Name each once."),
         ("rm sweep", "sweep is no run. Did you mean sweep/schedule=gpipe? Here"),
         ("rm runs", "runs is no run: it has no metrics.jsonl."),

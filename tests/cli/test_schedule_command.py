@@ -106,13 +106,7 @@ def test_the_ending_of_the_file_chooses_the_format(name, capsys, empty_directory
     out, err = capsys.readouterr()
     assert out == ""
     assert re.fullmatch(rf"ppctl: wrote {name} \([\d,]+ bytes\)\n", err)
-    start = {
-        "html": b"<!doctype",
-        "svg": b"<?xml",
-        "png": b"\x89PNG",
-        "json": b"{",
-        "csv": b"0F0,",
-    }
+    start = {"html": b"<!doctype", "svg": b"<?xml", "png": b"\x89PNG", "json": b"{", "csv": b"0F0,"}
     assert (empty_directory / name).read_bytes().startswith(start[name[2:]])
 
 

@@ -149,10 +149,7 @@ def scaled(**scaling):
         (config_with(optim=c.AdamW(b1=1.0)), r"optim.b1=1.0 must lie in \[0, 1\)"),
         (config_with(optim=c.SGD(lr=-1.0)), "optim.lr=-1.0 must be .* at least 0"),
         (config_with(optim=c.SGD(momentum=1.0)), r"optim.momentum=1.0 must lie in \[0, 1\)"),
-        (
-            config_with(optim=c.SGD(momentum=0.0)),
-            "optim.momentum=0 would only copy gradients",
-        ),
+        (config_with(optim=c.SGD(momentum=0.0)), "optim.momentum=0 would only copy gradients"),
         (
             config_with(optim=c.SGD(clip_norm=0.0)),
             "optim.clip_norm=0 would erase every gradient. Use null",

@@ -49,12 +49,7 @@ CASES = {
     ),
     "cp2 full": (
         {"cp": 2, "dp": 2},
-        ODD
-        | {
-            "executor": "mpmd",
-            "remat": "full",
-            "model": {"attention": "chunked"},
-        },
+        ODD | {"executor": "mpmd", "remat": "full", "model": {"attention": "chunked"}},
     ),
 }
 BY_LAYER = {  # weights of a layer are gathered over fsdp, its activations over tp and cp
@@ -153,7 +148,7 @@ UNLIKE = [
             ({"pp": 2}, {"schedule": "zb_v"}),
             ({"pp": 2, "tp": 2}, {"schedule": "zb_h1", "remat": "full"}),
         ],
-    ),
+    )
 ]
 
 

@@ -43,10 +43,7 @@ def arrays(is_tied, dtype="float64"):
 
 @pytest.fixture(params=[1, 3], ids=["one chunk", "three chunks"])
 def chunks(request, monkeypatch):
-    for name, size in {
-        "LEAST_TOKENS": TOKENS // request.param,
-        "MOST_LOGITS": 1,
-    }.items():
+    for name, size in {"LEAST_TOKENS": TOKENS // request.param, "MOST_LOGITS": 1}.items():
         monkeypatch.setattr(module, name, size)
 
 

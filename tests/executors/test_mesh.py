@@ -72,16 +72,10 @@ def test_neighbours_of_a_host_are_along_the_last_axis_of_the_order():
     ]
     assert ids(laid_out(gpus(2, 4), MeshSizes(2, 2, 2, 1, 1), "pp-fsdp-dp"))[
         :, 0, :, 0, 0
-    ].tolist() == [
-        [0, 2],
-        [1, 3],
-    ]
+    ].tolist() == [[0, 2], [1, 3]]
     assert ids(laid_out(gpus(1, 8), MeshSizes(2, 2, 2, 1, 1), "pp-dp-fsdp"))[
         0, :, 0, 0, 0
-    ].tolist() == [
-        0,
-        4,
-    ]
+    ].tolist() == [0, 4]
     assert ids(laid_out(gpus(1, 8), MeshSizes(2, 2, 2, 1, 1))).ravel().tolist() == [*range(8)]
 
 
@@ -91,8 +85,7 @@ def test_tp_stays_inside_a_host_and_takes_its_nearest_devices():
         [[4, 6], [5, 7]],
     ]
     with pytest.raises(
-        ConfigError,
-        match=r"^tp=8 would go over 2 hosts of 4 devices: .* Use tp=4, and more",
+        ConfigError, match=r"^tp=8 would go over 2 hosts of 4 devices: .* Use tp=4, and more"
     ):
         laid_out(gpus(2, 4), MeshSizes(1, 1, 1, 8, 1))
 

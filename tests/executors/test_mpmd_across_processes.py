@@ -66,7 +66,7 @@ LAUNCHES = {
                 "evaluate": True,
                 "round_trip": True,
             },  # which one step meets
-        ),
+        )
     },
     (4, 2): {
         "a V on shards, ranks of two processes, late hosts": (
@@ -149,8 +149,7 @@ def by_reference(model, num_layers, batch_size, clip_norm):
 
 
 @pytest.mark.parametrize(
-    ("launch", "name"),
-    [pytest.param(launch, name, id=name) for launch, name in NAMES],
+    ("launch", "name"), [pytest.param(launch, name, id=name) for launch, name in NAMES]
 )
 def test_several_processes_train_the_model_of_one(launched, launch, name):
     settings, how = LAUNCHES[launch][name]

@@ -94,8 +94,7 @@ def test_nothing_lives_after_its_last_use(schedule):
 
 
 @pytest.mark.parametrize(
-    "schedule",
-    ["1f1b", full("zb_h1"), full("gpipe"), full("interleaved"), full("zb_v")],
+    "schedule", ["1f1b", full("zb_h1"), full("gpipe"), full("interleaved"), full("zb_v")]
 )
 def test_live_buffers_peak_where_the_simulator_says(schedule):
     case = case_of(schedule)

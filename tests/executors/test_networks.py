@@ -354,7 +354,4 @@ def test_decay_is_for_matrices():
     assert {
         name: leaf.sum(axis=tuple(range(1, leaf.ndim))).tolist()
         for name, leaf in parts["layers"][pieces.tag].items()
-    } == {
-        "kernel": [16.0, 8.0],
-        "bias": [4.0, 0.0],
-    }
+    } == {"kernel": [16.0, 8.0], "bias": [4.0, 0.0]}

@@ -127,8 +127,7 @@ def test_a_tick_moves_its_one_output_and_nothing_else(name, mesh, num_hops):
 
 
 @pytest.mark.parametrize(
-    ("name", "remat"),
-    [("zb_h1", "none"), full(("zb_h1", "full")), full(("zb_v", "none"))],
+    ("name", "remat"), [("zb_h1", "none"), full(("zb_h1", "full")), full(("zb_v", "none"))]
 )
 def test_memory_does_not_grow_with_the_number_of_microbatches(name, remat):
     few, many = (temp_bytes(name, SINGLE_OP[name], m, remat) for m in (16, 64))

@@ -8,7 +8,7 @@ from support.cases import COMPILE_FAST, MLP, Case, make_stack, model_of, run_ref
 from support.selection import full, full_except
 from support.spmd_programs import ROWS, collectives, equations, shapes_of, sizes, temp_bytes
 
-from ppctl.executors.spmd.slots import padded_sum
+from ppctl.executors.spmd.device_program import padded_sum
 from ppctl.executors.spmd.spmd_program import rank_arrays, spmd_of_rank
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.tick_lowering import ticks

@@ -38,7 +38,7 @@ OTHER_COMMANDS = {  # they compose no whole config
         "report",
         "examples",
         "init",
-    ),
+    )
 }
 SLOW = (
     "docs/models.md",

@@ -217,10 +217,7 @@ def test_places_that_are_no_models_are_refused(copy, tmp_path, capsys):
         import_model(directory, tmp_path / "run")
     for words, message in (
         (["import"], "are required: --out. Write ppctl import DIR --out RUN_DIR"),
-        (
-            ["import", "a"],
-            "are required: --out. Write ppctl import DIR --out RUN_DIR",
-        ),
+        (["import", "a"], "are required: --out. Write ppctl import DIR --out RUN_DIR"),
         (["import", "a", "--out"], "argument --out: expected one argument"),
         (
             ["export", "a", "--out", "b", "--stap", "3"],

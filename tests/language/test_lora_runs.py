@@ -168,11 +168,7 @@ def test_a_run_of_adapters_goes_on_in_another(base, capsys):
             {},
             "optim.lora_targets has gate, and with model.activation=gelu",
         ),
-        (
-            {},
-            {"model": MLP(), "data": Regression()},
-            "and model=mlp has none. Use optim.train=all",
-        ),
+        ({}, {"model": MLP(), "data": Regression()}, "and model=mlp has none. Use optim.train=all"),
         (
             {},
             {"model": CustomModel(target="a.b"), "data": Regression()},

@@ -77,11 +77,7 @@ def test_a_sweep_may_be_named_by_its_path_and_shown_as_json(capsys):
     assert found["counts"] == {"finished": 2, "failed": 1}
     assert [
         (job["status"], job["values"]["optim.lr"], job["final_loss"]) for job in found["jobs"]
-    ] == [
-        ("failed", "0.001", 1 / 3),
-        ("finished", "0.001", 1 / 3),
-        ("finished", "0.003", 1.0),
-    ]
+    ] == [("failed", "0.001", 1 / 3), ("finished", "0.001", 1 / 3), ("finished", "0.003", 1.0)]
     assert [(best["what"], best["job"], best["value"]) for best in found["best"]] == [
         ("lowest final_loss", 1, 1 / 3),
         ("fastest, in tok/s", 1, 1e4),

@@ -134,12 +134,7 @@ print("said so")
 
 @pytest.mark.slow
 def test_ends_and_outputs_of_jobs(commands_of_slurm, monkeypatch, capfd):
-    programs(
-        monkeypatch,
-        "print('good')",
-        WRONG,
-        "import os; os.kill(os.getpid(), 9)",
-    )
+    programs(monkeypatch, "print('good')", WRONG, "import os; os.kill(os.getpid(), 9)")
     sweep = sweep_of(3)
     assert run_sweep(sweep) == 1
     outcomes = json.loads(Path("runs/s/sweep.json").read_text())

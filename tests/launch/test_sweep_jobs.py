@@ -199,12 +199,7 @@ def test_a_failing_job_ends_nothing_and_its_error_is_told(monkeypatch, capfd):
     assert [(outcome.status, outcome.code) for outcome in outcomes] == [
         *(("failed", 4), ("failed", 1), ("failed", 137), ("finished", 0))
     ]
-    errors = [
-        "step 3: loss=nan.",
-        "ended with exit code 1",
-        "was killed by SIGKILL",
-        None,
-    ]
+    errors = ["step 3: loss=nan.", "ended with exit code 1", "was killed by SIGKILL", None]
     assert [outcome.error for outcome in outcomes] == errors
     assert stop is None
     assert "job 0: run.seed=0: failed after" in text
@@ -242,8 +237,7 @@ print("said {0}")
 def test_jobs_run_side_by_side_and_write_to_their_logs(monkeypatch, capfd):
     sweep = sweep_of(3, side=2)
     programs(
-        monkeypatch,
-        *(WAITS.format(0, 1), WAITS.format(1, 0), LEAVES.format(message="no.", code=2)),
+        monkeypatch, *(WAITS.format(0, 1), WAITS.format(1, 0), LEAVES.format(message="no.", code=2))
     )
     (sweep.jobs[2].run_dir).mkdir(parents=True)
     (sweep.jobs[2].run_dir / LOG).write_text("ppctl: of an earlier start\n")
@@ -338,11 +332,7 @@ def test_equal_failures_are_one_line_with_a_count(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("reasons", "message"),
-    [
-        ("aba", "All 3 jobs are refused; the first: a"),
-        ("a", "a"),
-    ],
+    ("reasons", "message"), [("aba", "All 3 jobs are refused; the first: a"), ("a", "a")]
 )
 def test_a_sweep_of_refused_jobs_is_refused_once(reasons, message):
     sweep = sweep_of(len(reasons))

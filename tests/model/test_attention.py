@@ -289,8 +289,7 @@ def test_auto_takes_another_kernel_for_what_one_has_not():
         assert choose("auto", TPU, *sizes, scoring=scoring) == "pallas"
     assert choose("auto", H100, *sizes, scoring=Scoring(scale=0.1)) == "cudnn"
     with pytest.raises(
-        ConfigError,
-        match=r"no windows and no caps of scores, and the model has window=64\. Use",
+        ConfigError, match=r"no windows and no caps of scores, and the model has window=64\. Use"
     ):
         choose("cudnn", H100, *sizes, scoring=Scoring(window=64))
 

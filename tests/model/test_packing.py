@@ -201,8 +201,7 @@ def test_the_model_of_packed_sequences_knows_documents_or_is_refused():
     assert choose("auto", h100, jnp.dtype("bfloat16"), 64, 512, packed=True) == "xla"
     assert choose("auto", h100, jnp.dtype("bfloat16"), 64, 4096, packed=True) == "chunked"
     with pytest.raises(
-        ConfigError,
-        match=r"=cudnn: cuDNN's .* packed documents apart\. Use attention=auto",
+        ConfigError, match=r"=cudnn: cuDNN's .* packed documents apart\. Use attention=auto"
     ):
         choose("cudnn", h100, jnp.dtype("bfloat16"), 64, 512, packed=True)
     stack = ppctl.transformer(vocab_size=VOCAB_SIZE, packed=True, **SIZES)

@@ -13,13 +13,7 @@ import pytest
 from support.selection import full_except
 
 from ppctl.planner.cost import step_time
-from ppctl.planner.cost.planned_step import (
-    Machine,
-    Microbatch,
-    ParamBytes,
-    PlannedLayout,
-    Step,
-)
+from ppctl.planner.cost.planned_step import Machine, Microbatch, ParamBytes, PlannedLayout, Step
 from ppctl.planner.cost.roofline import Link, ModelWork, Op, PieceWork, Speed
 from ppctl.planner.cost.step_time import costs_of_stages
 from ppctl.planner.search import layout_candidate as candidates
@@ -85,9 +79,7 @@ def some(seed, num_layers=None):
         }
     gather = "step" if seed % 2 else "layer"
     space = replace(
-        space,
-        divisions=tuple(models),
-        vocab=("whole", "parallel") if seed % 2 else ("whole",),
+        space, divisions=tuple(models), vocab=("whole", "parallel") if seed % 2 else ("whole",)
     )
 
     def step_of(mesh, microbatch, vocab_parts):
@@ -302,11 +294,7 @@ EXTRAPOLATED = ["1f1b", "interleaved", "zb_v", "gpipe", "looped_bfs", "zb_h2", "
 def test_a_long_schedule_is_extrapolated_from_shorter_ones(family, executor, monkeypatch):
     space, step_of = some({"spmd": 4, "mpmd": 1}[executor], num_layers=9)
     space = replace(
-        space,
-        num_devices=4,
-        batch_size=256,
-        engine=ENGINES[executor],
-        families=(family,),
+        space, num_devices=4, batch_size=256, engine=ENGINES[executor], families=(family,)
     )
     search = LayoutSearch(space, step_of)
     layouts = [

@@ -73,10 +73,7 @@ def test_where_something_is_not_known_nothing_is_told(missing):
 @pytest.mark.parametrize("tokens", [0.0, 0.5, -1e9, 1e19, math.inf, math.nan])
 def test_what_is_no_number_of_tokens_is_refused(tokens):
     request = config.Plan(tokens=tokens)
-    with pytest.raises(
-        ConfigError,
-        match=r"^plan.tokens=.* must lie in",
-    ):
+    with pytest.raises(ConfigError, match=r"^plan.tokens=.* must lie in"):
         config.check(replace(config.Config(), plan=request))
 
 

@@ -145,13 +145,7 @@ def test_a_trained_model_writes_text_and_has_a_perplexity(tmp_path, monkeypatch,
 
 def test_inspect_shows_ticks_collectives_and_hlo(capsys):
     """what each rank runs in every tick, collectives, HLO"""
-    words = [
-        *MODEL,
-        "mesh=1x2",
-        "schedule=1f1b",
-        "executor.remat=layer",
-        "--json",
-    ]
+    words = [*MODEL, "mesh=1x2", "schedule=1f1b", "executor.remat=layer", "--json"]
     assert cli.main(["inspect", *words]) == 0
     found = json.loads(capsys.readouterr().out)
     (program,) = found["programs"]

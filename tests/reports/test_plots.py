@@ -13,13 +13,7 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from ppctl.reports.charts.page_figures import (
-    HEIGHT,
-    MOST_LINES,
-    WIDTH,
-    curves_svg,
-    memory_bars,
-)
+from ppctl.reports.charts.page_figures import HEIGHT, MOST_LINES, WIDTH, curves_svg, memory_bars
 from ppctl.reports.charts.palette import PARTS
 from ppctl.reports.page_kit import line_legend
 
@@ -96,12 +90,7 @@ def test_an_axis_holds_its_values_between_a_few_ticks(values, from_zero):
 
 @pytest.mark.parametrize(
     ("last", "texts"),
-    [
-        (3, "1 2 3"),
-        (7, "2 4 6"),
-        (100_000, "20,000 40,000 60,000 80,000 100,000"),
-        (1, "0 1 2"),
-    ],
+    [(3, "1 2 3"), (7, "2 4 6"), (100_000, "20,000 40,000 60,000 80,000 100,000"), (1, "0 1 2")],
 )
 def test_ticks_of_steps_are_whole_steps(last, texts):
     drawn = curves_svg({"a": [(1, 5.0), (last, 5.0)]}, title="t", x_name="step")

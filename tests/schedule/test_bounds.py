@@ -5,11 +5,7 @@ from support.all_families import COSTS, FUSED, REAL, SPLIT, UNIT, cases, make
 
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES, build
-from ppctl.schedule.lower_bounds import (
-    makespan_bound_s,
-    peak_activations_bound,
-    period_bound_s,
-)
+from ppctl.schedule.lower_bounds import makespan_bound_s, peak_activations_bound, period_bound_s
 from ppctl.schedule.simulator import simulate
 
 CASES = cases(ranks=(1, 2, 3, 4, 8))

@@ -159,8 +159,7 @@ def test_what_waits_for_ever_is_named():
 
 def test_what_cannot_be_divided_is_refused(tmp_path):
     with pytest.raises(
-        ScheduleError,
-        match=r"^1f1b: vocab=parallel divides .* but num_ranks=1. Use vocab",
+        ScheduleError, match=r"^1f1b: vocab=parallel divides .* but num_ranks=1. Use vocab"
     ):
         with_vocabulary(build("1f1b", 1, 4))
     path = tmp_path / "mine.csv"

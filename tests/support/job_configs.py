@@ -1,15 +1,6 @@
 """Small requests of a training job."""
 
-from ppctl.config import (
-    MLP,
-    Config,
-    Mesh,
-    Regression,
-    Run,
-    Schedule,
-    Synthetic,
-    Transformer,
-)
+from ppctl.config import MLP, Config, Mesh, Regression, Run, Schedule, Synthetic, Transformer
 
 BATCH_SIZE, SEQ_LEN, VOCAB_SIZE = 8, 12, 24
 

@@ -107,15 +107,7 @@ def rehearsal() -> str:
     }
     ranks = tuple(
         RehearsedRank(
-            r,
-            min(r, 1),
-            0.123456,
-            0.01,
-            (r,),
-            (0.0123,),
-            (0.0246,),
-            memory,
-            sum(memory.values()),
+            r, min(r, 1), 0.123456, 0.01, (r,), (0.0123,), (0.0246,), memory, sum(memory.values())
         )
         for r in range(4)
     )
@@ -161,12 +153,7 @@ def recorded(
     ]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return read_run(
-        f"a_long_name/{run_dir.name}",
-        run_dir,
-        ["x" * 90],
-        "ppctl train " + "y" * 300,
-        [],
-        pipeline,
+        f"a_long_name/{run_dir.name}", run_dir, ["x" * 90], "ppctl train " + "y" * 300, [], pipeline
     )
 
 

@@ -75,10 +75,7 @@ def test_options_of_the_compiler_are_printed_and_recorded(train, tmp_path, monke
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        (
-            "executor.xla_flags=fast",
-            "executor.xla_flags=fast is not one of auto, none",
-        ),
+        ("executor.xla_flags=fast", "executor.xla_flags=fast is not one of auto, none"),
         (
             "run.memory_fraction=0.9",
             "run.memory_fraction=0.9 is of GPUs, but the devices are cpu. Leave it out.",

@@ -11,13 +11,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from support.job_configs import (
-    BATCH_SIZE,
-    SEQ_LEN,
-    mlp_config,
-    small,
-    transformer_config,
-)
+from support.job_configs import BATCH_SIZE, SEQ_LEN, mlp_config, small, transformer_config
 from support.selection import full
 
 from ppctl.config import (

@@ -13,10 +13,7 @@ from support.job_configs import (
 )
 from support.selection import full
 
-from ppctl.training.pipeline.job import (
-    assemble,
-    model_flops,
-)
+from ppctl.training.pipeline.job import assemble, model_flops
 
 
 @pytest.mark.parametrize(

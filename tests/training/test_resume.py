@@ -271,8 +271,7 @@ def test_kill_9_at_any_moment_costs_at_most_what_the_last_checkpoint_lacks(
 
 
 @pytest.mark.parametrize(
-    "module",
-    ["numpy.linalg", full("jaxlib.xla_client"), full("orbax.checkpoint")],
+    "module", ["numpy.linalg", full("jaxlib.xla_client"), full("orbax.checkpoint")]
 )
 def test_ctrl_c_while_jax_is_imported_ends_the_process_with_one_line(tmp_path, module):
     """Raised there, a KeyboardInterrupt would become an ImportError, or be lost."""

@@ -5,15 +5,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Annotated, ClassVar
 
-from ppctl.config.field_checks import (
-    Count,
-    Natural,
-    Positive,
-    Settings,
-    one_of,
-    up_to,
-    within,
-)
+from ppctl.config.field_checks import Count, Natural, Positive, Settings, one_of, up_to, within
 from ppctl.config.groups.mesh_settings import Devices
 from ppctl.config.groups.schedule_settings import MaxChunks, Schedule
 from ppctl.errors import ConfigError

@@ -5,15 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, ClassVar
 
-from ppctl.config.field_checks import (
-    Count,
-    Natural,
-    Settings,
-    above_zero,
-    at_least,
-    one_of,
-    within,
-)
+from ppctl.config.field_checks import Count, Natural, Settings, above_zero, at_least, one_of, within
 from ppctl.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float64")

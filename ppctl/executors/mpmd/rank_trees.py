@@ -21,12 +21,7 @@ from ppctl.executors.mpmd.transfers import (
     local_shards,
     local_zeros,
 )
-from ppctl.executors.parameter_layout import (
-    Layout,
-    is_layer,
-    parameter_of,
-    without_axes,
-)
+from ppctl.executors.parameter_layout import Layout, is_layer, parameter_of, without_axes
 from ppctl.schedule.mesh_axes import RANK_AXES
 
 Tree = Any

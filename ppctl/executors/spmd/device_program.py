@@ -1,6 +1,6 @@
 """The parts of a device's spmd program for any ticks: parameters, slots, stages, embed_head."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.parameter_layout import Layout, gather_shards, layer_specs
-from ppctl.executors.spmd.slots import empty_slots, padded_sum, read_slot
 from ppctl.executors.stage.layer_programs import add_embedding_grad, add_head_grads, zeros_like
 from ppctl.executors.stage.stage import LayerSlots
 from ppctl.model.layer_inputs import LOSS
@@ -235,3 +234,39 @@ def _layer_slots(
         return None if layout.is_even else LayerSlots(count)
     number, is_one_of = None if layout.is_even else count, layout.num_chunks > 1
     return LayerSlots(number, numbers, layout.among(v), is_one_of=is_one_of)
+
+
+# --- slots and sums that a device carries from tick to tick
+
+
+def empty_slots(count: int, tree: Tree) -> Tree:
+    return jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), tree)
+
+
+def padded_sum(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Return jnp.stack(arrays), as a sum of arrays padded with zeros.
+
+    XLA for GPUs makes one kernel with one result of a concatenation of up to `MOST_PADDED` large
+    arrays. The optimizer's update of stacked gradients would then take a pass for each of its
+    moments and one for the parameters.
+    """
+    last = len(arrays) - 1
+    widths = ([(k, last - k), *[(0, 0)] * a.ndim] for k, a in enumerate(arrays))
+    first, *rest = (jnp.pad(a[None], each) for a, each in zip(arrays, widths, strict=True))
+    return sum(rest, start=first)
+
+
+def read_slot(slots: Tree, slot: Any) -> Tree:
+    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, slot, keepdims=False), slots)
+
+
+def write_slot(slots: Tree, slot: jax.Array, value: Tree) -> Tree:
+    write = lambda a, v: jax.lax.dynamic_update_index_in_dim(a, v, slot, 0)  # noqa: E731
+    return jax.tree.map(write, slots, value)
+
+
+def write_arrival(
+    slots: jax.Array, slot: jax.Array, value: jax.Array, arrives: jax.Array
+) -> jax.Array:
+    """Return the slots with `value` written where `arrives`."""
+    return write_slot(slots, slot, jnp.where(arrives, value, read_slot(slots, slot)))

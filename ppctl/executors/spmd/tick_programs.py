@@ -18,8 +18,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.executors.spmd.device_program import PART_SCOPES, SCOPES, Device
-from ppctl.executors.spmd.slots import read_slot, write_arrival, write_slot
+from ppctl.executors.spmd.device_program import (
+    PART_SCOPES,
+    SCOPES,
+    Device,
+    read_slot,
+    write_arrival,
+    write_slot,
+)
 from ppctl.executors.stage.layer_programs import zeros_like
 from ppctl.schedule.ir import KINDS, Kind
 from ppctl.schedule.tick_table import FB_HOPS, HOPS, task_columns

@@ -278,10 +278,7 @@ class TracedNetwork:
         leaves = dict(enumerate(a.astype(self.dtype) for a in jax.tree.leaves(params)))
         layers = [self.packed_layer(l, leaves) for l in range(self.num_layers)]
         named = ((self.names[i], {self.group(i): leaves[i]}) for i in self.outer)
-        return {
-            "embed_head": dict(named),
-            "layers": jax.tree.map(lambda *a: jnp.stack(a), *layers),
-        }
+        return {"embed_head": dict(named), "layers": jax.tree.map(lambda *a: jnp.stack(a), *layers)}
 
     @property
     def outer(self) -> list[int]:

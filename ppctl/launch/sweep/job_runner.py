@@ -19,25 +19,8 @@ from rich.console import Console
 
 from ppctl.errors import ConfigError, error_document
 from ppctl.launch.local_processes import ERROR_FILE, left_error, newest_checkpoint
-from ppctl.launch.supervisor import (
-    LEFT,
-    Child,
-    Events,
-    Stop,
-    how,
-    shell_code,
-    start,
-    stop_requests,
-)
-from ppctl.launch.sweep.sweep_jobs import (
-    LOG,
-    Change,
-    Job,
-    Outcome,
-    Sweep,
-    has_ended,
-    job_command,
-)
+from ppctl.launch.supervisor import LEFT, Child, Events, Stop, how, shell_code, start, stop_requests
+from ppctl.launch.sweep.sweep_jobs import LOG, Change, Job, Outcome, Sweep, has_ended, job_command
 from ppctl.reports.terminal_output import show_lines
 
 if TYPE_CHECKING:

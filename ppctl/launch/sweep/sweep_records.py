@@ -14,13 +14,7 @@ from ppctl.launch.sweep.sweep_jobs import FILES, MARK, STATES, Job, Outcome, com
 from ppctl.reports.foreign_files import from_json, read_file
 from ppctl.reports.measured_timeline_file import measured_bubble
 from ppctl.reports.recorded_settings import differing_settings
-from ppctl.reports.run_files import (
-    find_runs,
-    read_lines,
-    record_number,
-    run_summary,
-    whole_number,
-)
+from ppctl.reports.run_files import find_runs, read_lines, record_number, run_summary, whole_number
 from ppctl.reports.terminal_output import SPEEDS
 
 NUMBERS = (  # in this order; None where a run has none

@@ -48,11 +48,7 @@ def costs_of(
 
 
 def costs_of_stages(
-    op_times: OpTimes,
-    sizes: Sequence[float],
-    *,
-    keeps_input: bool,
-    split: bool = False,
+    op_times: OpTimes, sizes: Sequence[float], *, keeps_input: bool, split: bool = False
 ) -> Costs:
     """Return the costs of each stage's tasks; sizes: its layers, or their relative cost.
 

@@ -22,13 +22,7 @@ from ppctl.executors.mpmd.plan_tasks import roles, task_entries
 from ppctl.executors.mpmd.rank_programs import rank_entries, rank_roles
 from ppctl.planner.cost.op_times import OpTimes, PieceTimes, exchange_s, op_times
 from ppctl.planner.cost.planned_step import Step
-from ppctl.planner.cost.predict_step import (
-    job_costs,
-    step_of,
-    target_of,
-    time_of,
-    timeline_of,
-)
+from ppctl.planner.cost.predict_step import job_costs, step_of, target_of, time_of, timeline_of
 from ppctl.planner.cost.roofline import Speed
 from ppctl.planner.cost.step_time import StepTime
 from ppctl.planner.rehearsal.rank_on_device import (

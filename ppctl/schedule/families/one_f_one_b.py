@@ -1,10 +1,5 @@
 from ppctl.schedule.families.family import WARMUP_HOPS, Family
-from ppctl.schedule.families.formulas import (
-    FormulaInputs,
-    fill_and_drain_s,
-    only_if,
-    peak_of_1f1b,
-)
+from ppctl.schedule.families.formulas import FormulaInputs, fill_and_drain_s, only_if, peak_of_1f1b
 from ppctl.schedule.families.interleaved import alternating
 from ppctl.schedule.ir import Schedule
 

@@ -178,12 +178,7 @@ class _Pattern:
     """One rank on its way through its four lines."""
 
     def __init__(
-        self,
-        jobs: Jobs,
-        ranks: ChoosingRanks,
-        r: int,
-        priority: Sequence[Sequence[int]],
-        cap: int,
+        self, jobs: Jobs, ranks: ChoosingRanks, r: int, priority: Sequence[Sequence[int]], cap: int
     ):
         self.jobs, self.ranks, self.priority, self.cap = jobs, ranks, priority, cap
         self.num_microbatches = number = jobs.schedule.num_microbatches

@@ -38,12 +38,7 @@ def climb(jobs: Jobs, orders: Orders, cap: int, budget: int) -> tuple[float, Ord
 
 
 def _first_better(
-    jobs: Jobs,
-    orders: Orders,
-    run: TimedOrders,
-    cap: int,
-    until: int,
-    choose: random.Random,
+    jobs: Jobs, orders: Orders, run: TimedOrders, cap: int, until: int, choose: random.Random
 ) -> tuple[TimedOrders, Orders] | None:
     """Return the first neighbour that is shorter, or None."""
     # 1. pairs of neighbours on the critical path

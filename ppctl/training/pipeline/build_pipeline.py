@@ -105,10 +105,7 @@ def _initial(stack: Stack, optimizer: ModelOptimizer) -> Callable[[int], Tree]:
 
 
 def _on_layers(
-    stack: Stack,
-    layout: Layout,
-    optimizer: optax.GradientTransformation,
-    execution: Execution,
+    stack: Stack, layout: Layout, optimizer: optax.GradientTransformation, execution: Execution
 ) -> ModelOptimizer:
     """Return the optimizer of the stack's trained parameters."""
     params = trained_part(jax.eval_shape(lambda: init(stack, 0)), stack.options.trainable)

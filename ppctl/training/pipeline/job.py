@@ -137,11 +137,7 @@ def evaluate(engine: Engine, data: DataSet, num_batches: int, state: Tree) -> fl
 
 
 def _mesh_of(
-    mesh: settings.Mesh,
-    plan: settings.Plan,
-    hardware: AnyHardware,
-    *,
-    on_one_device: bool,
+    mesh: settings.Mesh, plan: settings.Plan, hardware: AnyHardware, *, on_one_device: bool
 ) -> Mesh:
     """Return the mesh of attached devices or of a topology. ConfigError if they are too few."""
     sizes, order, topology = mesh.sizes, mesh.order, plan.topology

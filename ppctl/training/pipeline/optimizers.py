@@ -99,9 +99,7 @@ def init_state(params: Tree, optimizer: Optimizer, trainable: Tree = True) -> Tr
 
 
 def train_step(
-    loss_and_grads: LossAndGrads,
-    optimizer: Optimizer,
-    lr_schedule: optax.Schedule | None = None,
+    loss_and_grads: LossAndGrads, optimizer: Optimizer, lr_schedule: optax.Schedule | None = None
 ) -> Callable[..., tuple[Tree, dict[str, jax.Array]]]:
     """Return (state, batch) -> (next state, {"loss", attached losses, "grad_norm", "lr"}).
 

@@ -26,12 +26,7 @@ from ppctl.schedule.mesh_axes import DATA_AXES, MeshSizes
 from ppctl.schedule.partition.partition import Partition
 from ppctl.schedule.simulator import simulate
 from ppctl.schedule.tick_lowering import Ticks
-from ppctl.training.pipeline.call_checks import (
-    StateChecks,
-    check_natural,
-    on_host,
-    whole_number,
-)
+from ppctl.training.pipeline.call_checks import StateChecks, check_natural, on_host, whole_number
 from ppctl.training.pipeline.engines.engine_protocol import Engine, Footprint
 from ppctl.training.pipeline.engines.step_programs import StepPrograms
 from ppctl.training.pipeline.engines.train_states import States, shardings_of

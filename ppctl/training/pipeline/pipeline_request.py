@@ -69,10 +69,7 @@ def schedule_for(
 
 
 def _schedule_for(
-    schedule: AnySchedule,
-    num_ranks: int,
-    num_microbatches: int | None,
-    knobs: Mapping[str, float],
+    schedule: AnySchedule, num_ranks: int, num_microbatches: int | None, knobs: Mapping[str, float]
 ) -> Schedule:
     if num_microbatches is not None:
         num_microbatches = whole_number("num_microbatches", num_microbatches, 1)
@@ -120,10 +117,7 @@ def check_batch_size(
 
 
 def layered_stack(
-    model: Stack | Network,
-    batch: Tree,
-    layers: int | None,
-    dtype: jnp.dtype,
+    model: Stack | Network, batch: Tree, layers: int | None, dtype: jnp.dtype
 ) -> Stack:
     """Return a model as a stack of layers, which takes the batch.
 
@@ -163,10 +157,7 @@ def with_vocabulary_of(plan: Schedule, execution: Execution) -> StageAxes:
 
 
 def divided(
-    stack: Stack,
-    execution: Execution,
-    mesh: Mesh,
-    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    stack: Stack, execution: Execution, mesh: Mesh, shapes: Mapping[str, jax.ShapeDtypeStruct]
 ) -> tuple[DividedStack, dict[tuple[str, ...], Shard], tuple[str, ...]]:
     """Return the model as one device computes it, and the results of `shards_in_stages`."""
     axes = execution.axes if execution.engine.is_pipelined else WHOLE

@@ -83,11 +83,7 @@ def published_and_found(cluster: Cluster) -> tuple[Prediction, Prediction, Confi
     room = max(published.total_bytes) / 2**30
     tuned = request(cluster.model, cluster.search, CHOICES, f"plan.memory_gib={room:.4f}")
     found = tune_layouts(tuned).found.best[0].request.config
-    return (
-        published,
-        plan(replace(found, plan=replace(found.plan, memory_gib=1000.0))),
-        found,
-    )
+    return (published, plan(replace(found, plan=replace(found.plan, memory_gib=1000.0))), found)
 
 
 def difference(cluster: Cluster) -> str:

@@ -15,20 +15,10 @@ import numpy as np
 import optax
 
 from ppctl.executors.model_shapes import Model, shard_shapes
-from ppctl.executors.mpmd.dispatch_plan import (
-    Key,
-    PlanEntry,
-    Walk,
-    transfer_entry,
-)
+from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, Walk, transfer_entry
 from ppctl.executors.mpmd.mpmd_runtime import Runtime
 from ppctl.executors.mpmd.plan_tasks import roles, task_entries
-from ppctl.executors.mpmd.rank_programs import (
-    rank_entries,
-    rank_entry,
-    rank_roles,
-    reductions,
-)
+from ppctl.executors.mpmd.rank_programs import rank_entries, rank_entry, rank_roles, reductions
 from ppctl.executors.mpmd.rank_trees import Division
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.random_keys import SEED, key_of_seed
@@ -40,9 +30,7 @@ from ppctl.training.pipeline.engines.plan_inputs import STATE, Given
 from ppctl.training.pipeline.engines.step_programs import StepPrograms, dispatched_programs
 from ppctl.training.pipeline.engines.train_states import PlacedBatches, States
 from ppctl.training.pipeline.engines.update_programs import UpdatePrograms
-from ppctl.training.pipeline.optimizers import (
-    Optimizer,
-)
+from ppctl.training.pipeline.optimizers import Optimizer
 
 Tree = Any
 

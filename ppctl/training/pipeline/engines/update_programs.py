@@ -9,9 +9,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import DictKey
 
-from ppctl.executors.mpmd.dispatch_plan import (
-    ProgramId,
-)
+from ppctl.executors.mpmd.dispatch_plan import ProgramId
 from ppctl.executors.mpmd.program_library import ProgramLibrary
 from ppctl.executors.mpmd.rank_programs import with_shared
 from ppctl.executors.parameter_layout import sharded_over, tree_specs
@@ -32,12 +30,7 @@ Tree = Any
 class UpdatePrograms:
     """The programs that follow the gradients: mean loss, global norm, update."""
 
-    def __init__(
-        self,
-        engine: Any,
-        optimizer: Optimizer,
-        lr_schedule: optax.Schedule | None,
-    ):
+    def __init__(self, engine: Any, optimizer: Optimizer, lr_schedule: optax.Schedule | None):
         # 1. the specs of each rank's state
         self.engine, self.optimizer, self.lr_schedule = engine, optimizer, lr_schedule
         self.losses = engine.model.inputs.losses

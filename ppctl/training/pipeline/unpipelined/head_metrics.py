@@ -22,10 +22,7 @@ RESERVED = ("loss", "grad_norm", "lr", "number")  # numbers of a step
 
 
 def with_metrics(
-    stack: Stack,
-    metrics: Mapping[str, Metric],
-    shapes: Mapping[str, Any],
-    dtype: jnp.dtype,
+    stack: Stack, metrics: Mapping[str, Metric], shapes: Mapping[str, Any], dtype: jnp.dtype
 ) -> Stack:
     """Return a model whose head counts metrics: see `ppctl.model.stack.divisor`.
 
