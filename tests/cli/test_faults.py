@@ -113,7 +113,7 @@ FAULTS = [
     ),
     (
         "train --multirun data.batch_size=7,9",
-        "All 2 jobs are refused, for 2 reasons; the first: data.batch_size=7 is not a multiple",
+        "All 2 jobs are refused; the first: data.batch_size=7 is not a multiple",
     ),
     (
         "train --multirun plan.compile=true run.seed=1,2",

@@ -213,5 +213,5 @@ def test_the_page_of_several_runs_fits(tmp_path, width):
     assert said["loads"] == 0
     assert said["hidden"] <= 0
     assert min(said["texts"]) >= 11
-    assert len(said["texts"]) >= 2 * 5  # ticks of losses and speeds
-    assert dom.count('<li><span class="key"') == 2 * 8
+    assert len(said["texts"]) >= 3 * 5  # ticks of losses, gradient norms and speeds
+    assert dom.count('<li><span class="key"') == 3 * 8

@@ -85,8 +85,8 @@ def family(name: str, **knobs: Any) -> FamilyWithKnobs:
             remedy = f" Did you mean {near[0]}?" if near else ""
             what = f"{knob}={value} is no setting of schedule={name}"
             raise ScheduleError(f"{what} (settings: {', '.join(known) or 'none'}).{remedy}")
-        parameter = inspect.signature(FAMILIES[name].generate).parameters[knob]
-        kind = Integral if parameter.annotation == "int" else Real
+        parameter = inspect.signature(FAMILIES[name].generate, eval_str=True).parameters[knob]
+        kind = Integral if parameter.annotation is int else Real
         if not isinstance(value, kind):
             what = "a whole number" if kind is Integral else "a number"
             raise ScheduleError(f"{knob}={value!r} is not {what} (schedule={name}). Use one.")
