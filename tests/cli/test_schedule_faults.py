@@ -39,12 +39,11 @@ FAULTS = [
     ("--json", "Say what to do"),
     (
         "show --format pgn",
-        "--format pgn is not one of text, html, svg, pdf, png, json, csv, perfetto; text is "
-        "printed. Did you mean png",
+        "--format pgn is not one of text, html, svg, pdf, png, json, csv, perfetto. Did you mean png",
     ),
     ("show --format png", "--format png is not text. Add --out FILE.png"),
     ("show --json --format csv", "--json and --format csv exclude each other"),
-    ("show --out x.foo", "--out x.foo is not one of text, html"),
+    ("show --out x.foo", "--out x.foo is not one of html, svg"),
     (
         "show --out no/such/x.html",
         "--out no/such/x.html cannot be written: No such file or directory",
@@ -70,7 +69,7 @@ FAULTS = [
     ),
     (
         "compare gpipe --format perfetto",
-        "--format perfetto is not one of text, html, svg, pdf, png, json, csv;",
+        "--format perfetto is not one of text, html, svg, pdf, png, json, csv.",
     ),
     ("show model.num_layers=3", "model.num_layers=3: no schedule depends on model. Leave it out"),
     (

@@ -279,11 +279,11 @@ def _format(words: _Words, known: Sequence[str]) -> str:
         raise ConfigError(f"--json and --format {args.format} exclude each other.")
     ending = "text" if out is None else out.suffix[1:]
     form = "json" if args.json else args.format or ending
-    files = [each for each in known if each != "text"]
-    if form not in (known if out is None else files):
+    forms = [each for each in known if out is None or each != "text"]  # text is printed only
+    if form not in forms:
         option = f"--out {out}" if form == ending and out is not None else f"--format {form}"
-        hint = did_you_mean(form, known)
-        raise ConfigError(f"{option} is not one of {', '.join(known)}; text is printed.{hint}")
+        hint = did_you_mean(form, forms)
+        raise ConfigError(f"{option} is not one of {', '.join(forms)}.{hint}")
     if form in ("pdf", "png") and out is None:
         raise ConfigError(f"--format {form} is not text. Add --out FILE.{form}.")
     return form
