@@ -30,6 +30,7 @@ def mlp(
     """
     act = ACTIVATIONS[activation]
 
+    # 1. parameters
     def linear(num_in: int, num_out: int, key: jax.Array) -> Tree:
         draw = drawing(key, dtype)
         kernel = draw(jax.nn.initializers.he_normal(), num_in, num_out)
@@ -45,6 +46,7 @@ def mlp(
             "head": linear(d_model, target_dim, head),
         }
 
+    # 2. the functions of the stack
     def layer(params: Tree, x: jax.Array) -> jax.Array:
         return act(x @ params["kernel"] + params["bias"])
 

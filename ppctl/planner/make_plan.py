@@ -102,6 +102,7 @@ class Prediction:
 
 def predicted(job: TrainingJob) -> Prediction:
     """Return the prediction for a job."""
+    # 1. its numbers
     config, plan, pipe = job.config, job.config.plan, job.pipe
     unit, count = unit_of_work(job)
     step_tokens = count if unit == "tokens_per_s" else None
@@ -109,6 +110,7 @@ def predicted(job: TrainingJob) -> Prediction:
     found, target, flops = predict_job(job), target_of(job), model_flops(job)
     peak, step_s = target.peak_flops, found.step_s
     of_tokens = plan.tokens, step_tokens, step_s, pipe.mesh.size, target.known_hardware
+    # 2. the record
     return Prediction(
         request=RequestText.of(job),
         schedule=label(config.schedule),

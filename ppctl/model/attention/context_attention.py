@@ -119,6 +119,7 @@ def _with_others(
     context=gather: keys and values of all devices are gathered first, their gradients summed and
     scattered last. ring: they and the sums hop from device to device, a hop for each meeting.
     """
+    # 1. one meeting, after a hop of the ring
     c, is_ring = jax.lax.axis_index("cp"), axes.context == "ring"
     ring = [(i, (i + 1) % axes.cp) for i in range(axes.cp)]
     hop = partial(jax.lax.ppermute, axis_name="cp", perm=ring)
@@ -133,6 +134,7 @@ def _with_others(
         add = jnp.add if is_ring else partial(put, index=source)
         return (carry, kv, jax.tree.map(add, sums, added)), None
 
+    # 2. all meetings; then sums go home
     if not is_ring:
         kv = jax.lax.all_gather(kv, "cp")  # [cp, B, T, G, H]
         sums = tuple(put(jnp.zeros((axes.cp, *a.shape), a.dtype), a, c) for a in sums)

@@ -91,6 +91,7 @@ def stage_divisions(
     sizes = list[MeshSizes]()
     is_divided = stack.options.divided is not None and len(x.shape) > 2
     for division in _candidates(requested, x if is_divided else None, num_devices, host_devices):
+        # 1. no trace shows what XLA sends
         if by_xla := divided_by_xla(stack, replace(axes, **_sizes(division))):
             name, size = by_xla[0], getattr(division, by_xla[0])
             raise ConfigError(
@@ -98,6 +99,7 @@ def stage_divisions(
                 f"along {name} no trace shows and no search counts. Use tune.{name}=[1] or "
                 "StackOptions.divided."
             )
+        # 2. sizes that the model does not allow
         try:
             models(division, 0)
         except ConfigError:

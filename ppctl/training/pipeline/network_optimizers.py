@@ -211,12 +211,14 @@ class NetworkOptimizer:
 
         A rank gathers its layers over fsdp, and keeps its shard of the results.
         """
+        # 1. what is staged, and its specs
         trees = {"grads": grads, "state": state, "params": params}
         given = {name: tree["layers"] for name, tree in trees.items()}
         specs = self.layout.staged_specs({"layers": given})["layers"]
         out_specs = specs["grads"], specs["state"], P()
         slots = self.layout.layer_in_slot
 
+        # 2. the update of one rank, whole
         def of_rank(rank: int, given: Tree, shared: Tree, norm: jax.Array) -> tuple:
             trees = {name: {"embed_head": {}, "layers": a} for name, a in given.items()}
             trees["state"] |= {"shared": shared}
@@ -224,6 +226,7 @@ class NetworkOptimizer:
             updates, found = self._updated(numbers, **trees, norm=norm)
             return *self._packed(numbers, updates, found), self._shared(found)
 
+        # 3. each device runs that of its rank
         def local(given: Tree, shared: Tree, norm: jax.Array) -> tuple:
             branches = [partial(of_rank, rank) for rank in range(slots.shape[1])]
             whole = gather_shards(given, specs)

@@ -71,6 +71,7 @@ def schedule_for(
 def _schedule_for(
     schedule: AnySchedule, num_ranks: int, num_microbatches: int | None, knobs: Mapping[str, float]
 ) -> Schedule:
+    # 1. a family, by its name or with its settings
     if num_microbatches is not None:
         num_microbatches = whole_number("num_microbatches", num_microbatches, 1)
     if isinstance(schedule, str):
@@ -89,6 +90,7 @@ def _schedule_for(
         (name, value), *_ = knobs.items()
         call = f'ppctl.family("{schedule.name}", {name}={value!r})'
         raise ConfigError(f"{name}={value} is a setting of the schedule. Use schedule={call}.")
+    # 2. a schedule that is made already
     plan = schedule.schedule if isinstance(schedule, Ticks) else validate(schedule)
     if knobs:
         why = f"knobs of a named schedule, but {plan.name} is made already"

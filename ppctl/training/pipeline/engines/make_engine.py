@@ -82,18 +82,21 @@ def model_of(
     dtype: jnp.dtype,
 ) -> Model:
     """Return the model as the tasks of one device see it; divided: over execution.axes."""
+    # 1. shapes of a layer and of a microbatch on one device
     mesh, layout = states.layout.mesh, states.layout
     params = shapes_on_device(states.natural["params"], {} if layout.auto else layout.shards)
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
     parts = num_microbatches * MeshSizes.of(mesh.shape).along(DATA_AXES)
     size = num_examples(shapes["inputs"]) // parts
     microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype), shapes)
+    # 2. specs of what is gathered, or divided by XLA
     specs = None
     if execution.gathers_by_layer and mesh.shape["fsdp"] > 1:
         specs = layer_specs(states.layout.staged_specs(states.staged["params"])["layers"])
     embed_head = params["embed_head"]
     parts = {"embed_head": embed_head, "layers": layer}
     auto_specs = layout.auto_specs(parts) if layout.auto else None
+    # 3. the model, checked
     sizes = num_microbatches, execution.remat, execution.unroll, dtype, execution.axes
     shards = layout.own_embed_head(embed_head), specs, auto_specs
     model = stack.in_shards(divided), embed_head, layer, microbatch, *sizes, *shards

@@ -29,6 +29,7 @@ def with_metrics(
     shapes: of a batch; dtype: of compute. ConfigError for a wrong name, a model without outputs, or
     a metric that fails or has no value for each example.
     """
+    # 1. checks
     outputs = stack.options.outputs
     if not metrics:
         return stack
@@ -41,6 +42,7 @@ def with_metrics(
                 f"than {', '.join(RESERVED)}."
             )
 
+    # 2. the head, tried on shapes
     def head(embed_head: Tree, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, Tree]:
         loss, number = stack.head(embed_head, x, targets)
         found = outputs(*jax.lax.stop_gradient((embed_head, x)))
