@@ -62,10 +62,12 @@ def text(
     messages; how: as of `stdlib`. Raises DataError for a path without files, an unreadable file, a
     broken document unless on_error=skip, and too little for a batch.
     """
+    # 1. the files, tokenized once
     source = source or f"data=text data.path={path}"
     by, fields = load_tokenizer(tokenizer, end_token), Fields(field, prompt_field, document)
     files = Source(*files_of(path, source, cache_dir), fields, on_error == "skip")
     tokens = cached_tokens("text", files, by, "", cache_dir)
+    # 2. a data set, if there is text
     if not len(tokens.ids):
         skipped = f"; {tokens.num_skipped} skipped, first: {tokens.first_skipped}"
         raise DataError(

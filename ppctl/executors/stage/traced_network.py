@@ -64,6 +64,7 @@ class TracedNetwork:
     ):
         self.network, self.auto, self.has_key = network, auto, names_key(network.apply)
         self.inputs, self.dtype, self.compute = inputs, jnp.dtype(dtype), jnp.dtype(compute)
+        # 1. parameters
         params = jax.eval_shape(network.init, jax.eval_shape(lambda: jax.random.key(0)))
         self.treedef = jax.tree.structure(params)
         paths = jax.tree_util.tree_leaves_with_path(params)
@@ -75,6 +76,7 @@ class TracedNetwork:
                     f"init makes {name} of {leaf.dtype}, and parameters are trained: use dtype."
                 )
         self.is_trained = checked_flags(params, network.trainable)
+        # 2. losses that layers attach, and the cuts of the trace
         leaves = [Shape(shape, self.compute) for shape in self.shapes]
         params = jax.tree.unflatten(self.treedef, leaves)
         examples = self._examples(NUM_EXAMPLES[0])
@@ -87,6 +89,7 @@ class TracedNetwork:
         self.places = self._places(trace)
         self.widths = [self._checked(place) for place in self.bounds]
         self.keyed_bounds = self._bounds_with_key() if self.has_key else self.bounds
+        # 3. no loss is attached outside of layers
         ends = (0, self.bounds[0]), (self.bounds[-1], self.at(NUM_EXAMPLES[0]).num_ops)
         for where, ops in zip(("embedding", "head"), ends, strict=True):
             for name in self._attached(*ops).values():
