@@ -301,7 +301,6 @@ def test_part_of_a_network_is_frozen(executor):
         batch=batch,
         optimizer=optax.sgd(0.1),
         executor=executor,
-        num_layers=2,
         dtype=jnp.float64,
     )
     export = pipe.stack.options.network.from_parts
