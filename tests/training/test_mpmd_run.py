@@ -80,7 +80,6 @@ def test_verify_compares_mpmd_with_the_reference(capsys):
 @pytest.mark.slow
 def test_bench_shows_dispatch_and_the_compile_time_of_spmd(monkeypatch, capsys):
     monkeypatch.setattr(bench, "ROUNDS", 2)
-    monkeypatch.setattr(bench, "GROWTH", (2, 4, 8))
     assert bench.bench(replace(CONFIG, schedule=config.Schedule("1f1b", 4)), as_json=True) == 0
     found = json.loads(capsys.readouterr().out)
     rows = {row["name"]: row for row in found["steps"]}
