@@ -18,7 +18,7 @@ REMEDY = re.compile(  # a sentence that tells what to do, and what follows it
 
 # --- names of settings in messages ---------------------------------------------------------------
 
-Writer = Callable[[str, object, str | None], str]  # of the arguments of `setting`
+Writer = Callable[[str, object, str | None], str]  # takes the arguments of `setting`
 
 
 def setting(name: str, value: object = None, argument: str | None = None) -> str:
@@ -52,7 +52,7 @@ def as_option(name: str, value: object, argument: str | None) -> str:
     return option if value is None else f"{option} {value}"
 
 
-_writers: list[Writer] = [as_argument]  # of all threads: files are read in several
+_writers: list[Writer] = [as_argument]  # shared by all threads: files are read in several
 
 
 @contextmanager

@@ -30,7 +30,7 @@ class Network(NamedTuple):
 
     host_devices: Count  # devices of a host, joined by links
     bytes_per_s: Positive  # one way, from a device to one of another host
-    latency_s: NotNegative  # of a message to another host
+    latency_s: NotNegative  # seconds a message to another host
 
 
 @dataclass
@@ -70,9 +70,9 @@ class Hardware(Settings):
     device_kinds: list[str]  # as jax.Device.device_kind names it
     peak_flops: dict[str, Positive]  # dense FLOP/s by dtype of compute
     reached: dict[str, Positive]  # shares of the peaks, 0..1, see REACHED
-    memory_bytes_per_s: Positive  # of the device's own memory
+    memory_bytes_per_s: Positive  # bytes a second of the device memory
     link_bytes_per_s: Positive  # one way, from a device to its neighbour (NVLink, ICI)
-    link_latency_s: NotNegative  # of a message to a neighbour
+    link_latency_s: NotNegative  # seconds a message to a neighbour
     task_s: NotNegative  # to start a task or a tick, its work not included
     memory_gib: Positive | None = None  # that programs can use; None: a share of the machine's
     # of hosts: {host_devices: 8, bytes_per_s: 50e9, latency_s: 2e-5}; None: links join all devices

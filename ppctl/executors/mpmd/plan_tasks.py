@@ -139,7 +139,8 @@ def task_entries(
 
     role: of each stage. A schedule of only forwards keeps nothing. with_keys: of `task_program`.
     reductions: of each stage, from ("acc", stage) to ("sum", stage). One comes once the sums are
-    complete, right before its rank's next task, so that moves of the last task's values come first.
+    complete, right before its rank's next task, so that moves of the last task's values come first;
+    those of stages without layers, whose zeros would take memory early, come last.
     """
     steps = dict[Any, Step]()  # by task, by value that joins those of all parts, by reduced stage
     last = {task.stage: task for task in order if task.kind in "BW"} if reductions else {}
@@ -165,9 +166,11 @@ def task_entries(
         reads, writes = (tuple(_key(name, task, rank) for name in names) for names in values)
         readers = tuple(tuple(_readers(schedule, name, task)) for name in program.writes)
         steps[task] = Step(program, rank, reads, writes, readers, task)
-        if last.get(task.stage) == task:
+        if last.get(task.stage) == task and role[task.stage].num_layers:
             due[rank] = task.stage
     steps |= {stage: _reduction(reductions, stage, rank) for rank, stage in due.items()}
+    for stage in sorted(last.keys() - steps.keys()):
+        steps[stage] = _reduction(reductions, stage, schedule.rank_of[stage])
     return with_moves(steps.values())
 
 

@@ -174,7 +174,7 @@ class Processes:
         self.sweep, self.begun = sweep, list[Change]()
         self.running: dict[int, subprocess.Popen[bytes]] = {}
         self.alive, self.held = os.pipe()  # jobs read the end of file when this process is gone
-        self.folder = tempfile.TemporaryDirectory()  # of errors, and with --json of documents
+        self.folder = tempfile.TemporaryDirectory()  # errors, and with --json documents
 
     def begin(self, job: Job) -> None:
         """Start a job. OSError where its output cannot be written."""
