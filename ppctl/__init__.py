@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from ppctl.model.network import Network, stage_boundary
     from ppctl.model.random_keys import dropout
     from ppctl.model.stack import DividedStack, Stack, StackOptions, VocabularyParts
-    from ppctl.planner.cost.predict_step import PipelinePlan
-    from ppctl.planner.plan_pipeline import plan
+    from ppctl.planner.cost.predict_step import PipelinePlan, plan
     from ppctl.planner.search.tune_pipeline import TunedLayout, tune
     from ppctl.reports.charts.draw_schedule import draw
     from ppctl.schedule.costs import Costs
@@ -91,8 +90,7 @@ _HOMES = {  # public names by module
     "model.network": "Network stage_boundary",
     "model.random_keys": "dropout",
     "model.stack": "DividedStack Stack StackOptions VocabularyParts",
-    "planner.cost.predict_step": "PipelinePlan",
-    "planner.plan_pipeline": "plan",
+    "planner.cost.predict_step": "PipelinePlan plan",
     "planner.search.tune_pipeline": "TunedLayout tune",
     "reports.charts.draw_schedule": "draw",
     "schedule.costs": "Costs",

@@ -8,30 +8,55 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cache
-from math import inf
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import jax
 
 from ppctl.config.schedule_from_config import label
 from ppctl.executors.device_mesh import hosts_text
 from ppctl.planner.cost.assumptions import assumptions
-from ppctl.planner.cost.op_times import OpTimes, op_times
-from ppctl.planner.cost.planned_step import Step
-from ppctl.planner.cost.predict_step import PipelinePlan, job_costs, predict_job, target_of, time_of
+from ppctl.planner.cost.predict_step import PipelinePlan, predict_job, target_of
 from ppctl.planner.cost.target_devices import Target
 from ppctl.planner.rehearsal.timed_runs import out_of_memory
-from ppctl.planner.request_text import RequestText
 from ppctl.planner.search.token_budget import TokenBudget, check_tokens, token_budget
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.partition.cut_layers import improved
-from ppctl.schedule.partition.partition import Partition
-from ppctl.training.pipeline.jax_start import MOST_MEMORY_FRACTION
+from ppctl.schedule.mesh_axes import STAGE_AXES
 from ppctl.training.pipeline.job import TrainingJob, model_flops, unit_of_work
 from ppctl.training.pipeline.mfu import mfu
 from ppctl.training.pipeline.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class RequestText:
+    """The names of a request's parts, as lines of plans name them."""
+
+    model: str
+    num_layers: int
+    mesh: str  # as typed after mesh=
+    axes: str  # with their sizes
+    submesh: str  # of a rank
+    stage_axes: tuple[str, ...]  # that divide stages
+    num_microbatches: int
+    executor: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.model} of {self.num_layers} layers, mesh {self.mesh}"
+
+    @classmethod
+    def of(cls, job: TrainingJob) -> Self:
+        model, mesh = job.config.model, job.config.mesh
+        return cls(
+            model.name,
+            job.pipe.stack.num_layers,
+            mesh.text,
+            mesh.axes_text,
+            mesh.submesh_text,
+            tuple(mesh.sizes.shown(STAGE_AXES)),
+            job.config.schedule.num_microbatches,
+            job.config.executor.name,
+        )
 
 
 @dataclass(frozen=True)
@@ -92,12 +117,10 @@ class Prediction:
     limit_bytes: int | None  # memory of a device
     limit_source: str | None
     limit_fraction: float | None  # share of a GPU's memory: run.memory_fraction or JAX's default
-    fitting_memory_fraction: float | None  # a larger run.memory_fraction with which it would fit
     fits: bool | None  # None: the memory of a device is unknown
     compile_s: float | None
     refusal: str | None  # the compiler's, if the program does not fit
     assumes: tuple[str, ...]  # a line each
-    proposal: Proposal | None  # a better partition
 
 
 def predicted(job: TrainingJob) -> Prediction:
@@ -134,7 +157,6 @@ def predicted(job: TrainingJob) -> Prediction:
         mfu_causal_fraction=mfu(flops.causal, step_s, peak),
         predicted_bytes=found.total_bytes,
         assumes=assumptions(job, is_timed=found.time is not None),
-        proposal=propose(pipe, found.step),
         **_stages(job, found.costs),
         **_memory(job, target, found),
     )
@@ -185,8 +207,6 @@ def _memory(job: TrainingJob, target: Target, found: PipelinePlan) -> dict[str, 
     ):  # else the compiler accepts it
         fits = None
     size_bytes, source, fraction = (None, None, None) if limit is None else limit
-    most = None if limit is None or max(needed) <= limit.size_bytes else limit.most_bytes
-    would_fit = most is not None and max(needed) <= most
     return {
         "memory_bytes": memory,
         "total_bytes": needed,
@@ -194,7 +214,6 @@ def _memory(job: TrainingJob, target: Target, found: PipelinePlan) -> dict[str, 
         "limit_bytes": size_bytes,
         "limit_source": source,
         "limit_fraction": fraction,
-        "fitting_memory_fraction": MOST_MEMORY_FRACTION if would_fit else None,
         "fits": fits,
         "compile_s": compile_s,
         "refusal": refusal,
@@ -226,44 +245,3 @@ def _devices_text(job: TrainingJob, target: Target) -> str:
     if hardware is None:
         return f"{target.number} x {str(topology).partition(':')[0]}"
     return f"{target.number} x {hardware.name} (described)"
-
-
-# --- a better partition -------------------------------------------------------------------------
-
-LARGEST_RATIO = 0.99  # of the requested partition's time: a proposal is at least 1% faster
-TASKS_SIMULATED = 2_000_000  # by all simulations together, a few CPU seconds each million
-MOST_SIMULATIONS = 1000
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A partition and its time over the requested one's."""
-
-    partition: tuple[int, ...]  # layers of each stage
-    time_ratio: float
-
-
-def propose(pipe: Pipeline, step: Step | None) -> Proposal | None:
-    """Return the fastest partition found, if its step is 1% faster than the requested one's.
-
-    Seconds are those of the plan, but for cores: each device has its own. None if nothing is
-    better, the time of a step is not known (step=None), or simulations would take too long.
-    """
-    schedule, engine = pipe.schedule, pipe.execution.engine
-    most = min(MOST_SIMULATIONS, TASKS_SIMULATED // sum(map(len, schedule.ranks)))
-    if step is None or not engine.is_pipelined or not most:
-        return None
-
-    @cache
-    def times_of(rank_layers: int, chunk_layers: int) -> OpTimes:
-        return replace(op_times(step.with_layers(rank_layers, chunk_layers)), capacity=inf)
-
-    def seconds(partition: Partition) -> float:
-        sizes = [len(layers) for layers in partition]
-        times = times_of(engine.rank_layers(sizes, schedule.rank_of), max(sizes))
-        return time_of(pipe, times, job_costs(pipe, times, partition)).total_s
-
-    starts = pipe.partition, pipe.relative_costs.balanced(schedule.rank_of)
-    best = improved(min(starts, key=seconds), seconds, max_tried=most)
-    ratio = seconds(best) / seconds(pipe.partition)
-    return None if ratio > LARGEST_RATIO else Proposal(tuple(map(len, best)), ratio)

@@ -2,7 +2,6 @@
 refused.
 """
 
-import json
 import os
 import re
 from dataclasses import replace
@@ -17,7 +16,6 @@ from ppctl import cli, config
 from ppctl.cli.commands.plan import plan as run_plan
 from ppctl.executors.model_shapes import shard_bytes, tree_bytes
 from ppctl.planner.show.plan_terminal import costs_text
-from ppctl.reports.terminal_output import size_text
 from ppctl.training.pipeline.engines.engine_protocol import PARTS
 from ppctl.training.pipeline.job import assemble
 
@@ -226,38 +224,6 @@ def test_over_the_limit_of_the_hardware_plan_ends_with_1_and_names_the_limit(dty
         last,
     )
     assert "it fits" not in last
-
-
-@pytest.mark.full
-def test_where_a_larger_share_of_a_gpus_memory_would_do_plan_says_so(capsys):
-    words = ["run.dtype=bfloat16", "schedule.num_microbatches=16"]
-    need = (
-        max(json_of(capsys, *OVER.split(), *words, "hardware.memory_gib=500")["total_bytes"])
-        / 2**30
-    )
-    for share, fits_with in ((0.8, 0.9), (0.95, None)):
-        limit = (
-            f"hardware.memory_gib={need / share * 0.75}"  # the request takes this share of the GPU
-        )
-        found = json_of(capsys, *OVER.split(), *words, limit)
-        assert (found["fits"], found["limit_fraction"]) == (False, 0.75)
-        assert found["fitting_memory_fraction"] == fits_with
-        cli.main([*OVER.split(), *words, limit])
-        last = capsys.readouterr().out.splitlines()[-1]
-        size = size_text(round(need / share * 0.9 * 2**30))
-        assert last.endswith(f" With run.memory_fraction=0.9, which is {size}, it fits.") == (
-            fits_with is not None
-        )
-        if fits_with is not None:
-            assert json_of(
-                capsys, *OVER.split(), *words, limit, f"run.memory_fraction={fits_with}"
-            )["fits"]
-
-
-def json_of(capsys, *words):
-    """What `ppctl plan --json` prints."""
-    cli.main([*words, "--json"])
-    return json.loads(capsys.readouterr().out)
 
 
 def test_what_is_compiled_is_shown_next_to_what_is_predicted(capsys):

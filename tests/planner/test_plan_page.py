@@ -15,7 +15,6 @@ from ppctl import config
 from ppctl.cli.commands.plan import plan as run_plan
 from ppctl.errors import ConfigError
 from ppctl.planner import make_plan as plan
-from ppctl.planner.make_plan import Proposal
 from ppctl.planner.show.plan_page import picture_of, plan_page
 from ppctl.planner.show.plan_terminal import memory_table, plan_lines, stage_tables
 from ppctl.reports.charts.palette import PARTS as COLOURS
@@ -201,14 +200,6 @@ def test_names_are_text_and_not_markup():
         "<h1>no",
     ):
         assert words in said
-
-
-def test_a_proposal_is_shown():
-    found = replace(made("spmd")[0], proposal=Proposal((3, 1), 0.625))
-    parsed = Page(shown(found, "none"))
-    assert (
-        "partition=explicit partition.layers=[3,1] takes 0.62 times as long a step" in parsed.text
-    )
 
 
 def test_many_ranks_have_few_bars():

@@ -13,9 +13,8 @@ from ppctl.config.schedule_from_config import Pipeline, pipeline_of
 from ppctl.launch.sweep import sweep_page
 from ppctl.launch.sweep.sweep_jobs import Job, Outcome
 from ppctl.launch.sweep.sweep_records import NUMBERS, Result
-from ppctl.planner.make_plan import predicted
+from ppctl.planner.make_plan import RequestText, predicted
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal, RehearsedRank
-from ppctl.planner.request_text import RequestText
 from ppctl.planner.show import plan_page
 from ppctl.reports import measured_timeline_file as timeline_io
 from ppctl.reports.charts.html_charts import schedules_page

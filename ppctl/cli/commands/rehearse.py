@@ -6,7 +6,7 @@ from pathlib import Path
 from ppctl.config import Config
 from ppctl.planner.rehearsal.rehearse_ranks import rehearse as run_ranks
 from ppctl.planner.show.plan_page import rehearsal_page
-from ppctl.planner.show.rehearsal_output import show_rehearsal
+from ppctl.planner.show.plan_terminal import show_rehearsal
 from ppctl.reports.terminal_output import check_file, show_json, write_file
 
 

@@ -6,6 +6,7 @@ F = I = W, and nothing else takes time. The predicted one is by the seconds of l
 head, and of transfers.
 """
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ppctl.config import AutoHardware, Hardware, Plan
+from ppctl.errors import ConfigError
 from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
 from ppctl.executors.mpmd.plan_tasks import JOINS, TASKS
@@ -29,10 +32,10 @@ from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import BASELINE, build
 from ppctl.schedule.ir import PART_KINDS
 from ppctl.schedule.mesh_axes import COPY_AXES, MeshSizes
-from ppctl.schedule.partition.partition import Partition
 from ppctl.schedule.simulator import MOST_TASKS, Timeline
 from ppctl.schedule.timeline import timeline_at
-from ppctl.training.pipeline.job import TrainingJob
+from ppctl.training.pipeline.job import TrainingJob, model_on
+from ppctl.training.pipeline.known_hardware import described_only, known
 from ppctl.training.pipeline.pipeline import Pipeline
 from ppctl.training.run.run_lines import StepPrediction
 
@@ -51,7 +54,6 @@ class PipelinePlan:
     time: StepTime | None = None
     bubble: float | None = None  # 0..1: by the seconds of the step
     costs: Costs | None = field(default=None, repr=False)  # of the stages' tasks
-    step: Step | None = field(default=None, repr=False)
 
     @property
     def step_s(self) -> float | None:
@@ -93,7 +95,7 @@ def predict_pipeline(pipe: Pipeline, counted: Model, target: Target) -> Pipeline
         return PipelinePlan(*known, target.unknown)
     times = op_times(step)
     time, costs = time_of(pipe, times), job_costs(pipe, times)
-    return PipelinePlan(*known, None, time, _bubble(pipe, times, time), costs, step)
+    return PipelinePlan(*known, None, time, _bubble(pipe, times, time), costs)
 
 
 def predict_step(job: TrainingJob) -> StepPrediction:
@@ -117,6 +119,39 @@ def _bubble(pipe: Pipeline, times: OpTimes, time: StepTime) -> float | None:
     if sum(map(len, pipe.schedule.ranks)) > MOST_TASKS:
         return None
     return timeline_of(pipe, times).bubble_fraction
+
+
+def plan(
+    pipe: Pipeline, *, hardware: str = "auto", memory_gib: float | None = None
+) -> PipelinePlan:
+    """Return the predicted seconds and bytes of a pipeline's step; compiles nothing.
+
+    The numbers are those of `ppctl plan` for the same request: FLOPs and bytes of the traced
+    layers, at the speeds of the hardware.
+
+    Args:
+        hardware: Of the devices: a name of conf/hardware, such as h100 or v5e, or "auto": that of
+            the mesh's. Simulated devices may so stand for accelerators.
+        memory_gib: Of a device; None: the hardware's.
+
+    ConfigError: the hardware is unknown, or states no speed for the dtype of compute.
+    """
+    device = pipe.mesh.devices.flat[0]
+    request = hardware_named(hardware)
+    how = device, pipe.mesh.size, str(pipe.dtype)
+    counted = model_on(pipe, described_only(request, device.device_kind))
+    return predict_pipeline(pipe, counted, Target(request, *how, Plan(memory_gib=memory_gib)))
+
+
+def hardware_named(name: str) -> Hardware | AutoHardware:
+    """Return the description of hardware, or "auto"; ConfigError for an unknown name."""
+    if name == "auto":
+        return AutoHardware()
+    if name not in known():
+        near = difflib.get_close_matches(name, known(), n=1)
+        remedy = f"Did you mean {near[0]}?" if near else f"Use one of auto, {', '.join(known())}."
+        raise ConfigError(f"hardware={name} is not described. {remedy}")
+    return known()[name]
 
 
 # from a job to a step
@@ -244,8 +279,7 @@ def timeline_of(pipe: Pipeline, times: OpTimes, costs: Costs | None = None) -> T
     return timeline_at(pipe.schedule, pipe.ticks, costs, times.capacity / copies)
 
 
-def job_costs(pipe: Pipeline, times: OpTimes, partition: Partition | None = None) -> Costs:
-    """Return the costs of the stages' tasks, with another partition if one is given."""
+def job_costs(pipe: Pipeline, times: OpTimes) -> Costs:
+    """Return the costs of the stages' tasks."""
     layers = None if pipe.stack.are_alike else pipe.relative_costs.layers
-    partition = pipe.partition if partition is None else partition
-    return costs_of(times, pipe.schedule, partition, pipe.execution.remat, layers)
+    return costs_of(times, pipe.schedule, pipe.partition, pipe.execution.remat, layers)

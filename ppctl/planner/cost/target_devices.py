@@ -10,12 +10,7 @@ from ppctl.errors import ConfigError
 from ppctl.planner.cost.planned_step import Machine
 from ppctl.planner.cost.roofline import Link, Speed
 from ppctl.reports.terminal_output import size_text
-from ppctl.training.pipeline.jax_start import (
-    JAX_MEMORY_FRACTION,
-    MOST_MEMORY_FRACTION,
-    is_gpu,
-    memory_share,
-)
+from ppctl.training.pipeline.jax_start import JAX_MEMORY_FRACTION, is_gpu, memory_share
 from ppctl.training.pipeline.known_hardware import (
     NOMINAL,
     described_only,
@@ -35,13 +30,6 @@ class DeviceLimit(NamedTuple):
     size_bytes: int
     source: str
     fraction: float | None = None  # share of a GPU's memory; None: all of it, or as requested
-
-    @property
-    def most_bytes(self) -> int | None:
-        """The limit with MOST_MEMORY_FRACTION; None where this is no smaller."""
-        if self.fraction is None or self.fraction >= MOST_MEMORY_FRACTION:
-            return None
-        return round(self.size_bytes / self.fraction * MOST_MEMORY_FRACTION)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from ppctl.planner.cost.planned_step import Step
 from ppctl.planner.cost.predict_step import job_costs, step_of, target_of, time_of, timeline_of
 from ppctl.planner.cost.roofline import Speed
 from ppctl.planner.cost.step_time import StepTime
+from ppctl.planner.make_plan import RequestText
 from ppctl.planner.rehearsal.rank_on_device import (
     RankOnDevice,
     RankPart,
@@ -33,7 +34,6 @@ from ppctl.planner.rehearsal.rank_on_device import (
     time_in_ticks,
 )
 from ppctl.planner.rehearsal.timed_runs import examples_of_device, out_of_memory
-from ppctl.planner.request_text import RequestText
 from ppctl.schedule.costs import OF_PARTS, Costs
 from ppctl.schedule.ir import PART_KINDS, Kind
 from ppctl.schedule.simulator import Timeline

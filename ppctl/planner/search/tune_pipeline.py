@@ -13,9 +13,8 @@ from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import all_devices, repeated_mesh
 from ppctl.model.network import Network
 from ppctl.model.stack import Stack
-from ppctl.planner.cost.predict_step import PipelinePlan, predict_pipeline
+from ppctl.planner.cost.predict_step import PipelinePlan, hardware_named, predict_pipeline
 from ppctl.planner.cost.target_devices import Target
-from ppctl.planner.plan_pipeline import hardware_named
 from ppctl.planner.search.layout_candidate import Candidate, knobs_of
 from ppctl.planner.search.tune_layouts import Row, planned_layouts, search_of
 from ppctl.schedule.families.registry import family

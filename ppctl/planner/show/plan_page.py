@@ -17,10 +17,12 @@ from ppctl.planner.show.plan_terminal import (
     memory_table,
     plan_lines,
     rank_name,
+    rank_table,
+    ranks_to_show,
+    rehearsal_lines,
     shown_ranks,
     stage_tables,
 )
-from ppctl.planner.show.rehearsal_output import rank_table, ranks_to_show, rehearsal_lines
 from ppctl.reports import page_kit as kit
 from ppctl.reports.charts.html_charts import charts_html, too_many_tasks
 from ppctl.reports.charts.page_figures import memory_bars

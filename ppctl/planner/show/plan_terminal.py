@@ -1,11 +1,11 @@
-"""The printed form of `ppctl plan`: lines and tables of a prediction."""
+"""The printed form of `ppctl plan` and `ppctl rehearse`: lines and tables."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ppctl.planner.make_plan import LayerPart, Prediction, StagePart
-from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal
+from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal, RehearsedRank
 from ppctl.reports.bubble_names import bubble_text
 from ppctl.reports.terminal_output import OutputConsole, show_lines, show_table, size_text
 from ppctl.schedule.partition.partition import ranks_text, stages_text
@@ -86,11 +86,6 @@ def plan_lines(found: Prediction) -> Iterator[tuple[str, str]]:
         yield "costs", costs
     if found.token_budget is not None:
         yield "tokens", found.token_budget.text
-    if found.proposal is not None:
-        layers, ratio = ",".join(map(str, found.proposal.partition)), found.proposal.time_ratio
-        partition = f"partition=explicit partition.layers=[{layers}]"
-        how = "by simulation; its memory is not counted"
-        yield "better", f"{partition} takes {ratio:.2f} times as long a step, {how}"
 
 
 def memory_table(found: Prediction) -> TextTable:
@@ -224,16 +219,7 @@ def fit_text(found: Prediction) -> str:
     if found.fits:
         return f"fits: {share} ({need / limit:.0%}), {kind}; limit: {source}."
     over = f"{size_text(need - limit)} too much on rank {worst}"
-    return f"does not fit: {share}, {kind}, {over}; limit: {source}. {remedy}{_more_memory(found)}"
-
-
-def _more_memory(found: Prediction) -> str:
-    """Return a sentence: the share of a GPU's memory that would do; "" if unknown."""
-    fraction = found.fitting_memory_fraction
-    if fraction is None or found.limit_bytes is None or found.limit_fraction is None:
-        return ""
-    size = size_text(round(found.limit_bytes / found.limit_fraction * fraction))
-    return f" With run.memory_fraction={fraction:g}, which is {size}, it fits."
+    return f"does not fit: {share}, {kind}, {over}; limit: {source}. {remedy}"
 
 
 def shown_ranks(found: Prediction, most: int) -> list[int]:
@@ -249,3 +235,67 @@ def shown_ranks(found: Prediction, most: int) -> list[int]:
 def rank_name(found: Prediction, rank: int) -> str:
     are_alike = len(set(map(str, found.memory_bytes))) == 1
     return "every rank" if are_alike else f"rank {rank}"
+
+
+# rehearsals
+
+MOST_RANKS = 16  # of the table on the terminal
+RANK_COLUMNS = ("rank", "ran as", "tasks s", "update s", "forward s", "backward s", "memory")
+
+
+def show_rehearsal(found: Rehearsal) -> None:
+    """Print a rehearsal for people."""
+    console = OutputConsole()
+    show_lines(console, *(f"{name:<10}{text}" for name, text in rehearsal_lines(found)))
+    show_table(console, *rank_table(found, MOST_RANKS))
+
+
+def rehearsal_lines(found: Rehearsal) -> Iterator[tuple[str, str]]:
+    request, number = found.request, len({each.ran_as for each in found.ranks})
+    yield "mesh", f"{request.axes}, links as of hardware={found.hardware}"
+    ran = f"{number} of {len(found.ranks)} ranks on one {found.device}"
+    yield "ran here", f"{ran}; the others are like these"
+    microbatches = f"{request.num_microbatches} microbatches"
+    yield "schedule", f"{found.schedule}, {microbatches}, {request.executor}"
+    cpu = "" if found.step_cpu_s is None else f", {found.step_cpu_s:.4g} CPU seconds"
+    overhead = overhead_text(found.per_step_overhead_s, found.step_time_s)
+    yield "step", f"{speed_text(found)}, bubble {found.bubble_fraction:.1%}{cpu}; {overhead}"
+    if request.stage_axes:
+        sent = "sends between devices that divide a stage; one ran here"
+        yield ", ".join(request.stage_axes), f"{found.sent_s:.3g} s of the step, counted: {sent}"
+    counted_s = found.analytic_step_time_s
+    ratio = f"rehearsed over it {found.step_time_s / counted_s:.2f}"
+    yield "analytic", f"{counted_s:.4g} s as `ppctl plan` counts; {ratio}"
+    worst = max(found.ranks, key=lambda each: each.total_bytes)
+    limit = "" if found.limit_bytes is None else f" of {size_text(found.limit_bytes)}"
+    yield "memory", f"{size_text(worst.total_bytes)}{limit} on rank {worst.rank}, which needs most"
+
+
+def ranks_to_show(found: Rehearsal, most: int) -> tuple[RehearsedRank, ...]:
+    """Return the ranks to show: all up to `most`, else those that ran, the fullest, the last."""
+    ranks = found.ranks
+    if len(ranks) <= most:
+        return ranks
+    fullest = max(ranks, key=lambda each: each.total_bytes)
+    return tuple(each for each in ranks if each.ran_as == each.rank or each in (fullest, ranks[-1]))
+
+
+def rank_table(found: Rehearsal, most: int) -> TextTable:
+    """Return a table of up to `most` ranks."""
+    ranks = ranks_to_show(found, most)
+    title = "ranks, with seconds of a step, and of a microbatch through each stage"
+    title += "" if len(ranks) == len(found.ranks) else f" ({len(ranks)} of {len(found.ranks)})"
+    return TextTable(title, RANK_COLUMNS, [*map(_rank_row, ranks)])
+
+
+def _rank_row(of_rank: RehearsedRank) -> list[str]:
+    seconds = lambda values: " ".join(f"{value:.3g}" for value in values)  # noqa: E731
+    return [
+        str(of_rank.rank),
+        str(of_rank.ran_as),
+        f"{of_rank.tasks_s:.4g}",
+        f"{of_rank.update_s:.4g}",
+        seconds(of_rank.forward_s),
+        seconds(of_rank.backward_s),
+        size_text(of_rank.total_bytes),
+    ]

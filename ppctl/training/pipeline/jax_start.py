@@ -17,7 +17,6 @@ from ppctl.launch import xla_stderr
 from ppctl.schedule.mesh_axes import AXES
 
 JAX_MEMORY_FRACTION = 0.75  # JAX's default, and that of memory_gib of GPUs in conf/hardware
-MOST_MEMORY_FRACTION = 0.9  # the most to try where memory is short: CUDA and NCCL need the rest
 VARIABLE = "XLA_CLIENT_MEM_FRACTION"
 OLDER_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # jaxlib refuses both
 MOST_SIMULATED = 4096  # devices of one process: JAX starts them in seconds, 16,384 in minutes
