@@ -6,7 +6,7 @@ from ppctl.data.dataset import Batch, DataSet
 from ppctl.data.generated_data import regression, synthetic
 from ppctl.data.mixture import mixture
 from ppctl.data.text_dataset import stdlib, text
-from ppctl.data.token_file import tokens
+from ppctl.data.token_windows import tokens
 
 BUILDERS: dict[str, Callable[..., DataSet]] = {
     "stdlib": stdlib,

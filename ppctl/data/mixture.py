@@ -23,20 +23,19 @@ def mixture(
     round more often. Each holds out its own eval_fraction. how: as of `text`. Raises DataError for
     a part with too few examples to train on or to hold out.
     """
-    how |= {"batch_size": 1, "seed": seed, "eval_fraction": eval_fraction}
-    sets: list[DataSet] = []
-    for number, part in enumerate(parts):
-        of_part = {key: value for key, value in part.items() if key != "weight"}
-        sets.append(text(source=f"data.parts[{number}].path={part['path']}", **of_part, **how))
+    # 1. the data set of each part
+    of_each = how | {"batch_size": 1, "seed": seed, "eval_fraction": eval_fraction}
+    sets = [
+        text(
+            source=f"data.parts[{number}].path={part['path']}",
+            **{key: value for key, value in part.items() if key != "weight"},
+            **of_each,
+        )
+        for number, part in enumerate(parts)
+    ]
     weights = [float(part["weight"]) for part in parts]
-    return _mixed(sets, weights, batch_size=batch_size, seed=seed, is_evaluated=eval_fraction > 0)
 
-
-def _mixed(
-    sets: Sequence[DataSet], weights: list[float], *, batch_size: int, seed: int, is_evaluated: bool
-) -> DataSet:
-    """Return data sets as one: all examples to train on, then all held-out ones."""
-    # 1. examples: the training parts, then the held-out ones
+    # 2. examples: the training parts, then the held-out ones
     trained = [each.num_examples for each in sets]
     held_out = [each.num_eval_examples for each in sets]
     bounds = np.cumsum([0, *trained, *held_out])
@@ -54,20 +53,20 @@ def _mixed(
                     batch.setdefault(name, np.empty(shape, array.dtype))[rows] = array
         return batch
 
-    # 2. names and sizes
+    # 3. names and sizes
     shares = [weight / sum(weights) for weight in weights]
-    parts = [f"{share:.1%} {each.source}" for share, each in zip(shares, sets, strict=True)]
-    mixture = tuple(zip(trained, held_out, weights, strict=True))
+    texts = [f"{share:.1%} {each.source}" for share, each in zip(shares, sets, strict=True)]
+    mixed = tuple(zip(trained, held_out, weights, strict=True))
     order = {"name": "mixture", "batch_size": batch_size, "seed": seed}
     digests = [each.fingerprint for each in sets]
     return DataSet(
         **order,
-        source=f"data=mixture: {'; '.join(parts)}",
+        source=f"data=mixture: {'; '.join(texts)}",
         fingerprint=fingerprint(**order, parts=digests, weights=weights),
         num_examples=sum(trained),
-        num_eval_examples=len(held_out_of(sum(trained), mixture)) if is_evaluated else 0,
+        num_eval_examples=len(held_out_of(sum(trained), mixed)) if eval_fraction > 0 else 0,
         read=read,
         vocab_size=sets[0].vocab_size,
         is_packed=sets[0].is_packed,
-        mixture=mixture,
+        mixture=mixed,
     )

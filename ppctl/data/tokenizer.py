@@ -1,23 +1,26 @@
-"""Text to token ids: bytes, or a `tokenizer.json` that the `tokenizers` library reads."""
+"""Text to token ids: bytes, or a `tokenizer.json` that the `tokenizers` library reads or trains."""
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ppctl.data.chat_templates import ChatTemplate, chat_template, render, special_token
+from ppctl.data.chat_templates import CHATML, ChatTemplate, chat_template, render, special_token
+from ppctl.data.document_files import Broken, Source, documents_of
 from ppctl.errors import DataError, missing_package
 
 BYTES = "bytes"  # data.tokenizer of one token a byte
 NUM_BYTES = 256
 BYTE_END = 0  # the id after each document of bytes; no text holds this byte
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # end of a document, marks of ChatML
 
 Spans = Sequence[tuple[int, int]]  # characters from, to
 Encoded = tuple[np.ndarray, np.ndarray]  # ids, and whether each is learned
@@ -104,7 +107,7 @@ def json_object(file: Path) -> dict[str, Any]:
     """Return the values in a JSON file by name, {} without such a file. DataError for others."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{file} cannot be read ({error}). Restore it, or remove it.") from error
@@ -206,3 +209,79 @@ def tokenizers_library() -> Any:
         what = "A tokenizer other than bytes"
         raise missing_package(what, "tokenizers", "text") from error
     return tokenizers
+
+
+# --- training a byte-level BPE --------------------------------------------------------------------
+
+
+class Trained(NamedTuple):
+    """A tokenizer and the amount of text that it was trained on."""
+
+    tokenizer: Any
+    num_documents: int
+    num_bytes: int
+    skipped: Sequence[Broken]
+
+
+def train_bpe(source: Source, vocab_size: int, special: Sequence[str] = SPECIAL) -> Trained:
+    """Return a byte-level BPE of at most vocab_size tokens, the special ones first; reproducible.
+
+    Any text is encoded and decoded without loss. Raises DataError for broken documents, unless they
+    are skipped, and for files without text.
+    """
+    # 1. the empty tokenizer
+    library = tokenizers_library()
+    bpe = library.Tokenizer(library.models.BPE())
+    bpe.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special),
+        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    # 2. the texts
+    counts: Counter[str] = Counter()
+    skipped: list[Broken] = []
+
+    def texts() -> Iterator[str]:
+        for document in documents_of(source, "reading"):
+            if isinstance(document, Broken):
+                skipped.append(document)
+                continue
+            counts["documents"] += not document.goes_on
+            for text in (document.prompt, *_texts(document.content)):
+                counts["bytes"] += len(text.encode())
+                yield text
+
+    bpe.train_from_iterator(texts(), trainer)
+    if not counts["bytes"]:
+        files = ", ".join(map(str, source.files[:3]))
+        raise DataError(f"{files} hold no text. Use files with some.")
+    return Trained(bpe, counts["documents"], counts["bytes"], skipped)
+
+
+def write_tokenizer(directory: Path, bpe: Any, special: Sequence[str] = SPECIAL) -> None:
+    """Write the tokenizer and its settings; the first special token starts and ends documents."""
+    directory.mkdir(parents=True, exist_ok=True)
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": special[0],
+        "eos_token": special[0],
+        "clean_up_tokenization_spaces": False,
+    }
+    if {*SPECIAL} <= {*special}:
+        settings["chat_template"] = CHATML
+    for name, text in ((FILE, bpe.to_str(pretty=True)), (SETTINGS, json.dumps(settings, indent=2))):
+        beside = directory / f"{name}.tmp"
+        beside.write_text(text + "\n", encoding="utf-8")
+        beside.replace(directory / name)
+
+
+def _texts(content: Any) -> Iterator[str]:
+    """Yield the texts of a document: itself, or the contents of the messages of a chat."""
+    if isinstance(content, str):
+        yield content
+    else:
+        messages = (each for each in content if isinstance(each, dict))
+        yield from (each["content"] for each in messages if isinstance(each.get("content"), str))

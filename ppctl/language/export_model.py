@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import accumulate, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -11,19 +11,17 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from ppctl.config import Transformer
-from ppctl.config.changed_settings import model_and_data
 from ppctl.errors import ConfigError
 from ppctl.language.import_model import KEPT
+from ppctl.language.language_model import LanguageModel, open_language_model
 from ppctl.language.model_files import INDEX, check_new, writing_to
-from ppctl.language.tensor_names import Named, adapter_parameters, named_parameters, target_modules
+from ppctl.language.tensor_names import Named, named_parameters
 from ppctl.language.transformers_config import model_config, model_settings
 from ppctl.training.run.kept_tokenizer import GENERATION, MODEL_CONFIG, SOURCE
-from ppctl.training.run.saved_run import SavedRun, load_run
 
 Tree = Any
 SHARD_BYTES = 5 * 10**9  # of a file, without its last tensor, at most
-ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"  # of PEFT
+ADAPTER_CONFIG = "adapter_config.json"  # of PEFT
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 BFLOAT16 = ml_dtypes.bfloat16
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": BFLOAT16, "float16": np.float16}
@@ -36,108 +34,86 @@ class Exported(NamedTuple):
 
 
 def export_model(
-    run_dir: Path, out: Path, *, step: int | None = None, dtype: str | None = None
+    run_dir: Path,
+    out: Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    adapter: bool = False,
 ) -> Exported:
     """Write a checkpoint as safetensors with config.json, and the files kept by an import.
 
-    Adapters are merged in. step: None: the newest. dtype: of the tensors; None: that of the
-    imported model, else float32.
+    step: None: the newest. dtype: of the tensors; None: that of the imported model, else float32.
+    adapter: write only the adapters of optim.train=lora, by PEFT's names; they are merged in else.
 
     Raises:
-        ConfigError: `transformers` lacks the run's model, or `out` exists.
+        ConfigError: `transformers` lacks the run's model, the run has no adapters, or `out` exists.
         CheckpointError: There is no such checkpoint.
     """
     check_new(out)
-    run, model = _opened(run_dir)
-    # 1. parameters and config.json: the imported one where it describes the same model
-    number = run.steps[-1] if step is None and run.steps else step
-    params, source = run.params(number), _source(run_dir, run.settings)
-    config = model_config(model, params["embed_head"]["embedding"].shape[0])
-    kept = None if source is None else json.loads((source / MODEL_CONFIG).read_text())
-    if kept is not None and model_settings(kept) == model_settings(config):
-        config = kept
-    config.setdefault("max_position_embeddings", model.seq_len)
+    model = open_language_model(run_dir, step=step)
+    # 1. parameters, config.json, and the files that come with them
+    if adapter:
+        params, config = _adapter(model)
+        copied, stem = dict[str, Path](), "adapter_model"
+    else:
+        source = _source(run_dir, model.config.run.start_from)
+        params, config = model.params, _config(model, source)
+        copied, stem = _kept_files(source, run_dir / SOURCE), "model"
     dtype = str(dtype or config.get("dtype") or config.get("torch_dtype") or "float32")
-    _check_dtype(dtype)
-    config.pop("torch_dtype", None)
-    config |= {"dtype": dtype}
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}.")
+    config_file = ADAPTER_CONFIG if adapter else MODEL_CONFIG
+    if not adapter:
+        config.pop("torch_dtype", None)
+        config["dtype"] = dtype
     # 2. the files
     with writing_to(out):
         out.mkdir(parents=True, exist_ok=True)
-        (out / MODEL_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        files = list(_write_tensors(out, params, named_parameters(params), DTYPES[dtype]))
-        for name, file in _kept_files(source, run_dir / SOURCE).items():
+        (out / config_file).write_text(json.dumps(config, indent=2) + "\n")
+        names = named_parameters(params, adapters=adapter)
+        files = [*_write_tensors(out, params, names, DTYPES[dtype], stem)]
+        for name, file in copied.items():
             shutil.copyfile(file, out / name)
             files.append(name)
-        if GENERATION not in files:
+        if GENERATION not in files and not adapter:
             tokens = {key: config[key] for key in TOKEN_IDS if key in config}
             text = json.dumps({"_from_model_config": True, **tokens}, indent=2)
             (out / GENERATION).write_text(text + "\n")
             files.append(GENERATION)
-    return Exported((*files, MODEL_CONFIG), dtype, number or 0)
+    return Exported((*files, config_file), dtype, model.step)
 
 
-def export_adapter(
-    run_dir: Path, out: Path, *, step: int | None = None, dtype: str | None = None
-) -> Exported:
-    """Write the adapters of a checkpoint of optim.train=lora by PEFT's names.
+def _config(model: LanguageModel, source: Path | None) -> dict[str, Any]:
+    """Return the config.json of a model: the imported one where it describes the same model."""
+    config = model_config(model.transformer, model.vocab_size)
+    kept = None if source is None else json.loads((source / MODEL_CONFIG).read_text())
+    if kept is not None and model_settings(kept) == model_settings(config):
+        config = kept
+    config.setdefault("max_position_embeddings", model.transformer.seq_len)
+    return config
 
-    step: None: the newest. dtype: of the tensors; None: float32.
 
-    Raises:
-        ConfigError: The run has no adapters, `transformers` lacks its model, or `out` exists.
-        CheckpointError: There is no such checkpoint.
-    """
-    from safetensors.numpy import save_file
-
-    # 1. the adapters
-    check_new(out)
-    run, model = _opened(run_dir)
-    dtype = dtype or "float32"
-    _check_dtype(dtype)
-    adapters = run.adapters(step)
+def _adapter(model: LanguageModel) -> tuple[Tree, dict[str, Any]]:
+    """Return (parameters with adapters, PEFT's config). ConfigError without adapters."""
+    adapters = model.adapters
     if adapters is None:
         raise ConfigError(
-            f"--adapter: {run_dir} was not trained with optim.train=lora and has no adapters."
+            f"--adapter: {model.directory} was not trained with optim.train=lora and has no "
+            "adapters."
         )
     lora, params = adapters
-    model_config(model, params["embed_head"]["embedding"].shape[0])  # raises for other models
-    # 2. the files
+    model_config(model.transformer, params["embed_head"]["embedding"].shape[0])  # raises for others
+    linear = [each.name.split(".")[-3] for each in named_parameters(params, adapters=True)]
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None}
-    config |= {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": target_modules(params)}
+    config |= {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": [*dict.fromkeys(linear)]}
     config |= {"lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False}
-    config |= {"inference_mode": True}
-    with writing_to(out):
-        out.mkdir(parents=True, exist_ok=True)
-        names = adapter_parameters(params)
-        tensors = {each.name: _tensor_of(params, each, DTYPES[dtype]) for each in names}
-        save_file(tensors, out / ADAPTER_TENSORS, {"format": "pt"})
-        (out / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    return Exported(
-        (ADAPTER_TENSORS, ADAPTER_CONFIG), dtype, run.steps[-1] if step is None else step
-    )
+    return params, config | {"inference_mode": True}
 
 
-def _opened(run_dir: Path) -> tuple[SavedRun, Transformer]:
-    """Return a run and its model. ConfigError unless that is a transformer."""
-    run = load_run(run_dir)
-    model = model_and_data(run.settings).model
-    if not isinstance(model, Transformer):
-        raise ConfigError(
-            f"model={model.name} of {run_dir} is no language model that transformers has."
-        )
-    return run, model
-
-
-def _check_dtype(name: str) -> None:
-    if name not in DTYPES:
-        raise ConfigError(f"--dtype {name} is not one of {', '.join(DTYPES)}.")
-
-
-def _source(run_dir: Path, settings: Mapping[str, Any]) -> Path | None:
+def _source(run_dir: Path, start_from: str | None) -> Path | None:
     """Return the folder of files kept by an import: this run's, or that of run.start_from."""
-    start = settings["run"].get("start_from")
-    for folder in (run_dir, *(() if start is None else (Path(start),))):
+    for folder in (run_dir, *(() if start_from is None else (Path(start_from),))):
         if (folder / SOURCE / MODEL_CONFIG).is_file():
             return folder / SOURCE
     return None
@@ -155,7 +131,9 @@ def _kept_files(source: Path | None, run_source: Path) -> dict[str, Path]:
     return {name: imported[name] for name in imported if name == GENERATION} | files_of(run_source)
 
 
-def _write_tensors(out: Path, params: Tree, names: list[Named], dtype: Any) -> Iterator[str]:
+def _write_tensors(
+    out: Path, params: Tree, names: list[Named], dtype: Any, stem: str = "model"
+) -> Iterator[str]:
     """Write tensors in shards, with an index of several; yield the names of the files."""
     from safetensors.numpy import save_file
 
@@ -168,10 +146,12 @@ def _write_tensors(out: Path, params: Tree, names: list[Named], dtype: Any) -> I
     places = dict[str, str]()
     for i, shard in enumerate(shards):
         part = "" if len(shards) == 1 else f"-{i + 1:05}-of-{len(shards):05}"
-        name = f"model{part}.safetensors"
+        name = f"{stem}{part}.safetensors"
         tensors = {each.name: _tensor_of(params, each, dtype) for each in shard}
         save_file(tensors, out / name, {"format": "pt"})
-        shutil.copymode(out / MODEL_CONFIG, out / name)  # safetensors ignores the umask
+        (out / name).chmod(
+            next(out.glob("*config.json")).stat().st_mode
+        )  # safetensors ignores the umask
         places |= {each.name: name for each in shard}
         yield name
     if len(shards) > 1:

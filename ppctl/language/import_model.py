@@ -4,11 +4,11 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import yaml
 from jax.sharding import NamedSharding
@@ -17,6 +17,7 @@ from ppctl.config import Config, Run, Transformer
 from ppctl.config.changed_settings import settings_from
 from ppctl.data import DataSet
 from ppctl.data.dataset import description
+from ppctl.data.tokenizer import json_object
 from ppctl.errors import ConfigError
 from ppctl.language.model_files import Tensors, check_new, open_safetensors, writing_to
 from ppctl.language.tensor_names import Named, named_parameters
@@ -46,7 +47,8 @@ class Imported:
 def import_model(source: Path, out: Path) -> Imported:
     """Write the model of a directory of `transformers`, or of a GGUF file, as a run directory.
 
-    The host holds one tensor at a time: each is read from a memory map and put on the devices.
+    The host holds one leaf at a time (a matrix of all layers), read from memory maps and put on
+    the devices.
 
     Raises:
         ConfigError: The model is missing or ppctl lacks it, or `out` exists.
@@ -58,7 +60,13 @@ def import_model(source: Path, out: Path) -> Imported:
 
         model_config, tensors, texts, notes = open_gguf(source)
     else:
-        model_config, tensors, texts, notes = _config(source), open_safetensors(source), {}, ()
+        model_config, texts, notes = json_object(source / MODEL_CONFIG), {}, ()
+        if not model_config:
+            raise ConfigError(
+                f"{source} has no config.json. Name a model directory of transformers, or a .gguf "
+                "file."
+            )
+        tensors = open_safetensors(source)
     # 2. the model and its parameters
     settings = model_settings(model_config)
     length = min(int(model_config.get("max_position_embeddings") or LONGEST), LONGEST)
@@ -81,55 +89,30 @@ def import_model(source: Path, out: Path) -> Imported:
     return Imported(model, count, files, tuple(notes))
 
 
-def _config(source: Path) -> Mapping[str, Any]:
-    if not source.is_dir():
-        what = "is no directory" if source.exists() else "is not there"
-        raise ConfigError(
-            f"{source} {what}. Name a model directory of transformers, or a .gguf file."
-        )
-    file = source / MODEL_CONFIG
-    if not file.is_file():
-        raise ConfigError(f"{source} has no config.json. Name a model directory of transformers.")
-    try:
-        model_config = json.loads(file.read_text())
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{file} cannot be read: {' '.join(str(error).split())}.") from error
-    if not isinstance(model_config, dict):
-        raise ConfigError(f"{file} is no object of JSON.")
-    return model_config
-
-
 def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
-    """Return the parameters, each leaf divided over all devices along a dim that they divide."""
-    # 1. zeros on the devices
+    """Return the parameters, each leaf divided over all devices along the first possible dim."""
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((jax.local_device_count(),), ("all",), axis_types=auto)
-    leaves, specs = dict[tuple, jax.Array](), dict[tuple, list[str | None]]()
-    flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
-    for keys, leaf in flat:
-        path = tuple(key.key for key in keys)
-        first = int(path[0] == "layers")  # the dim of the layers is whole: see `_filled`
-        dims = [dim for dim in range(first, leaf.ndim) if leaf.shape[dim] % mesh.size == 0]
-        specs[path] = [None] * dims[0] + ["all"] if dims else []
-        place = NamedSharding(mesh, jax.P(*specs[path]))
-        leaves[path] = jnp.zeros(leaf.shape, leaf.dtype, device=place)
 
-    # 2. tensor by tensor into its place
-    for each in wanted:
-        leaf = leaves[each.path]
-        place = NamedSharding(mesh, jax.P(*specs[each.path][each.layer is not None :]))
-        fill = jax.jit(_filled, donate_argnums=0, out_shardings=leaf.sharding)
-        turned = np.transpose if each.is_transposed else np.asarray
-        tensor = jax.device_put(turned(tensors.read(each.name)), place)
-        leaves[each.path] = fill(leaf, tensor, each.layer).block_until_ready()
-        del tensor  # one at a time is on the host
-    return jax.tree.unflatten(treedef, leaves.values())
+    read_last = lru_cache(1)(tensors.read)  # the parts of a whole leaf follow each other
 
+    def leaf(keys: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        of_leaf = [each for each in wanted if each.path == tuple(key.key for key in keys)]
 
-def _filled(leaf: jax.Array, tensor: jax.Array, layer: jax.Array | None) -> jax.Array:
-    """Return a leaf with the tensor of a layer, or of the whole leaf, in its place."""
-    part = (tensor if layer is None else tensor[None]).astype(leaf.dtype)
-    return jax.lax.dynamic_update_slice_in_dim(leaf, part, 0 if layer is None else layer, 0)
+        def read(each: Named, index: Any) -> np.ndarray:
+            tensor = read_last(each.name)
+            return np.asarray((tensor.T if each.is_transposed else tensor)[index], shape.dtype)
+
+        def part(index: Any) -> np.ndarray:
+            if of_leaf[0].layer is None:
+                return read(of_leaf[0], index)
+            return np.stack([read(each, index[1:]) for each in of_leaf[index[0]]])
+
+        dims = [dim for dim, size in enumerate(shape.shape) if size % mesh.size == 0]
+        place = NamedSharding(mesh, jax.P(*([None] * dims[0] + ["all"] if dims else [])))
+        return jax.make_array_from_callback(shape.shape, place, part)
+
+    return jax.tree_util.tree_map_with_path(leaf, shapes)
 
 
 def _metadata(recorded: Mapping[str, Any], model: Transformer, source: Path) -> dict[str, Any]:

@@ -13,10 +13,11 @@ from ppctl.config import Config, Transformer
 from ppctl.config.changed_settings import model_and_data
 from ppctl.data.chat_templates import render_question
 from ppctl.data.tokenizer import BYTES, FILE, NUM_BYTES, Tokenizer, byte_tokenizer, load_tokenizer
-from ppctl.errors import CheckpointError, ConfigError
+from ppctl.errors import ConfigError
+from ppctl.model.lora import Lora
 from ppctl.model.stack import Stack
 from ppctl.model.transformer import transformer
-from ppctl.training.checkpoint.checkpoint import Checkpoints, merged_params
+from ppctl.training.checkpoint.checkpoint import Checkpoints, merged_params, stored_lora
 from ppctl.training.pipeline.built_in_models import transformer_sizes
 from ppctl.training.pipeline.job import DEFAULT_DTYPE
 from ppctl.training.run.kept_tokenizer import configured_ends, kept_tokenizer
@@ -40,6 +41,13 @@ class LanguageModel:
         """The parameters, in natural order, whole in the host's memory; adapters are merged in."""
         with Checkpoints(self.directory / "checkpoints", keep=None) as checkpoints:
             return merged_params(checkpoints, self.step, jax.local_devices(backend="cpu")[0])
+
+    @cached_property
+    def adapters(self) -> tuple[Lora, Tree] | None:
+        """The settings of LoRA, and the parameters with adapters; None without adapters."""
+        with Checkpoints(self.directory / "checkpoints", keep=None) as checkpoints:
+            lora, cpu = stored_lora(checkpoints, self.step), jax.local_devices(backend="cpu")[0]
+            return lora and (lora, checkpoints.restore_params(self.step, cpu))
 
     @cached_property
     def vocab_size(self) -> int:
@@ -110,14 +118,18 @@ class LanguageModel:
         return self.tokenizer.encode_chat(text, ())[0].tolist()
 
 
-def open_language_model(path: Path, dtype: str | None = None) -> LanguageModel:
+def open_language_model(
+    path: Path, dtype: str | None = None, step: int | None = None
+) -> LanguageModel:
     """Return the model of a run, or of one of its checkpoints, by its directory.
 
-    ConfigError: no run, or no transformer. CheckpointError: no such checkpoint.
+    step: of the checkpoint; None: that of the directory, or the newest. ConfigError: no run, or no
+    transformer. CheckpointError: no such checkpoint.
     """
     # 1. the run and its model
-    is_checkpoint = path.parent.name == "checkpoints" and path.name.isdecimal()
-    directory = path.parent.parent if is_checkpoint else path
+    directory = path
+    if path.parent.name == "checkpoints" and path.name.isdecimal():
+        directory, step = path.parent.parent, int(path.name)
     if not (directory / "config.yaml").is_file() and (directory / "config.json").is_file():
         raise ConfigError(
             f"{directory} holds a model of Hugging Face's format. Import it: ppctl import "
@@ -127,16 +139,10 @@ def open_language_model(path: Path, dtype: str | None = None) -> LanguageModel:
     config = model_and_data(run.settings)
     if not isinstance(config.model, Transformer):
         raise ConfigError(
-            f"{directory} has model={config.model.name}, and only the built-in transformer "
-            "writes text."
+            f"{directory} has model={config.model.name}: this takes the built-in transformer."
         )
     # 2. the checkpoint
-    steps = run.steps
-    if not steps or (is_checkpoint and int(path.name) not in steps):
-        found = f"of steps {', '.join(map(str, steps))}" if steps else "none"
-        raise CheckpointError(f"{path} has no finished checkpoint; there are {found}.")
-    name = dtype or config.run.dtype or DEFAULT_DTYPE
+    step, name = run.step(step), dtype or config.run.dtype or DEFAULT_DTYPE
     if name == "float64":
         jax.config.update("jax_enable_x64", True)
-    step = int(path.name) if is_checkpoint else steps[-1]
     return LanguageModel(directory, step, config.model, config, jnp.dtype(name))

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ppctl.model.lora import A, B, adapted_modules
+from ppctl.model.lora import A, B
 
 Tree = Any
 EMBED_HEAD = {
@@ -48,39 +48,32 @@ class Named(NamedTuple):
     is_transposed: bool
 
 
-def adapter_parameters(params: Tree) -> list[Named]:
-    """Return the tensors of a model's adapters by PEFT's names, layer by layer."""
-    layers: dict[int, list[Named]] = {}
-    for path, module in adapted_modules(params["layers"]):
-        of_linear = LAYER["/".join((*path, "kernel"))].removesuffix(".weight")
-        for key, name in PEFT.items():
-            for l in range(module[key].shape[0]):
-                full = f"{PEFT_MODEL}model.layers.{l}.{of_linear}.{name}.weight"
-                place, shape = ("layers", *path, key), module[key].shape[:0:-1]
-                layers.setdefault(l, []).append(Named(full, place, l, shape, is_transposed=True))
-    return [each for l in sorted(layers) for each in layers[l]]
+def named_parameters(params: Tree, *, adapters: bool = False) -> list[Named]:
+    """Return the tensors of a model, layer by layer; params: its parameters, or their shapes.
 
-
-def target_modules(params: Tree) -> list[str]:
-    """Return the linear maps with adapters as PEFT's `target_modules` has them."""
-    paths = ("/".join((*path, "kernel")) for path, _ in adapted_modules(params["layers"]))
-    return [LAYER[path].split(".")[-2] for path in paths]
-
-
-def named_parameters(params: Tree) -> list[Named]:
-    """Return the tensors of a model, layer by layer; params: its parameters, or their shapes."""
-    found: list[Named] = []
+    adapters: only those of LoRA, by PEFT's names.
+    """
+    whole: list[Named] = []
     layers: dict[int, list[Named]] = {}
     table = LAYER_OF_POST_NORMS if "mlp_post_norm" in params["layers"] else LAYER
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
         path = tuple(key.key for key in keys)
-        is_transposed, of_table = path[-1] in TRANSPOSED, "/".join(path[1:])
-        shape = leaf.shape[::-1] if is_transposed else leaf.shape
-        if path[0] == "embed_head":
-            found.append(Named(EMBED_HEAD[of_table], path, None, shape, is_transposed))
+        is_adapter = path[-1] in PEFT
+        if is_adapter != adapters:
             continue
-        shape = leaf.shape[:0:-1] if is_transposed else leaf.shape[1:]
+        is_transposed = is_adapter or path[-1] in TRANSPOSED
+        is_whole = path[0] == "embed_head"
+        shape = leaf.shape if is_whole else leaf.shape[1:]
+        shape = shape[::-1] if is_transposed else shape
+        if is_whole:
+            whole.append(Named(EMBED_HEAD["/".join(path[1:])], path, None, shape, is_transposed))
+            continue
+        of_table = "/".join((*path[1:-1], "kernel" if is_adapter else path[-1]))
+        prefix, name = "model.layers", table[of_table]
+        if is_adapter:
+            prefix = f"{PEFT_MODEL}{prefix}"
+            name = f"{name.removesuffix('weight')}{PEFT[path[-1]]}.weight"
         for l in range(leaf.shape[0]):
-            name = f"model.layers.{l}.{table[of_table]}"
-            layers.setdefault(l, []).append(Named(name, path, l, shape, is_transposed))
-    return [*found, *(each for l in sorted(layers) for each in layers[l])]
+            named = Named(f"{prefix}.{l}.{name}", path, l, shape, is_transposed)
+            layers.setdefault(l, []).append(named)
+    return [*whole, *(each for l in sorted(layers) for each in layers[l])]

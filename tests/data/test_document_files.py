@@ -14,12 +14,10 @@ import pytest
 
 from ppctl.data import document_files as documents
 from ppctl.data import token_cache
-from ppctl.data import token_encoding as encoding
 from ppctl.data.document_files import Broken, Document, Fields, Source, read_documents
 from ppctl.data.token_cache import cached_tokens
 from ppctl.data.token_windows import NO_TOKEN
-from ppctl.data.tokenizer import byte_tokenizer, load_tokenizer
-from ppctl.data.train_bpe import train_bpe, write_tokenizer
+from ppctl.data.tokenizer import byte_tokenizer, load_tokenizer, train_bpe, write_tokenizer
 from ppctl.errors import DataError
 
 TEXTS = ["one fox", "zwei füchse\nin lines", "three"]
@@ -199,10 +197,10 @@ def test_messages_need_a_template(build, tmp_path):
 TOKENIZE = """
 import sys, time
 from pathlib import Path
-from ppctl.data import token_encoding, token_cache
+from ppctl.data import token_cache
 from ppctl.data.document_files import Fields, Source
 from ppctl.data.tokenizer import byte_tokenizer
-stop, token_encoding.CHARS_AT_ONCE = int(sys.argv[3]), int(sys.argv[4])
+stop, token_cache.CHARS_AT_ONCE = int(sys.argv[3]), int(sys.argv[4])
 encoded = token_cache.encoded
 number = 0
 def slowly(*given):
@@ -258,8 +256,10 @@ def test_who_waited_for_a_killed_writer_begins_anew(tmp_path, chars):
 
 
 def test_an_interrupted_writer_leaves_nothing(tmp_path, monkeypatch):
+    encoded = token_cache.encoded
+
     def interrupted(*given):
-        yield next(encoding.encoded(*given))
+        yield next(encoded(*given))
         raise KeyboardInterrupt
 
     file, cache = written(tmp_path / "a.jsonl", LINES), tmp_path / "cache"
@@ -275,7 +275,7 @@ def test_an_interrupted_writer_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_a_writer_that_fails_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(encoding, "CHARS_AT_ONCE", 1)
+    monkeypatch.setattr(token_cache, "CHARS_AT_ONCE", 1)
     file = written(tmp_path / "a.jsonl", LINES + "{\n")
     with pytest.raises(DataError):
         cached_tokens(

@@ -11,8 +11,14 @@ import pytest
 
 from ppctl.data.chat_templates import CHATML, ChatTemplate, render
 from ppctl.data.document_files import Fields, Source
-from ppctl.data.tokenizer import byte_tokenizer, load_tokenizer, turn_end
-from ppctl.data.train_bpe import SPECIAL, train_bpe, write_tokenizer
+from ppctl.data.tokenizer import (
+    SPECIAL,
+    byte_tokenizer,
+    load_tokenizer,
+    train_bpe,
+    turn_end,
+    write_tokenizer,
+)
 from ppctl.errors import DataError
 
 TEXT = "the quick brown fox jumps over the lazy dog; 12 dogs, naïve füchse\n" * 40

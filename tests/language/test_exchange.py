@@ -204,8 +204,8 @@ def test_places_that_are_no_models_are_refused(copy, tmp_path, capsys):
     directory, _, _, _ = copy
     (tmp_path / "file").write_text("")
     for source, message in (
-        (tmp_path / "none", "none is not there. Name a model directory"),
-        (tmp_path / "file", "file is no directory"),
+        (tmp_path / "none", "none has no config.json. Name a model directory"),
+        (tmp_path / "file", "file has no config.json"),
         (tmp_path, "has no config.json"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -242,7 +242,7 @@ def test_a_model_that_transformers_has_not_is_refused(tmp_path):
 
 
 @pytest.mark.full
-def test_the_host_holds_one_tensor_at_a_time(copy, tmp_path, monkeypatch):
+def test_the_host_holds_one_leaf_at_a_time(copy, tmp_path, monkeypatch):
     directory, config, _, write = copy
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8192, "head_dim": 128}
     write({**config, **sizes})
@@ -276,7 +276,7 @@ def test_the_host_holds_one_tensor_at_a_time(copy, tmp_path, monkeypatch):
     import_model(directory, tmp_path / "run")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 2 * largest
+    assert peak < 3 * largest
     assert sum(parts) == total / jax.device_count()
 
 

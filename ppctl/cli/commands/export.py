@@ -28,10 +28,10 @@ def parser() -> Parser:
 def serve(options: Namespace) -> int:
     """Write the model directory; return 0. ConfigError where transformers has no such model."""
     source, out = Path(options.run_dir), Path(options.out)
-    from ppctl.language.export_model import export_adapter, export_model
+    from ppctl.language.export_model import export_model
 
-    export = export_adapter if options.adapter else export_model
-    found = export(source, out, step=options.step, dtype=options.dtype)
+    how = {"step": options.step, "dtype": options.dtype, "adapter": options.adapter}
+    found = export_model(source, out, **how)
     if options.json:
         print(json.dumps({"directory": str(out), **found._asdict()}))
     else:

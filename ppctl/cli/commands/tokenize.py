@@ -35,7 +35,7 @@ def serve(options: Namespace) -> int:
     """Train and write a tokenizer; return 0."""
     from ppctl.data.document_files import Fields
     from ppctl.data.text_dataset import named_source
-    from ppctl.data.train_bpe import SPECIAL, train_bpe, write_tokenizer
+    from ppctl.data.tokenizer import SPECIAL, train_bpe, write_tokenizer
 
     # 1. the request
     special = options.special or [*SPECIAL]

@@ -19,12 +19,11 @@ from ppctl.data import DataSet
 from ppctl.data.dataset import described
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.executors.reference import outputs_of, reference
-from ppctl.model.lora import Lora
 from ppctl.model.stack import Stack, init
 from ppctl.reports import run_status
 from ppctl.reports.foreign_files import read_settings
 from ppctl.reports.run_files import read_lines
-from ppctl.training.checkpoint.checkpoint import Checkpoints, merged_params, stored_lora
+from ppctl.training.checkpoint.checkpoint import Checkpoints, merged_params
 from ppctl.training.checkpoint.manifest import array_types, differences
 from ppctl.training.pipeline.built_in_models import lora_of, make_stack
 from ppctl.training.pipeline.job import DEFAULT_DTYPE, open_data
@@ -67,6 +66,15 @@ class SavedRun:
         """The steps of the finished checkpoints, ascending."""
         return self._checkpoints().steps()
 
+    def step(self, step: int | None) -> int:
+        """Return the step of a checkpoint; None: of the newest. CheckpointError if missing."""
+        steps = self.steps
+        if not steps or step not in (None, *steps):
+            found = f"of steps {', '.join(map(str, steps))}" if steps else "none"
+            wanted = "" if step is None else f" of step {step}"
+            raise CheckpointError(f"{self.directory} has no checkpoint{wanted}; there are {found}.")
+        return steps[-1] if step is None else step
+
     @cached_property
     def data(self) -> DataSet:
         """The data set of the run: `next(run.data.batches())`, `run.data.eval_batches(1)`."""
@@ -84,23 +92,11 @@ class SavedRun:
                 other parameters.
             ConfigError: The model's code cannot be imported.
         """
-        natural = self._natural(self._step(step))
+        natural = self._natural(self.step(step))
         if not isinstance(self._config.model, settings.CustomModel):
             return natural
-        network = self._fitting(self._step(step), natural).options.network
+        network = self._fitting(self.step(step), natural).options.network
         return natural if network is None else network.from_parts(natural)
-
-    def adapters(self, step: int | None = None) -> tuple[Lora, Tree] | None:
-        """Return (settings, parameters with adapters next to kernels); None without adapters.
-
-        step, errors: as `params`.
-        """
-        number = self._step(step)
-        with self._checkpoints() as checkpoints:
-            lora = stored_lora(checkpoints, number)
-            if lora is None:
-                return None
-            return lora, checkpoints.restore_params(number, jax.devices()[0])
 
     def predict(self, inputs: Any, step: int | None = None) -> Tree:
         """Return the outputs for a batch of inputs [examples, ...], in the dtype of training.
@@ -108,7 +104,7 @@ class SavedRun:
         Compiled once for each shape. step, errors: as `params`; and ConfigError for a `Stack`
         without `outputs`.
         """
-        stack, params = self._trained(self._step(step))
+        stack, params = self._trained(self.step(step))
         if stack.options.outputs is None:
             raise ConfigError(
                 f"model.target={self.settings['model'].get('target')} returns a Stack without "
@@ -119,7 +115,7 @@ class SavedRun:
 
     def loss(self, batch: Mapping[str, Any], step: int | None = None) -> float:
         """Return the mean loss of {"inputs", "targets"}: arrays [examples, ...]."""
-        _, params = self._trained(self._step(step))
+        _, params = self._trained(self.step(step))
         arrays = {name: jnp.asarray(batch[name]) for name in ("inputs", "targets")}
         return float(self._mean_loss(params, arrays)[0])
 
@@ -150,15 +146,6 @@ class SavedRun:
     def _mean_loss(self) -> Callable[..., Any]:
         how = {"remat": "none", "dtype": self._dtype, "with_grads": False}
         return jax.jit(reference(self._stack, num_microbatches=1, **how))
-
-    def _step(self, step: int | None) -> int:
-        steps = self.steps
-        if not steps or step not in (None, *steps):
-            found = f"of steps {', '.join(map(str, steps))}" if steps else "none"
-            raise CheckpointError(
-                f"{self.directory} has no checkpoint of step {step}; there are {found}."
-            )
-        return steps[-1] if step is None else step
 
     def _natural(self, step: int) -> Tree:
         _ = self._dtype  # raises for float64 in a JAX of 32 bits
@@ -194,7 +181,7 @@ class SavedRun:
         config = self._config
         model = config.model
         with self._checkpoints() as checkpoints:
-            meta = checkpoints.meta(self._step(None))
+            meta = checkpoints.meta(self.step(None))
         data = described(meta["data"])
         if isinstance(model, settings.Transformer):  # the run's kernel may not run here
             model = replace(model, attention="auto")
