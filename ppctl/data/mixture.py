@@ -24,16 +24,12 @@ def mixture(
     a part with too few examples to train on or to hold out.
     """
     # 1. the data set of each part
-    of_each = how | {"batch_size": 1, "seed": seed, "eval_fraction": eval_fraction}
-    sets = [
-        text(
-            source=f"data.parts[{number}].path={part['path']}",
-            **{key: value for key, value in part.items() if key != "weight"},
-            **of_each,
-        )
-        for number, part in enumerate(parts)
-    ]
-    weights = [float(part["weight"]) for part in parts]
+    how |= {"batch_size": 1, "seed": seed, "eval_fraction": eval_fraction}
+    sets, weights = list[DataSet](), list[float]()
+    for number, part in enumerate(parts):
+        of_part = {key: value for key, value in part.items() if key != "weight"}
+        sets.append(text(source=f"data.parts[{number}].path={part['path']}", **of_part, **how))
+        weights.append(float(part["weight"]))
 
     # 2. examples: the training parts, then the held-out ones
     trained = [each.num_examples for each in sets]
