@@ -68,6 +68,10 @@ def written_as(writer: Writer) -> Iterator[None]:
 # --- errors --------------------------------------------------------------------------------------
 
 
+def one_line(error: object) -> str:
+    return " ".join(str(error).split())
+
+
 class PpctlError(Exception):
     """A request that cannot be served. The command line prints it without a traceback and exits
     with `exit_code`.

@@ -20,7 +20,7 @@ from ppctl.cli.hydra_extensions import CONFIG, Composed, load_job
 from ppctl.config import Config
 from ppctl.config.groups.sweep_settings import Launcher, Search, SideBySide, Sweeper
 from ppctl.errors import ConfigError, PpctlError
-from ppctl.launch.sweep.sweep_jobs import Job, Sweep
+from ppctl.launch.sweep.sweep_jobs import Job, Sweep, check_finished
 
 Check = Callable[[Composed], Config]
 
@@ -52,16 +52,18 @@ class SweepRequest:
         texts = [one_value(each.get_key_element(), each) for each in swept]
         has_own_dir = any(each.key_or_group == "run.dir" for each in swept)
         top = Path(composed.config.run.dir if has_own_dir else self.common.run.dir)
-        run_dir = top if has_own_dir else top / _directory_name(texts)
-        config, refusal, kind = None, None, ConfigError.kind
+        run_dir = top if has_own_dir else top / _directory_name(",".join(texts))
+        config, refusal = None, None
         try:
             config = self.check(composed)
             config.run.dir = str(run_dir)
+            if self.words[0] == "train":
+                check_finished(run_dir, config)
         except PpctlError as error:
-            refusal, kind = " ".join(str(error).split()), error.kind
+            config, refusal = None, error
         values = {each.key_or_group: each.value() for each in swept}
         words = (*self.words, *overrides)
-        return Job(index, tuple(texts), values, words, run_dir, config, refusal, kind)
+        return Job(index, values, " ".join(texts), run_dir, words, config, refusal)
 
 
 def compose_sweep(
@@ -108,8 +110,7 @@ def compose_sweep(
     launcher.check()
     if not isinstance(launcher, SideBySide):
         _require("submitit", "hydra/launcher=submitit_slurm", "slurm")
-    as_json, settings = "--json" in words, OmegaConf.to_yaml(common)
-    return Sweep(words[0], directory, jobs, launcher, as_json, settings, study)
+    return Sweep(words[0], directory, jobs, launcher, "--json" in words, study)
 
 
 def one_value(key: str, override: Override) -> str:
@@ -117,9 +118,8 @@ def one_value(key: str, override: Override) -> str:
     return f"{key}={override.get_value_element_as_str()}"
 
 
-def _directory_name(swept: list[str]) -> str:
+def _directory_name(job: str) -> str:
     """Return a job's directory below the sweep's; odd or long names get a hash."""
-    job = ",".join(swept)
     name = re.sub(r"[^\w=.,+-]", "_", job)[:150]
     return name if name == job else f"{name}-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
 

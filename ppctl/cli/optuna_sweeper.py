@@ -1,16 +1,130 @@
-"""`hydra/sweeper=optuna`: the study that chooses values of jobs. Needs the extra ppctl[optuna]."""
+"""`hydra/sweeper=optuna`: Optuna chooses the values of the next job by the results so far.
 
+The study is stored in the sweep's directory, so that the same search goes on where it ended:
+finished jobs count, and jobs that broke off run again with the same values. Extra: ppctl[optuna].
+"""
+
+import json
+import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import optuna
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from optuna import distributions
-from optuna.distributions import BaseDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
 
 from ppctl.config.groups.sweep_settings import Search
-from ppctl.errors import ConfigError
-from ppctl.launch.sweep.optuna_study import OptunaStudy
-from ppctl.launch.sweep.sweep_jobs import Job
+from ppctl.errors import ConfigError, NonFiniteError
+from ppctl.launch.sweep.sweep_jobs import STUDY, Job, Result
+
+MOST_SAME = 100  # repeated choices in a row that end the search
+
+
+class OptunaStudy:
+    """The jobs of a search. `open`, before `ask`, reads or begins the study in `directory`."""
+
+    def __init__(
+        self,
+        search: Search,
+        space: Mapping[str, BaseDistribution],
+        fixed: Sequence[str],
+        directory: Path,
+        make: Callable[[int, list[str]], Job],
+    ) -> None:
+        """`fixed`: overrides that all jobs share; `make`: the job of a number and overrides."""
+        self.search, self.space, self.fixed, self.make = search, dict(space), list(fixed), make
+        self.file = directory / STUDY
+        self.trials: list[int] = []  # the number of the trial of each job
+
+    def samples(self) -> list[Job]:
+        """Return sample jobs, which are no trials; together they contain every choice."""
+        values: dict[str, tuple[Any, ...]] = {}
+        for key, kind in self.space.items():
+            low = (getattr(kind, "low", None),)
+            values[key] = kind.choices if isinstance(kind, CategoricalDistribution) else low
+        jobs = []
+        for index in range(max(map(len, values.values()))):
+            jobs.append(
+                self._job({k: each[min(index, len(each) - 1)] for k, each in values.items()})
+            )
+        return jobs
+
+    def open(self) -> None:
+        """Read the study of this search, or begin it; another search in the file is another study.
+
+        OSError where it cannot be written, ConfigError where the file is of something else.
+        """
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        space = {key: str(values) for key, values in self.space.items()}
+        try:
+            storage = JournalStorage(JournalFileBackend(str(self.file)))
+            has_begun = self.file.exists() and self.file.stat().st_size > 0
+            if has_begun and not optuna.get_all_study_names(storage):
+                raise ValueError("no study")
+            self.study = optuna.create_study(
+                study_name=json.dumps([self.search.metric, space, self.fixed]),
+                storage=storage,
+                direction="minimize" if self.search.is_minimized else "maximize",
+                load_if_exists=True,
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                f"{self.file} is not of a search by ppctl and stays. Use another run.name or "
+                "run.dir, or move it."
+            ) from error
+        known = self.study.get_trials(deepcopy=False)
+        # a sampler with the same seed would draw the same values again
+        self.study.sampler = optuna.samplers.TPESampler(seed=self.search.seed + len(known))
+        states = TrialState.COMPLETE, TrialState.RUNNING
+        self.before = deque(trial for state in states for trial in known if trial.state == state)
+
+    def ask(self) -> Job | None:
+        """Return the next job, or None; first those of earlier starts, whose finished ones end."""
+        if self.before:
+            trial = self.before.popleft()
+            self.trials.append(trial.number)
+            return self._job(trial.params)
+        if len(self.trials) >= self.search.n_trials:
+            return None
+        for _ in range(MOST_SAME):
+            trial = self.study.ask(self.space)
+            others = self.study.get_trials(deepcopy=False)[: trial.number]
+            same = [other.state for other in others if other.params == trial.params]
+            if {*same} <= {TrialState.FAIL}:
+                self.trials.append(trial.number)
+                return self._job(trial.params)
+            self.study.tell(trial, state=TrialState.FAIL)  # repeated: samplers pass over it
+        return None
+
+    def tell(self, result: Result) -> None:
+        """Note how a job ended. One that broke off stays open, for the next start of the search.
+
+        ConfigError where a finished run does not have the number that is searched by.
+        """
+        job, number = result.job, self.trials[result.job.index]
+        if job.refusal is not None:
+            self.study.tell(number, state=TrialState.FAIL)
+        elif result.code == NonFiniteError.exit_code:  # a result too: as bad as can be
+            worst = math.inf if self.search.is_minimized else -math.inf
+            self.study.tell(number, worst, skip_if_finished=True)
+        elif result.code == 0:
+            value = result.numbers[self.search.metric]
+            if value is None:
+                raise ConfigError(
+                    f"hydra.sweeper.metric={self.search.metric}: job {job.index} ({job.name}) "
+                    f"has finished without it ({job.run_dir}). Use another, or let runs record it."
+                )
+            self.study.tell(number, value, skip_if_finished=True)
+
+    def _job(self, values: Mapping[str, Any]) -> Job:
+        chosen = [f"{key}={values[key]}" for key in self.space]
+        return self.make(max(0, len(self.trials) - 1), [*self.fixed, *chosen])
 
 
 def study_of(
@@ -42,7 +156,7 @@ def distribution(override: Override) -> BaseDistribution:
     else:
         texts = tuple(override.sweep_string_iterator())
         if not isinstance(values, RangeSweep) or len(texts) < 2:
-            return distributions.CategoricalDistribution(texts)
+            return CategoricalDistribution(texts)
         is_whole = isinstance(values.start, int) and isinstance(values.step, int)
         low, high = (int(text) if is_whole else float(text) for text in (texts[0], texts[-1]))
         step = values.step

@@ -13,7 +13,6 @@ import yaml
 
 import ppctl
 from ppctl import cli
-from ppctl.launch.sweep.sweep_jobs import MARK
 from ppctl.reports.foreign_files import FAST_LOADER
 from ppctl.reports.run_files import WRITTEN
 
@@ -138,7 +137,7 @@ def test_training_writes_nothing_out_of_its_run_directory(tmp_path, capsys, name
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", [MARK, "sweep.json", "optim.lr=0.1/output.log"])
+@pytest.mark.parametrize("name", ["sweep.json", "optim.lr=0.1/output.log"])
 def test_a_sweep_writes_nothing_out_of_its_directory(tmp_path, capsys, name):
     (tmp_path / "precious").write_text("precious\n")
     sweep = tmp_path / "sweep"

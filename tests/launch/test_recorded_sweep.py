@@ -11,30 +11,39 @@ import pytest
 from support.run_dirs import make
 
 from ppctl import cli
-from ppctl.launch.sweep.sweep_records import read_sweep
+from ppctl.errors import ConfigError
+from ppctl.launch.sweep.sweep_jobs import Job, Result
+from ppctl.launch.sweep.sweep_records import read_sweep, write_records
+
+SWEEP = Path("runs/s")
+JOBS = (
+    ("1f1b", 0.001, "failed"),
+    ("gpipe", 0.001, "finished"),
+    ("gpipe", 0.003, "finished"),
+    ("zb_v", 0.001, "refused"),
+    ("zb_v", 0.003, "not started"),
+)
 
 
 @pytest.fixture(autouse=True)
 def sweep(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, lr, ending in (
-        ("gpipe", "0.001", "finished"),
-        ("gpipe", "0.003", "finished"),
-        ("1f1b", "0.001", "failed"),
-    ):
-        words = (
-            "recipes=tiny",
-            f"schedule={name}",
-            "schedule.num_microbatches=4",
-            f"optim.lr={lr}",
-            "run.name=s",
-        )
-        end = (
-            {"status": ending, "reason": "disk full."} if ending == "failed" else {"status": ending}
-        )
-        place = f"s/schedule={name},optim.lr={lr}"
-        make(place, *words, "run.resume=auto", started_s=1.0, ending=end, loss=1000 * float(lr))
-    Path("runs/s/multirun.yaml").touch()
+    results = []
+    for index, (schedule, lr, end) in enumerate(JOBS):
+        name = f"schedule={schedule} optim.lr={lr}"
+        place = name.replace(" ", ",")
+        values = {"schedule": schedule, "optim.lr": lr}
+        job = Job(index, values, name, SWEEP / place)
+        if end in ("failed", "finished"):
+            words = ("recipes=tiny", *name.split(), "schedule.num_microbatches=4", "run.name=s")
+            ending = {"status": end} | ({"reason": "disk full."} if end == "failed" else {})
+            make(f"s/{place}", *words, started_s=1.0, ending=ending, loss=1000 * lr)
+            results.append(Result(job, "running"))  # as a killed sweep leaves it
+        elif end == "refused":
+            results.append(Result(job, "failed", ConfigError.exit_code, error="odd."))
+        else:
+            results.append(Result(job))
+    write_records(SWEEP, results)
 
 
 def show(capsys, *words):
@@ -44,78 +53,51 @@ def show(capsys, *words):
 
 def test_jobs_states_axes_and_best_are_shown(capsys):
     lines = show(capsys, "s").splitlines()
-    again = "recipes=tiny schedule=gpipe schedule.num_microbatches=4 optim.lr=0.001 run.name=s"
     for line in (
         "sweep     runs/s",
-        "jobs      3 jobs: 2 finished, 1 failed",
-        "axis      schedule: 1f1b, gpipe",
+        "axis      schedule: 1f1b, gpipe, zb_v",
         "axis      optim.lr: 0.001, 0.003",
         "best      lowest final_loss: 0.3333, job 1 (schedule=gpipe optim.lr=0.001)",
         "  in      runs/s/schedule=gpipe,optim.lr=0.001",
-        f"  anew    ppctl train {again} run.dir=runs/s/best_final_loss",
-        "0: disk full.",
+        "ppctl: job 0: schedule=1f1b optim.lr=0.001: disk full.",
+        "ppctl: job 3: schedule=zb_v optim.lr=0.001: odd.",
     ):
         assert line in lines
+    assert any("5 jobs: 2 finished, 2 failed, 1 not started" in line for line in lines)
     [row] = [line for line in lines if "2: schedule" in line]
-    assert row.split() == [
-        "2:",
-        "schedule=gpipe",
-        "optim.lr=0.003",
-        "finished",
-        "3",
-        "of",
-        "30",
-        "1.0000",
-        "0.5",
-        "10,000",
-    ]
+    numbers = ["finished", "3", "1.0000", "0.5", "10,000"]
+    assert row.split() == ["2:", "schedule=gpipe", "optim.lr=0.003", *numbers]
 
 
 def test_a_sweep_may_be_named_by_its_path_and_shown_as_json(capsys):
     found = json.loads(show(capsys, "runs/s", "--json"))
-    assert found["axes"] == {"schedule": ["1f1b", "gpipe"], "optim.lr": ["0.001", "0.003"]}
-    assert found["counts"] == {"finished": 2, "failed": 1}
+    assert found["axes"] == {"schedule": ["1f1b", "gpipe", "zb_v"], "optim.lr": ["0.001", "0.003"]}
+    assert found["counts"] == {"failed": 2, "finished": 2, "not started": 1}
     assert [
         (job["status"], job["values"]["optim.lr"], job["final_loss"]) for job in found["jobs"]
-    ] == [("failed", "0.001", 1 / 3), ("finished", "0.001", 1 / 3), ("finished", "0.003", 1.0)]
+    ] == [
+        ("failed", "0.001", 1 / 3),
+        ("finished", "0.001", 1 / 3),
+        ("finished", "0.003", 1.0),
+        ("failed", "0.001", None),
+        ("not started", "0.003", None),
+    ]
+    assert [job["reason"] for job in found["jobs"]] == ["disk full.", None, None, "odd.", None]
     assert [(best["what"], best["job"], best["value"]) for best in found["best"]] == [
         ("lowest final_loss", 1, 1 / 3),
         ("fastest, in tok/s", 1, 1e4),
     ]
-
-
-def test_jobs_that_left_no_run_come_from_the_summary_and_in_its_order(capsys):
-    record = {
-        "schedule": "zb_v",
-        "optim.lr": 0.001,
-        "status": "failed",
-        "exit_code": 2,
-        "error": "refused.",
-        "steps": None,
-    }
-    records = [
-        {"job": 0, **record, "run_dir": "runs/s/schedule=zb_v,optim.lr=0.001"},
-        {"job": 1, "run_dir": "runs/s/schedule=gpipe,optim.lr=0.003", "status": "finished"},
-    ]
-    Path("runs/s/sweep.json").write_text(json.dumps(records))
-    found = json.loads(show(capsys, "s", "--json"))
-    assert [job["values"]["schedule"] for job in found["jobs"]] == [
-        "zb_v",
-        "gpipe",
-        "1f1b",
-        "gpipe",
-    ]
-    assert (found["jobs"][0]["reason"], found["jobs"][0]["final_loss"]) == ("refused.", None)
     assert found["files"] == ["runs/s/sweep.json"]
 
 
-@pytest.mark.parametrize("text", ["", "[", "[1]", '{"a": 1}', '[{"run_dir": 1}]'])
-def test_a_damaged_summary_is_left_out(text):
-    Path("runs/s/sweep.json").write_text(text)
-    assert len(read_sweep(Path("runs/s"), lambda path: ())["jobs"]) == 3
+def test_a_moved_sweep_has_its_jobs():
+    SWEEP.rename("moved")
+    found = read_sweep(Path("moved"))
+    assert [each.status for each in found][:3] == ["failed", "finished", "finished"]
+    assert found[1].job.run_dir.parent == Path("moved")
 
 
-def test_a_sweep_whose_jobs_have_left_nothing_is_no_error(capsys):
-    Path("runs/new").mkdir()
-    Path("runs/new/multirun.yaml").touch()
-    assert show(capsys, "new") == "sweep     runs/new\njobs      0 jobs: none has left anything\n"
+@pytest.mark.parametrize("text", ["", "[", "[1]", '{"a": 1}', '[{"run_dir": 1}]', "[{}]"])
+def test_a_damaged_record_shows_no_jobs(capsys, text):
+    (SWEEP / "sweep.json").write_text(text)
+    assert "0 jobs" in show(capsys, "s")

@@ -25,8 +25,7 @@ from ppctl.config import Config, Run
 from ppctl.config.groups.sweep_settings import SubmititSlurm
 from ppctl.errors import ConfigError
 from ppctl.launch.sweep import submitit_jobs
-from ppctl.launch.sweep.job_runner import run_jobs
-from ppctl.launch.sweep.run_sweep import run_sweep
+from ppctl.launch.sweep.run_sweep import run_jobs, run_sweep
 from ppctl.launch.sweep.sweep_jobs import SUBMITIT, SUBMITTED, SUBMITTED_LOG, Job, Sweep
 
 NUM_STEPS = 20
@@ -52,7 +51,7 @@ def sweep_of(number, launcher=None):
         run_dir = Path("runs/s") / f"run.seed={index}"
         config = Config(run=Run(dir=str(run_dir), num_steps=NUM_STEPS, seed=index))
         swept = f"run.seed={index}"
-        jobs.append(Job(index, (swept,), {"run.seed": index}, ("train", swept), run_dir, config))
+        jobs.append(Job(index, {"run.seed": index}, swept, run_dir, ("train", swept), config))
     return Sweep("train", Path("runs/s"), jobs, launcher or SubmititSlurm(jobs=2))
 
 

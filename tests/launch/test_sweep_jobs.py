@@ -22,12 +22,11 @@ from rich.console import Console
 from ppctl.config import Config, Run
 from ppctl.config.code_digests import sources_here
 from ppctl.config.groups.sweep_settings import SideBySide
-from ppctl.errors import ConfigError
-from ppctl.launch.sweep import job_runner
-from ppctl.launch.sweep.job_runner import run_jobs
-from ppctl.launch.sweep.run_sweep import run_sweep, show_end
-from ppctl.launch.sweep.sweep_jobs import LOG, Job, Sweep, check_sweep, has_ended, other_settings
-from ppctl.launch.sweep.sweep_records import result_of
+from ppctl.errors import ConfigError, ScheduleError
+from ppctl.launch.sweep import local_jobs
+from ppctl.launch.sweep.run_sweep import run_jobs, run_sweep
+from ppctl.launch.sweep.sweep_jobs import LOG, Job, Sweep, check_finished, check_sweep, has_ended
+from ppctl.launch.sweep.sweep_records import show_results
 
 NUM_STEPS = 20
 # a process that ends with an error as ppctl does: the document in the file of its starter
@@ -54,14 +53,14 @@ def sweep_of(number, *, side=1, **more):
         run_dir = Path("runs/s") / f"run.seed={index}"
         config = Config(run=Run(dir=str(run_dir), num_steps=NUM_STEPS, seed=index))
         swept = f"run.seed={index}"
-        jobs.append(Job(index, (swept,), {"run.seed": index}, ("train", swept), run_dir, config))
+        jobs.append(Job(index, {"run.seed": index}, swept, run_dir, ("train", swept), config))
     return Sweep("train", Path("runs/s"), jobs, SideBySide(jobs=side), **more)
 
 
 def programs(monkeypatch, *texts):
     """What the processes of the jobs run instead of ppctl, the last one for all others too."""
     monkeypatch.setattr(
-        job_runner, "job_command", lambda job: [*FAST, texts[min(job.index, len(texts) - 1)]]
+        local_jobs, "job_command", lambda job: [*FAST, texts[min(job.index, len(texts) - 1)]]
     )
 
 
@@ -77,6 +76,17 @@ def saved(job, step=NUM_STEPS, **changed):
     (job.run_dir / "checkpoints" / str(step)).mkdir(parents=True)
     config = replace(job.config, run=replace(job.config.run, **changed))
     (job.run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
+
+
+def other_settings(job):
+    """The differences for which the finished run in a job's directory is refused, or None."""
+    try:
+        check_finished(job.run_dir, job.config)
+    except ConfigError as error:
+        found = re.search(r"holds a finished run of other settings \((.*)\)\. Use", str(error))
+        assert found is not None
+        return found[1]
+    return None
 
 
 def test_finished_jobs_are_skipped_and_broken_ones_started_again(monkeypatch, capfd):
@@ -102,7 +112,7 @@ def test_a_refused_job_is_a_document_too(monkeypatch, capfd):
     sweep = sweep_of(2, as_json=True)
     programs(monkeypatch, "print('{}')")
     sweep.jobs[0] = replace(
-        sweep.jobs[0], config=None, refusal="x=1 is odd. Use x=2.", refusal_kind="schedule"
+        sweep.jobs[0], config=None, refusal=ScheduleError("x=1 is odd. Use x=2.")
     )
     outcomes, _, _ = told(sweep)
     assert [outcome.status for outcome in outcomes] == ["failed", "finished"]
@@ -143,16 +153,9 @@ def test_only_the_last_step_saved_whole_is_an_end(name):
     ],
 )
 def test_a_finished_run_of_other_settings_is_refused_and_stays(changed, message):
-    sweep = sweep_of(2)
-    saved(sweep.jobs[0], **changed)
-    if message is None:
-        check_sweep(sweep)
-        return
-    with pytest.raises(
-        ConfigError, match=re.escape(f"holds a finished run of other settings ({message})")
-    ):
-        run_sweep(sweep)
-    assert not Path("runs/s/multirun.yaml").exists()
+    job = sweep_of(2).jobs[0]
+    saved(job, **changed)
+    assert other_settings(job) == message
 
 
 def test_another_choice_of_a_part_is_named():
@@ -163,9 +166,9 @@ def test_another_choice_of_a_part_is_named():
     before = yaml.safe_load(file.read_text())
     before["schedule"]["name"] = "zb_h1"
     file.write_text(yaml.safe_dump(before))
-    assert other_settings(job.run_dir, job.config) == "schedule=zb_h1 then, gpipe now"
+    assert other_settings(job) == "schedule=zb_h1 then, gpipe now"
     file.unlink()
-    assert other_settings(job.run_dir, job.config) == "its config.yaml cannot be read"
+    assert other_settings(job) == "its config.yaml cannot be read"
 
 
 def test_a_finished_run_of_other_code_is_refused():
@@ -179,11 +182,11 @@ def test_a_finished_run_of_other_code_is_refused():
         json.dumps({"meta": {"sources": {"model": sources_here(["own", "installed.elsewhere"])}}})
     )
     Path("own.py").write_text("def model():\n    return 1  # the same\n")
-    assert other_settings(job.run_dir, job.config) is None
+    assert other_settings(job) is None
     Path("own.py").write_text("def model(): return 2\n")
-    assert other_settings(job.run_dir, job.config) == "the code of own has changed"
+    assert other_settings(job) == "the code of own has changed"
     file.write_text("[" * 100000)
-    assert other_settings(job.run_dir, job.config) is None
+    assert other_settings(job) is None
 
 
 def test_a_failing_job_ends_nothing_and_its_error_is_told(monkeypatch, capfd):
@@ -205,8 +208,7 @@ def test_a_failing_job_ends_nothing_and_its_error_is_told(monkeypatch, capfd):
     assert "job 0: run.seed=0: failed after" in text
     assert "ppctl: step 3: loss=nan." in capfd.readouterr().err  # a job alone has the terminal
     out = io.StringIO()
-    results = [result_of(job, end) for job, end in zip(sweep.jobs, outcomes, strict=True)]
-    show_end(Console(file=out, width=200), results, [], trains=True)
+    show_results(Console(file=out, width=200), outcomes)
     assert "4 jobs: 1 finished, 3 failed" in out.getvalue()
     assert "ppctl: job 1: run.seed=1: ended with exit code 1\n" in out.getvalue()
 
@@ -325,8 +327,7 @@ def test_equal_failures_are_one_line_with_a_count(monkeypatch):
     outcomes, _, text = told(sweep)
     assert re.search(r"job 2: run.seed=2: failed after \S+ s: too few examples.\n", text)
     out = io.StringIO()
-    results = [result_of(job, end) for job, end in zip(sweep.jobs, outcomes, strict=True)]
-    show_end(Console(file=out, width=200), results, [], trains=True)
+    show_results(Console(file=out, width=200), outcomes)
     lines = [line for line in out.getvalue().splitlines() if line.startswith("ppctl")]
     assert lines == ["ppctl: job 0: run.seed=0 and 3 more: too few examples."]
 
@@ -337,7 +338,7 @@ def test_equal_failures_are_one_line_with_a_count(monkeypatch):
 def test_a_sweep_of_refused_jobs_is_refused_once(reasons, message):
     sweep = sweep_of(len(reasons))
     jobs = [
-        replace(job, config=None, refusal=reason)
+        replace(job, config=None, refusal=ConfigError(reason))
         for job, reason in zip(sweep.jobs, reasons, strict=True)
     ]
     with pytest.raises(ConfigError, match=f"^{message}$"):

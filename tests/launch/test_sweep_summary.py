@@ -5,23 +5,20 @@ from __future__ import annotations
 import io
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from ppctl.config import Config, Interleaved, Mesh, Run, Schedule
-from ppctl.launch.sweep.run_sweep import as_json, show_end, write_summary
-from ppctl.launch.sweep.sweep_jobs import LOG, Job, Outcome
+from ppctl.launch.sweep.run_sweep import write_summary
+from ppctl.launch.sweep.sweep_jobs import LOG, NUMBERS, Job, Result
 from ppctl.launch.sweep.sweep_page import sweep_page
-from ppctl.launch.sweep.sweep_records import NUMBERS, best_of, numbers_of, result_of
+from ppctl.launch.sweep.sweep_records import best_of, numbers_of, show_results, write_records
 from ppctl.reports.charts.page_figures import MOST_LINES
 
 
@@ -37,7 +34,8 @@ def job_of(index, family="gpipe", size=8, *, mesh=(1, 4), run_dir=None, **values
     config = Config(mesh=Mesh(*mesh), schedule=asked, run=Run(dir=str(where)))
     found = {"schedule": family, "schedule.num_microbatches": size, **values}
     swept = tuple(f"{key}={value}" for key, value in found.items())
-    return Job(index, swept, found, ("train", "recipes=tiny", *swept), where, config)
+    words = ("train", "recipes=tiny", *swept)
+    return Job(index, found, " ".join(swept), where, words, config)
 
 
 def schedules_of(family, size):
@@ -74,7 +72,15 @@ def append(path, text):
     path.write_text(path.read_text() + text)
 
 
-FINISHED = Outcome("finished", 0, 12.5, None, 0.0)
+def ended(job, status="finished", code=0, seconds=12.5, error=None):
+    return Result(job, status, code, seconds, error, numbers_of(job.run_dir))
+
+
+def records(found):
+    """What `sweep.json` holds of these results."""
+    TOP.mkdir(parents=True, exist_ok=True)
+    write_records(TOP, found)
+    return json.loads((TOP / "sweep.json").read_text(), parse_constant=pytest.fail)
 
 
 def test_a_record_holds_values_end_and_medians():
@@ -85,37 +91,37 @@ def test_a_record_holds_values_end_and_medians():
     timeline.write_text(
         "rank,task,start_s,end_s\n0,0F0,0.0,1.0\n0,0B0,3.0,4.0\n1,1F0,1.0,2.0\n1,1B0,2.0,3.0\n"
     )
-    assert result_of(job, FINISHED).record == {
-        "job": 3,
-        "schedule": "gpipe",
-        "schedule.num_microbatches": 8,
-        "status": "finished",
-        "exit_code": 0,
-        "seconds": 12.5,
-        "error": None,
-        "run_dir": "runs/s/3",
-        "steps": 3,
-        "final_loss": 2.0,
-        "eval_loss": 2.5,
-        "step_time_s": 2.0,
-        "predicted_step_time_s": 0.5,
-        "tokens_per_s": 50.0,
-        "rows_per_s": None,
-        "ideal_bubble_fraction": 0.25,
-        "predicted_bubble_fraction": 0.3,
-        "measured_bubble_fraction": 0.5,
-        "memory_bytes": 2048,
-        "predicted_memory_bytes": None,
-    }
+    assert records([ended(job)]) == [
+        {
+            "job": 3,
+            "schedule": "gpipe",
+            "schedule.num_microbatches": 8,
+            "status": "finished",
+            "exit_code": 0,
+            "seconds": 12.5,
+            "error": None,
+            "run_dir": "runs/s/3",
+            "steps": 3,
+            "final_loss": 2.0,
+            "eval_loss": 2.5,
+            "step_time_s": 2.0,
+            "predicted_step_time_s": 0.5,
+            "tokens_per_s": 50.0,
+            "rows_per_s": None,
+            "ideal_bubble_fraction": 0.25,
+            "predicted_bubble_fraction": 0.3,
+            "measured_bubble_fraction": 0.5,
+            "memory_bytes": 2048,
+            "predicted_memory_bytes": None,
+        }
+    ]
 
 
 def test_the_numbers_of_a_job_that_failed_are_not_those_of_an_earlier_start():
     job = left(job_of(0), (4.0, 1.0))
     written_s = (job.run_dir / "metrics.jsonl").stat().st_mtime
-    now = result_of(job, Outcome("failed", 1, 2.0, "Oh", began_s=written_s - 1))
-    before = result_of(job, Outcome("failed", 1, 2.0, "Oh", began_s=written_s + 1))
-    refused = result_of(job, Outcome("failed", 2, None, "Oh"))
-    assert [each.numbers["final_loss"] for each in (now, before, refused)] == [4.0, None, None]
+    found = [numbers_of(job.run_dir, written_s + since) for since in (-1, 1)]
+    assert [each["final_loss"] for each in found] == [4.0, None]
     assert set(numbers_of(Path("nowhere")).values()) == {None}
 
 
@@ -124,38 +130,24 @@ TOP = Path("runs/s")
 
 def test_json_has_null_for_numbers_that_are_not_finite():
     job = left(job_of(0, **{"optim.clip_norm": float("inf")}), (4.0, 1.0))
-    [read] = json.loads(as_json(results([job])), parse_constant=pytest.fail)
+    [read] = records([ended(job)])
     assert read["optim.clip_norm"] is None
     assert set(NUMBERS) <= set(read)
 
 
-def results(jobs, outcomes=None):
-    outcomes = outcomes or [FINISHED] * len(jobs)
-    return [result_of(job, outcome) for job, outcome in zip(jobs, outcomes, strict=True)]
+def results(jobs):
+    return [ended(job) for job in jobs]
 
 
-def test_the_best_of_layouts_is_the_fastest_with_a_command_that_composes(capsys):
-    from ppctl import cli
-
+def test_the_best_of_layouts_is_the_fastest():
     jobs = [
         left(job_of(0), (4.0, 1.0)),
         left(job_of(1, "1f1b"), (4.0, 0.5)),
         left(job_of(2, "zb_h1"), (1.0, 0.1)),
     ]
-    outcomes = [FINISHED, FINISHED, Outcome("failed", 1, 1.0, "Oh", 0.0)]
-    [best] = best_of(TOP, results(jobs, outcomes))
+    [best] = best_of([*results(jobs[:2]), ended(jobs[2], "failed", 1, 1.0, "Oh")])
     assert best.text == "fastest, in tok/s: 200, job 1 (schedule=1f1b schedule.num_microbatches=8)"
-    words = shlex.split(best.command)
-    swept_words = ["schedule=1f1b", "schedule.num_microbatches=8"]
-    assert words == [
-        "ppctl",
-        "train",
-        "recipes=tiny",
-        *swept_words,
-        "run.dir=runs/s/best_tokens_per_s",
-    ]
-    assert cli.main([*words[1:], "--cfg", "job"]) == 0
-    assert "dir: runs/s/best_tokens_per_s" in capsys.readouterr().out
+    assert best.value == 200
 
 
 def test_where_more_than_the_layout_varies_the_lowest_loss_comes_first():
@@ -163,45 +155,36 @@ def test_where_more_than_the_layout_varies_the_lowest_loss_comes_first():
         left(job_of(i, run_dir=f"r/{i}", **{"optim.lr": i}), (loss, s))
         for i, (loss, s) in enumerate([(3, 1), (2, 2)])
     ]
-    assert [(best.what, best.job.index) for best in best_of(TOP, results(jobs))] == [
+    assert [(best.what, best.job) for best in best_of(results(jobs))] == [
         *(("lowest final_loss", 1), ("fastest, in tok/s", 0))
     ]
     append(jobs[0].run_dir / "metrics.jsonl", '{"step": 2, "loss": 1.0}\n')  # trained longer
-    assert [best.what for best in best_of(TOP, results(jobs))] == ["fastest, in tok/s"]
+    assert [best.what for best in best_of(results(jobs))] == ["fastest, in tok/s"]
 
 
 def test_the_best_is_a_path_first_and_digits_tell_jobs_apart():
     jobs = [left(job_of(i, **{"optim.lr": 10.0**-i}), (2.0 + i * 1e-6, 1.0)) for i in range(2)]
     (jobs[0].run_dir / "checkpoints" / "7").mkdir(parents=True)
-    both = lowest, fastest = best_of(TOP, results(jobs))
-    assert (lowest.by, fastest.by) == ("final_loss", "tokens_per_s")
-    what, where, anew, *_ = write_summary(TOP, results(jobs), both)
+    what, where, *_ = write_summary(TOP, results(jobs))
     assert (
         what == "lowest final_loss: 2.000000, job 0 (schedule=gpipe schedule.num_microbatches=8 "
         "optim.lr=1.0)"
     )
     assert where == "  in runs/s/0/checkpoints/7"
-    assert anew.startswith("  anew: ppctl train recipes=tiny ")
-    assert len({best.command.split()[-1] for best in both}) == 2  # a directory each
     text = page_of(*jobs)
-    assert text.index("runs/s/0/checkpoints/7") < text.index("To train it anew")
+    assert "runs/s/0/checkpoints/7" in text
     assert ">2.000001<" in text
     shutil.rmtree(jobs[0].run_dir / "checkpoints")
-    assert best_of(TOP, results(jobs))[0].place == jobs[0].run_dir
+    assert best_of(results(jobs))[0].place == str(jobs[0].run_dir)
 
 
-def test_the_last_table_has_the_number_that_decided():
+def test_the_last_table_has_the_numbers_that_decided():
     jobs = [left(job_of(i), (4.0, 1.0), eval_loss=1.0 + i * 1e-5) for i in range(2)]
-
-    def shown(*decided_by):
-        out = io.StringIO()
-        show_end(Console(file=out, width=200), results(jobs), decided_by, trains=True)
-        return out.getvalue()
-
-    both = r"final_loss +eval_loss +step_time_s +tokens_per_s +seconds"
-    assert re.search(both, shown("eval_loss", "tokens_per_s"))
-    assert "1.00001" in shown("eval_loss")
-    assert re.search(r"final_loss +step_time_s +tokens_per_s +seconds", shown("tokens_per_s"))
+    out = io.StringIO()
+    show_results(Console(file=out, width=200), results(jobs))
+    columns = r"job +status +steps +loss +eval loss +s/step +tok/s +seconds"
+    assert re.search(columns, out.getvalue())
+    assert "1.00001" in out.getvalue()
 
 
 def test_learning_rates_are_drawn_on_a_log_axis_and_seeds_are_repeats():
@@ -212,23 +195,19 @@ def test_learning_rates_are_drawn_on_a_log_axis_and_seeds_are_repeats():
         for i, rate in enumerate(rates)
     ]
     text = page_of(*jobs)
-    [svg] = [svg for svg in re.findall(r'<svg class="lines".*?</svg>', text) if "optim.lr" in svg]
-    assert "loss, by optim.lr" in svg
+    svgs = re.findall(r'<svg class="lines".*?</svg>', text)
+    [svg] = [svg for svg in svgs if "loss, by optim.lr" in svg]
     assert " 0.001: 3.5, 0.002: 4.5, 0.003: 5.5" in svg
     assert svg.count("<use ") == 3
-    assert "marks: means of jobs that differ only in seed or optimizer" in text
-    assert "Over the learning rate" not in page_of(
-        left(job_of(9, **{"optim.lr": 1e-3}), (3.0, 1.0))
-    )
-    assert "Over the learning rate" not in page_of(left(job_of(8), (3.0, 1.0)))
+    assert "Over run.seed" not in text
+    assert "Over optim.lr" not in page_of(left(job_of(9, **{"optim.lr": 1e-3}), (3.0, 1.0)))
 
 
-def page_of(*jobs, outcomes=None):
-    found = results(jobs, outcomes)
-    return sweep_page(TOP, found, best_of(TOP, found))
+def page_of(*jobs, found=None):
+    return sweep_page(TOP, found or results(jobs))
 
 
-def test_the_page_has_a_line_a_schedule_its_prediction_and_every_job(directory):
+def test_the_page_has_a_line_a_schedule_and_every_job(directory):
     jobs = [
         left(job_of(i, family, size), (4.0, 1 / size))
         for i, (family, size) in enumerate(
@@ -238,50 +217,24 @@ def test_the_page_has_a_line_a_schedule_its_prediction_and_every_job(directory):
     text = page_of(*jobs)
     svgs = [ET.fromstring(svg) for svg in re.findall(r'<svg class="lines".*?</svg>', text)]
     assert [(svg.get("aria-label") or "").partition(";")[0] for svg in svgs] == [
-        "tok/s, by microbatches",
-        "bubble, by microbatches",
+        "loss, by schedule.num_microbatches",
+        "tok/s, by schedule.num_microbatches",
     ]
-    assert "gpipe: 4: 400, 8: 800, 16: 1600; " in (svgs[0].get("aria-label") or "")
+    assert "schedule=gpipe: 4: 400, 8: 800, 16: 1600; " in (svgs[1].get("aria-label") or "")
     for svg in svgs:
-        lines = [group for group in svg.iter("g") if group.get("class") in ("dashed", "data")]
-        assert [group.get("class") for group in lines] == ["dashed", "data", "data"] * 2
+        lines = [group for group in svg.iter("g") if group.get("class") == "data"]
+        assert [group.get("class") for group in lines] == ["data", "data"] * 2
         assert len(list(svg.iter("use"))) == 6  # marks
         colours = [re.search(r"stroke: (#\w+)", ET.tostring(group).decode()) for group in lines]
-        assert [colour and colour[1] for colour in colours] == ["#0072b2"] * 3 + ["#d55e00"] * 3
+        assert [colour and colour[1] for colour in colours] == ["#0072b2"] * 2 + ["#d55e00"] * 2
     assert text.count('<tr><th scope="row">') == 6
     assert "script" not in re.sub("script-src", "", text)
     assert not re.search(r'(src|href)="[^#]|url\(|@import', text)
 
 
-def test_what_only_repeats_a_job_is_no_line_and_only_what_is_dashed_is_called_so():
-    jobs = [
-        left(job_of(4 * k + i, size=size, **{"run.seed": seed, "optim.lr": rate}), (4.0, seconds))
-        for k, (rate, seed) in enumerate(product((1e-3, 2e-3), (0, 1)))
-        for i, (size, seconds) in enumerate(((4, 1 / (1 + k)), (8, 0.5)))
-    ]
-    text = page_of(*jobs)
-    [speed] = [
-        svg
-        for svg in re.findall(r'<svg class="lines".*?</svg>', text)
-        if "tok/s, by microbatches" in svg
-    ]
-    assert "; gpipe: 4: 250, 8: 200" in speed
-    assert speed.count("<use ") == 2
-    assert (
-        "dashed: as predicted before the run; marks: means of jobs that differ only in "
-        "seed or optimizer" in text
-    )
-    for job in jobs:
-        file = job.run_dir / "metrics.jsonl"
-        file.write_text(file.read_text().replace('"predicted_', '"other_'))
-    assert "as predicted before the run" not in page_of(*jobs)
-    assert "means of jobs" not in page_of(*jobs[:2])
-
-
 def test_one_number_of_microbatches_has_no_figure_and_a_failure_is_explained():
     jobs = [left(job_of(0), (4.0, 1.0)), job_of(1, "<b>")]
-    outcomes = [FINISHED, Outcome("failed", 1, 2.0, "x < y & z")]
-    text = page_of(*jobs, outcomes=outcomes)
+    text = page_of(found=[ended(jobs[0]), ended(jobs[1], "failed", 1, 2.0, "x < y & z")])
     assert '<svg class="lines"' not in text
     assert "What failed" in text
     assert "x &lt; y &amp; z" in text
@@ -291,7 +244,7 @@ def test_one_number_of_microbatches_has_no_figure_and_a_failure_is_explained():
 
 def test_more_lines_than_can_be_told_apart_are_left_to_the_table():
     jobs = [
-        left(job_of(2 * i + j, size=size, **{"model.d_model": i}), (4.0, 1.0))
+        left(job_of(2 * i + j, size=size, **{"run.dtype": f"t{i}"}), (4.0, 1.0))
         for i in range(MOST_LINES + 2)
         for j, size in enumerate((4, 8))
     ]
@@ -302,9 +255,10 @@ def test_more_lines_than_can_be_told_apart_are_left_to_the_table():
 
 def test_jobs_that_shared_the_machine_are_said_to_be_slower():
     job = left(job_of(0), (4.0, 1.0))
-    assert not any("side by side" in line for line in write_summary(TOP, results([job]), []))
+    TOP.mkdir(parents=True, exist_ok=True)
+    assert not any("side by side" in line for line in write_summary(TOP, results([job])))
     (job.run_dir / LOG).write_text("")
-    said = write_summary(TOP, results([job], [replace(FINISHED, status="skipped")]), [])
+    said = write_summary(TOP, [ended(job, "skipped")])
     assert "note: Jobs ran side by side, which slows each of them: a run alone is faster" in said
     assert "Jobs ran side by side" in Path("runs/s/sweep.html").read_text()
 

@@ -20,8 +20,7 @@ from ppctl.config import MLP, Config, Costs, Mesh, Mpmd, Regression, ScheduleCon
 from ppctl.config import Schedule as Plain
 from ppctl.config.schedule_from_config import pipeline_of
 from ppctl.launch.sweep import sweep_page
-from ppctl.launch.sweep.sweep_jobs import Job, Outcome
-from ppctl.launch.sweep.sweep_records import NUMBERS, Result
+from ppctl.launch.sweep.sweep_jobs import NUMBERS, Job, Result
 from ppctl.planner.make_plan import predicted
 from ppctl.planner.show import plan_page
 from ppctl.reports import measured_timeline_file as timeline_io
@@ -160,12 +159,11 @@ def test_the_page_of_a_sweep_draws_its_marks_to_scale_and_fits(tmp_path, width):
     for index, speed in enumerate(speeds):
         name, size = ("gpipe", "zb_h1")[index // 2], (8, 16)[index % 2]
         values = {"schedule": name, "schedule.num_microbatches": size}
-        swept = (f"schedule={name}", "x" * 60)
-        job = Job(index, swept, values, ("train",), Path("runs/s"), None)
+        job = Job(index, values, f"schedule={name} {'x' * 60}", Path("runs/s"))
         known = {"tokens_per_s": speed, "step_time_s": 1.0, "predicted_bubble_fraction": 0.2}
-        end = Outcome("finished", 0, 3.0, "y" * 200 if index else None)
-        results.append(Result(job, end, dict.fromkeys(NUMBERS) | known))
-    text = sweep_page.sweep_page(Path("runs/s"), results, [])
+        error = "y" * 200 if index else None
+        results.append(Result(job, "finished", 0, 3.0, error, dict.fromkeys(NUMBERS) | known))
+    text = sweep_page.sweep_page(Path("runs/s"), results)
     said, _ = browse_page(tmp_path, text, [], width)
     assert said["loads"] == 0
     assert said["hidden"] <= 0

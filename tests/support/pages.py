@@ -11,8 +11,7 @@ from ppctl.config import MLP, Config, Costs, Interleaved, Mesh, Mpmd, Regression
 from ppctl.config import Schedule as Plain
 from ppctl.config.schedule_from_config import Pipeline, pipeline_of
 from ppctl.launch.sweep import sweep_page
-from ppctl.launch.sweep.sweep_jobs import Job, Outcome
-from ppctl.launch.sweep.sweep_records import NUMBERS, Result
+from ppctl.launch.sweep.sweep_jobs import NUMBERS, Job, Result
 from ppctl.planner.make_plan import RequestText, predicted
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal, RehearsedRank
 from ppctl.planner.show import plan_page
@@ -192,8 +191,7 @@ def sweep() -> str:
     for index, speed in enumerate(speeds):
         name, size = ("gpipe", "zb_h1")[index // 2], (8, 16)[index % 2]
         values = {"schedule": name, "schedule.num_microbatches": size}
-        swept = (f"schedule={name}", "x" * 60)
-        job = Job(index, swept, values, ("train",), Path("runs/s"), None)
+        job = Job(index, values, f"schedule={name} {'x' * 60}", Path("runs/s"))
         numbers = dict.fromkeys(NUMBERS) | {
             "tokens_per_s": speed,
             "step_time_s": 1.0,
@@ -203,6 +201,6 @@ def sweep() -> str:
             "memory_bytes": GIB,
             "steps": 1000,
         }
-        end = Outcome("finished", 0, 3.0, "y" * 200 if index else None)
-        results.append(Result(job, end, numbers))
-    return sweep_page.sweep_page(Path("runs/s"), results, [])
+        error = "y" * 200 if index else None
+        results.append(Result(job, "finished", 0, 3.0, error, numbers))
+    return sweep_page.sweep_page(Path("runs/s"), results)

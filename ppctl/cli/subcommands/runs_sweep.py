@@ -1,21 +1,15 @@
 """`ppctl runs show SWEEP`: the axes of a sweep, its jobs and their status, and the best."""
 
 import os
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from rich.markup import escape
-
-from ppctl.cli.resume_command import resumption
-from ppctl.launch.sweep.sweep_records import is_sweep, job_name, read_sweep
+from ppctl.launch.sweep.sweep_jobs import FILES
+from ppctl.launch.sweep.sweep_records import best_of, is_sweep, read_sweep, show_results
 from ppctl.reports.foreign_files import printable
-from ppctl.reports.page_kit import NUMBERS
 from ppctl.reports.run_files import is_run
-from ppctl.reports.terminal_output import SPEEDS, OutputConsole, show_json, show_lines, show_table
-
-COLUMNS = ("final_loss", "eval_loss", "step_time_s", *SPEEDS)  # of a job
+from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines
 
 
 def find_sweep(name: str, tops: Sequence[Path]) -> Path | None:
@@ -26,38 +20,32 @@ def find_sweep(name: str, tops: Sequence[Path]) -> Path | None:
 
 def show_sweep(directory: Path, *, as_json: bool) -> int:
     """Show a sweep; return 0."""
-    sweep = read_sweep(directory, lambda path: resumption(path).words)
-    jobs = sweep["jobs"]
+    results = read_sweep(directory)
+    best = best_of(results)
+    axes: dict[str, dict[str, None]] = {}
+    for each in results:
+        for key, value in each.job.values.items():
+            axes.setdefault(key, {})[value] = None
+    files = [str(directory / name) for name in FILES if (directory / name).is_file()]
     if as_json:
-        show_json(sweep)
+        counts = Counter(each.status for each in results)
+        jobs = [
+            {"job": each.job.index, "run_dir": str(each.job.run_dir), "status": each.status}
+            | {"reason": each.error, "values": each.job.values, **each.numbers}
+            for each in results
+        ]
+        document = {"sweep_dir": str(directory), "counts": dict(counts.most_common())}
+        document |= {"axes": {key: [*values] for key, values in axes.items()}}
+        show_json(
+            document | {"best": [each._asdict() for each in best], "jobs": jobs, "files": files}
+        )
         return 0
-    # 1. its lines
-    console, many = OutputConsole(), "s" * (len(jobs) != 1)
-    say = partial(show_lines, console)
-    counts = ", ".join(f"{number} {status}" for status, number in sweep["counts"].items())
-    counted = f"{len(jobs)} job{many}: {counts or 'none has left anything'}"
-    lines = [("sweep", str(directory)), ("jobs", counted)]
-    lines += [("axis", f"{name}: {', '.join(values)}") for name, values in sweep["axes"].items()]
-    for best in sweep["best"]:
-        lines += [("best", best["text"]), ("  in", best["place"]), ("  anew", best["command"])]
-    lines += [("summary", ", ".join(sweep["files"]))] if sweep["files"] else []
-    for label, text in lines:
-        say(printable(f"{label:9} {text}"))
-    # 2. its jobs, and why some failed
-    present = [name for name in COLUMNS if any(job[name] is not None for job in jobs)]
-    columns = ["job", "status", "step", *(NUMBERS[name][0] for name in present)]
-    if jobs:
-        show_table(console, "", columns, [_row(job, present) for job in jobs])
-    for job in jobs:
-        if job["reason"]:
-            say(printable(f"{job['job']}: {job['reason']}"))
+    console = OutputConsole()
+    lines = [("sweep", str(directory))]
+    lines += [("axis", f"{key}: {', '.join(values)}") for key, values in axes.items()]
+    for each in best:
+        lines += [("best", each.text), ("  in", each.place)]
+    lines.append(("summary", ", ".join(files)))
+    show_lines(console, *(printable(f"{label:9} {text}") for label, text in lines))
+    show_results(console, results)
     return 0
-
-
-def _row(job: Mapping[str, Any], present: Sequence[str]) -> list[str]:
-    return [
-        escape(printable(f"{job['job']}: {job_name(job)}")),
-        escape(job["status"]),
-        f"{job['step']} of {'?' if job['num_steps'] is None else job['num_steps']}",
-        *("" if job[name] is None else NUMBERS[name][1](job[name]) for name in present),
-    ]

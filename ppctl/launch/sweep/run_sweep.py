@@ -1,112 +1,222 @@
-"""`ppctl COMMAND --multirun`: checks a sweep, runs its jobs, and writes its summary."""
+"""`ppctl COMMAND --multirun`: checks a sweep, runs its jobs, and writes their records and a page.
+
+One loop over jobs, which are local processes or submitted ones; one that fails stops no other.
+"""
+
+from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import queue
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ppctl.errors import ConfigError
-from ppctl.launch.sweep.job_runner import run_jobs
-from ppctl.launch.sweep.sweep_jobs import FILES, MARK, Sweep, check_sweep, side_by_side_note
+from ppctl.errors import ConfigError, error_document, one_line
+from ppctl.launch.supervisor import LEFT, Events, Stop, how, shell_code, stop_requests
+from ppctl.launch.sweep.local_jobs import LocalJobs
+from ppctl.launch.sweep.sweep_jobs import FILES, Job, Result, Sweep, check_sweep, has_ended
 from ppctl.launch.sweep.sweep_page import sweep_page
 from ppctl.launch.sweep.sweep_records import (
-    Best,
-    Result,
     best_of,
-    decimals,
-    equal_errors,
-    result_of,
-    state_counts,
+    numbers_of,
+    show_results,
+    side_by_side_note,
+    write_records,
 )
 from ppctl.reports.run_page.write_report import FILE as REPORT
-from ppctl.reports.terminal_output import SPEEDS, json_safe, replace_file, show_lines, show_table
+from ppctl.reports.terminal_output import replace_file, show_lines
+
+if TYPE_CHECKING:
+    from ppctl.launch.sweep.submitit_jobs import SubmittedJobs  # an extra
 
 
 def run_sweep(sweep: Sweep, report: Callable[[Path], object] = lambda run_dir: None) -> int:
     """Run a sweep; return 0 if all jobs are finished, 1 if one failed, 130 or 143 if interrupted.
 
-    `report` writes the report of the run in a directory, which the summary links to. Raises
+    `report` writes the report of the run in a directory, which the page links to. Raises
     ConfigError, before anything is started or written, for an impossible sweep.
     """
     # 1. checks
     check_sweep(sweep)
     # 2. the jobs
+    directory, console = sweep.directory, Console(stderr=True)
     try:
-        sweep.directory.mkdir(parents=True, exist_ok=True)
-        (sweep.directory / MARK).write_text(sweep.document)
+        if sweep.trains:
+            directory.mkdir(parents=True, exist_ok=True)
+            write_records(directory, [*map(Result, sweep.jobs)])
         if sweep.study is not None:
             sweep.study.open()
     except OSError as error:
         raise ConfigError(
-            f"run.dir={sweep.directory} cannot be written: {error.strerror}. "
+            f"run.dir={directory} cannot be written: {error.strerror}. "
             "Use another run.dir, or make it writable."
         ) from error
-    console = Console(stderr=True)
-    outcomes, stop = run_jobs(sweep, console)
-    # 3. the summary
-    results = [result_of(job, outcome) for job, outcome in zip(sweep.jobs, outcomes, strict=True)]
-    best = best_of(sweep.directory, results) if sweep.trains else []
-    show_end(console, results, [each.by for each in best], trains=sweep.trains)
+    results, stop = run_jobs(sweep, console)
+    # 3. records, reports and the page
+    show_results(console, results)
     if sweep.trains:
-        for job, outcome in zip(sweep.jobs, outcomes, strict=True):
-            if outcome.seconds is not None or not (job.run_dir / REPORT).exists():
-                report(job.run_dir)
-        for line in write_summary(sweep.directory, results, best):
-            show_lines(console, f"ppctl: {line}")
+        for each in results:
+            if each.seconds is not None or not (each.job.run_dir / REPORT).exists():
+                report(each.job.run_dir)
+        show_lines(console, *(f"ppctl: {line}" for line in write_summary(directory, results)))
     if stop is not None:
         return 128 + stop
-    return int(any(outcome.status in ("failed", "interrupted") for outcome in outcomes))
+    return int(any(each.status in ("failed", "interrupted") for each in results))
 
 
-def show_end(
-    console: Console, results: Sequence[Result], decided_by: Sequence[str], *, trains: bool
-) -> None:
-    """Print the table of all jobs, with the numbers that decided the best, and the errors."""
-    # 1. numbers and their forms
-    forms: dict[str, str] = {}
-    if trains:
-        losses = ("final_loss", "eval_loss")
-        digits = {name: decimals(each.numbers[name] for each in results) for name in losses}
-        forms = {"steps": ",", **{name: f".{digits[name]}f" for name in losses}}
-        forms |= {"step_time_s": ".4g", **dict.fromkeys(SPEEDS, ",.0f")}
-        usual = ("steps", "final_loss", "step_time_s", *decided_by)
-        forms = {name: form for name, form in forms.items() if name in usual}
-    # 2. the table
-    rows = []
-    for job, outcome, numbers in ((each.job, each.outcome, each.numbers) for each in results):
-        status = outcome.status + (f" ({outcome.code})" if outcome.code else "")
-        cells = [_number_text(numbers[key], form) for key, form in forms.items()]
-        seconds = _number_text(outcome.seconds, ".1f")
-        rows.append([f"{job.index}: {job.name}", status, *cells, seconds])
-    show_table(console, state_counts(results), ["job", "state", *forms, "seconds"], rows)
-    # 3. the errors
-    for error, jobs in equal_errors(results).items():
-        others = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
-        show_lines(console, f"ppctl: job {jobs[0].index}: {jobs[0].name}{others}: {error}")
-
-
-def _number_text(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def write_summary(directory: Path, results: Sequence[Result], best: Sequence[Best]) -> list[str]:
-    """Write the summary; return lines about the sweep, also where a file cannot be written."""
-    lines = []
-    for each in best:
-        lines += [each.text, f"  in {each.place}", f"  anew: {each.command}"]
-    if note := side_by_side_note([result.job for result in results]):
+def write_summary(directory: Path, results: list[Result]) -> list[str]:
+    """Write records and page; return lines about the sweep, also where a file cannot be written."""
+    lines = [line for best in best_of(results) for line in (best.text, f"  in {best.place}")]
+    if note := side_by_side_note(results):
         lines.append(f"note: {note}")
-    texts = as_json(results), sweep_page(directory, results, best)
     try:
-        for name, text in zip(FILES, texts, strict=True):
-            replace_file(directory / name, text)
+        write_records(directory, results)
+        replace_file(directory / FILES[1], sweep_page(directory, results))
     except OSError as error:
         return [*lines, f"the summary in {directory} cannot be written: {error.strerror}"]
     return [*lines, f"summary: {', '.join(str(directory / name) for name in FILES)}"]
 
 
-def as_json(results: Sequence[Result]) -> str:
-    """Return the records as a JSON list, with null for numbers that are not finite."""
-    plain = json_safe([result.record for result in results])
-    return json.dumps(plain, indent=1, allow_nan=False, default=str) + "\n"
+# --- the loop over jobs ---------------------------------------------------------------------------
+
+
+def run_jobs(sweep: Sweep, console: Console) -> tuple[list[Result], int | None]:
+    """Run the jobs; return their results, and the signal that ended the sweep early or None.
+
+    Each stop request is passed on to every running job; no other job is started, and the running
+    ones are waited for, as they may be saving. Submitted jobs go on.
+    """
+    with stop_requests() as events:
+        starter = _starter(sweep)
+        try:
+            loop = _Loop(sweep, console, starter, deque(sweep.jobs), [*map(Result, sweep.jobs)])
+            loop.run(events)
+        finally:
+            starter.close()
+    return loop.results, loop.stop
+
+
+def _starter(sweep: Sweep) -> LocalJobs | SubmittedJobs:
+    if not sweep.is_submitted:
+        return LocalJobs(sweep)
+    from ppctl.launch.sweep.submitit_jobs import SubmittedJobs
+
+    return SubmittedJobs(sweep)
+
+
+@dataclass
+class _Loop:
+    sweep: Sweep
+    console: Console
+    starter: LocalJobs | SubmittedJobs
+    waiting: deque[Job]
+    results: list[Result]
+    running: dict[int, float] = field(default_factory=dict)  # start of a job, as time.time()
+    stop: int | None = None
+
+    def run(self, events: Events) -> None:
+        while True:
+            while self.stop is None and self.has_room() and (job := self.next()) is not None:
+                self.begin(job)
+            if not self.running or (self.stop is not None and not self.starter.is_awaited):
+                return
+            while not self.handle_events(events):
+                pass
+
+    def has_room(self) -> bool:
+        return self.starter.takes_all or len(self.running) < self.sweep.num_parallel
+
+    def next(self) -> Job | None:
+        """Return the next job to begin, or None where no job waits now."""
+        if self.waiting:
+            return self.waiting.popleft()
+        job = self.sweep.study.ask() if self.sweep.study is not None else None
+        if job is not None:
+            self.sweep.jobs.append(job)
+            self.results.append(Result(job))
+        return job
+
+    def handle_events(self, events: Events) -> bool:
+        """Handle a stop request, if one comes within the starter's poll_s, and all changes."""
+        changes = self.starter.changes()
+        try:
+            event = events.get(timeout=0 if changes else self.starter.poll_s)
+        except queue.Empty:
+            event = None
+        for index, state, more, code, error in changes:
+            job = self.sweep.jobs[index]
+            if code is None:
+                self.set(Result(job, state), f"{state}{more}")
+            else:
+                self.end(job, code, error)
+        if isinstance(event, Stop):
+            number = signal.Signals(event.number)
+            message = self.starter.stop(number, self.running)
+            if self.stop is None:
+                self.stop = number
+                show_lines(self.console, f"ppctl: {number.name}: {message}")
+        return event is not None or bool(changes)
+
+    def begin(self, job: Job) -> None:
+        """Start a job, unless it is refused or finished: then print what the job itself would."""
+        run = None if job.config is None or not self.sweep.trains else job.config.run
+        if job.refusal is not None:
+            self.refuse(job, job.refusal.kind, one_line(job.refusal))
+        elif run is not None and has_ended(job.run_dir, run):
+            result = Result(job, "skipped", 0, numbers=numbers_of(job.run_dir))
+            self.set(result, f"finished before, skipped ({job.run_dir})")
+            self.emit({"status": "finished", "run_dir": str(job.run_dir), "step": run.num_steps})
+        else:
+            began_s = time.time()
+            try:
+                self.starter.begin(job)
+            except OSError as error:
+                why = f"{job.run_dir} cannot be written: {error.strerror}"
+                self.refuse(job, ConfigError.kind, why)
+            else:
+                self.running[job.index] = began_s
+
+    def refuse(self, job: Job, kind: str, why: str) -> None:
+        self.set(Result(job, "failed", ConfigError.exit_code, error=why), f"refused: {why}")
+        self.emit(error_document(kind, why))
+
+    def end(self, job: Job, code: int, error: dict[str, Any] | None) -> None:
+        """Note the end of a job with Popen's exit code and the error that it left."""
+        began_s = self.running.pop(job.index)
+        in_shell, seconds = shell_code(code), time.time() - began_s
+        status = "finished" if code == 0 else "interrupted" if in_shell in LEFT[1:] else "failed"
+        if status == "interrupted" and self.stop is None and self.starter.is_awaited:
+            self.stop = in_shell - 128  # someone asked the job itself: the sweep is over too
+        text, why = f"{status} after {seconds:.1f} s", None
+        if status == "failed":
+            why = how(code) if error is None else error["error"]["message"]
+            text += f": {why}"
+        result = Result(job, status, in_shell, seconds, why)
+        if self.sweep.trains:
+            since_s = 0.0 if result.is_done else began_s
+            result = replace(result, numbers=numbers_of(job.run_dir, since_s))
+        self.set(result, text)
+        if error is not None:
+            self.emit(error)
+
+    def set(self, result: Result, text: str) -> None:
+        """Note and print the new state of a job, and tell the search of an end."""
+        job = result.job
+        self.results[job.index] = result
+        show_lines(self.console, f"ppctl: job {job.index}: {job.name}: {text}")
+        if self.sweep.trains:
+            with suppress(OSError):  # a full disk; the last record is not suppressed
+                write_records(self.sweep.directory, self.results)
+        if result.code is not None and self.sweep.study is not None:
+            self.sweep.study.tell(result)
+
+    def emit(self, document: dict[str, Any]) -> None:
+        if self.sweep.as_json:
+            print(json.dumps(document), flush=True)

@@ -21,7 +21,7 @@ import submitit
 from submitit.core.utils import FailedJobError
 
 from ppctl.config.groups.sweep_settings import SubmititSlurm
-from ppctl.errors import ConfigError, LostError, error_document
+from ppctl.errors import ConfigError, LostError, error_document, one_line
 from ppctl.launch.local_processes import ERROR_FILE, left_error
 from ppctl.launch.supervisor import Child, start
 from ppctl.launch.sweep.sweep_jobs import (
@@ -125,7 +125,7 @@ class SubmittedJobs:
         try:
             submissions = self.executor.submit_array(commands)
         except (OSError, subprocess.SubprocessError, FailedJobError) as error:
-            why = f"it cannot be submitted: {' '.join(str(error).split())}"
+            why = f"it cannot be submitted: {one_line(error)}"
             document = error_document(ConfigError.kind, why)
             self.changed += [Change(job.index, "ended", code=2, error=document) for job in jobs]
             return
@@ -150,9 +150,8 @@ class SubmittedJobs:
                 changes.append(Change(index, now))
         return changes
 
-    def stop(self, number: int, jobs: Collection[int]) -> str:
+    def stop(self, _number: signal.Signals, jobs: Collection[int]) -> str:
         """Return a message about these jobs, which go on."""
-        del number
         ids = [self.known[index][0].job_id for index in sorted(jobs) if index in self.known]
         if not ids:
             return "nothing is left running"

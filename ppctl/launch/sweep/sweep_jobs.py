@@ -1,12 +1,11 @@
-"""A sweep as values: its jobs, and how each of them ended."""
+"""A sweep as values: its jobs, their results, and the sweeps that are refused."""
 
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -15,18 +14,28 @@ from ppctl.config import Config, Run
 from ppctl.config.changed_settings import changes
 from ppctl.config.code_digests import changed_modules, sources_here
 from ppctl.config.groups.sweep_settings import Launcher, SideBySide, SubmititSlurm
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, PpctlError, one_line
 from ppctl.launch.local_processes import newest_checkpoint
 from ppctl.reports.foreign_files import check_inside, from_json, read_file, read_settings
 
 FILES = ("sweep.json", "sweep.html")
 LOG = "output.log"  # in a run.dir: the output of a job that shared the machine
 SUBMITTED_LOG = "submitted.log"  # the output of a submitted job
-SHARED = "Jobs ran side by side, which slows each of them: a run alone is faster"
-MARK = "multirun.yaml"  # written to a sweep's directory before its first job starts
 STUDY, SUBMITIT = "optuna.journal", ".submitit"  # in a sweep's directory
-STATES = ("running", "queued", "finished", "skipped", "failed", "interrupted", "not started")
+DONE = ("finished", "skipped")
+STATES = ("running", "queued", *DONE, "failed", "interrupted", "not started")
 SUBMITTED = "submitted.json"  # in a run.dir: the submission of its job
+NUMBERS = (  # of a run, in this order; None where it has none
+    "steps",
+    "final_loss",
+    "eval_loss",
+    "step_time_s",  # median
+    "predicted_step_time_s",
+    "tokens_per_s",  # median
+    "rows_per_s",  # the same, of data without tokens
+    *("ideal_bubble_fraction", "predicted_bubble_fraction", "measured_bubble_fraction"),
+    *("memory_bytes", "predicted_memory_bytes"),
+)
 
 
 @dataclass(frozen=True)
@@ -34,17 +43,28 @@ class Job:
     """One combination of the swept values."""
 
     index: int
-    swept: tuple[str, ...]  # its overrides of the varied settings, as typed
-    values: Mapping[str, Any]  # the same by key
-    words: tuple[str, ...]  # of its command line, without the program's name and run.dir
+    values: Mapping[str, Any]  # the swept ones, by key
+    name: str  # the same as typed: KEY=VALUE ...
     run_dir: Path
-    config: Config | None  # None: refused
-    refusal: str | None = None  # why its settings are impossible together
-    refusal_kind: str = ConfigError.kind  # of error, as `--json` names it
+    words: tuple[str, ...] = ()  # of its command line, without the program's name and run.dir
+    config: Config | None = None  # None: refused
+    refusal: PpctlError | None = None  # its settings are impossible together
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a job ended, or why it did not begin, and the numbers of its run."""
+
+    job: Job
+    status: str = "not started"  # one of STATES
+    code: int | None = None  # exit code as in a shell
+    seconds: float | None = None  # that its process lived
+    error: str | None = None  # one line, of a job that failed
+    numbers: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(NUMBERS))
 
     @property
-    def name(self) -> str:
-        return " ".join(self.swept)
+    def is_done(self) -> bool:
+        return self.status in DONE
 
 
 @dataclass(frozen=True)
@@ -56,7 +76,6 @@ class Sweep:
     jobs: list[Job]  # a search adds to them
     launcher: Launcher = field(default_factory=SideBySide)
     as_json: bool = False
-    document: str = ""  # the settings of all jobs, as yaml
     study: ChoosesJobs | None = None  # chooses further jobs
 
     @property
@@ -75,13 +94,12 @@ class Sweep:
 
 
 class ChoosesJobs(Protocol):
-    """Chooses jobs by results: `ppctl.launch.sweep.optuna_study.OptunaStudy`, an extra."""
+    """Chooses jobs by results: `ppctl.cli.optuna_sweeper.OptunaStudy`, an extra."""
 
     def samples(self) -> list[Job]: ...
-    def check(self) -> None: ...
     def open(self) -> None: ...
     def ask(self) -> Job | None: ...
-    def tell(self, job: Job, outcome: Outcome) -> None: ...
+    def tell(self, result: Result) -> None: ...
 
 
 class Change(NamedTuple):
@@ -92,22 +110,6 @@ class Change(NamedTuple):
     more: str = ""  # of the line about it
     code: int | None = None  # of an ended job; -n: killed by signal n
     error: dict[str, Any] | None = None  # document of an ended job's error, if it left one
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a job ended, or why it did not begin."""
-
-    status: str  # one of STATES
-    code: int | None = None  # exit code as in a shell
-    seconds: float | None = None  # that its process lived
-    error: str | None = None  # one line, of a job that failed
-    began_s: float | None = None  # as time.time()
-
-
-def side_by_side_note(jobs: Sequence[Job]) -> str:
-    """Return a note if any job shared the machine, in this or an earlier start, else ""."""
-    return SHARED if any((job.run_dir / LOG).exists() for job in jobs) else ""
 
 
 def check_sweep(sweep: Sweep) -> None:
@@ -128,15 +130,13 @@ def check_sweep(sweep: Sweep) -> None:
         what = f"searches by what runs record, and `ppctl {sweep.command}` makes none"
         raise ConfigError(f"hydra/sweeper=optuna {what}.")
     # 2. each job
-    refused = [job.refusal for job in sweep.jobs if job.refusal is not None]
+    refused = [one_line(job.refusal) for job in sweep.jobs if job.refusal is not None]
     if refused and len(refused) == len(sweep.jobs):
         all_of = f"All {len(refused)} jobs are refused; the first: " if len(refused) > 1 else ""
         raise ConfigError(f"{all_of}{refused[0]}")
     if sweep.trains:
         _check_directories(sweep)
-    # 3. study and Slurm
-    if sweep.study is not None:
-        sweep.study.check()
+    # 3. Slurm
     if sweep.is_submitted and shutil.which("sbatch") is None:
         raise ConfigError(
             "hydra/launcher=submitit_slurm needs Slurm's sbatch, which is not on this machine's "
@@ -145,8 +145,8 @@ def check_sweep(sweep: Sweep) -> None:
 
 
 def _check_directories(sweep: Sweep) -> None:
-    """Raise ConfigError where jobs share a directory, or one holds a run of other settings."""
-    check_inside(sweep.directory, (MARK, *FILES, STUDY, SUBMITIT), "run.dir")
+    """Raise ConfigError where jobs share a directory, or write out of it through a link."""
+    check_inside(sweep.directory, (*FILES, STUDY, SUBMITIT), "run.dir")
     owners: dict[str, Job] = {}
     for job in sweep.jobs:
         check_inside(job.run_dir, (LOG, SUBMITTED_LOG, SUBMITTED), "run.dir")
@@ -157,13 +157,6 @@ def _check_directories(sweep: Sweep) -> None:
                 f"run.dir, {job.run_dir}. Leave out a value that is there twice, or leave "
                 "run.dir to the sweep."
             )
-        if job.config is not None and has_ended(job.run_dir, job.config.run):
-            other = other_settings(job.run_dir, job.config)
-            if other is not None:
-                raise ConfigError(
-                    f"Job {job.index} ({job.name}): {job.run_dir} holds a finished run of other "
-                    f"settings ({other}). Use another run.name or run.dir, or move it away."
-                )
 
 
 def has_ended(run_dir: Path, run: Run) -> bool:
@@ -171,16 +164,21 @@ def has_ended(run_dir: Path, run: Run) -> bool:
     return run.resume != "never" and newest_checkpoint(run_dir) == run.num_steps
 
 
-def other_settings(run_dir: Path, wanted: Config) -> str | None:
-    """Return the differences between the settings of the run in run_dir and these, or None."""
+def check_finished(run_dir: Path, wanted: Config) -> None:
+    """Raise ConfigError where a finished run of other settings or code is in a job's run_dir."""
+    if not has_ended(run_dir, wanted.run):
+        return
     try:
         before = read_settings(run_dir / "config.yaml")
-        texts = [change.text for change in changes(before, wanted)]
+        texts = [*(change.text for change in changes(before, wanted)), *_code_changes(run_dir)]
     except (OSError, ValueError, AttributeError):
-        return "its config.yaml cannot be read"
-    texts += _code_changes(run_dir)
-    more = [f"{len(texts) - 3} more"] if len(texts) > 3 else []
-    return "; ".join(texts[:3] + more) or None
+        texts = ["its config.yaml cannot be read"]
+    if texts:
+        more = [f"{len(texts) - 3} more"] if len(texts) > 3 else []
+        raise ConfigError(
+            f"{run_dir} holds a finished run of other settings ({'; '.join(texts[:3] + more)}). "
+            "Use another run.name or run.dir, or move it away."
+        )
 
 
 def _code_changes(run_dir: Path) -> list[str]:
@@ -194,15 +192,6 @@ def _code_changes(run_dir: Path) -> list[str]:
     now = sources_here(modules)
     changed = changed_modules({name: modules[name] for name in now}, now)
     return [f"the code of {name} has changed" for name in changed]
-
-
-def command_line(words: Sequence[str], run_dir: Path) -> str:
-    """Return the command line of a job's words in another run.dir.
-
-    >>> command_line(["train", "run.name=a b"], Path("runs/x"))
-    "ppctl train 'run.name=a b' run.dir=runs/x"
-    """
-    return shlex.join(["ppctl", *words, run_dir_override(run_dir)])
 
 
 def run_dir_override(run_dir: Path) -> str:

@@ -50,8 +50,6 @@ def curves_svg(
     x_name: str,
     from_zero: bool = False,
     over_sizes: bool = False,
-    predicted: Mapping[str, Points] | None = None,
-    y_form: str | None = None,
 ) -> str:
     """Return the svg of at most MOST_LINES curves by label, one with a value.
 
@@ -62,23 +60,17 @@ def curves_svg(
         from_zero: y from 0 up, else from the least to the greatest.
         over_sizes: x, positive, are sizes or rates: each has a mark, and the axis is logarithmic
             unless whole numbers span less than a factor of four.
-        predicted: curves drawn dashed, without marks, by labels of `curves`.
-        y_form: of a y, as in {x:.0%}.
     """
     import numpy as np
 
     assert 0 < len(curves) <= MOST_LINES, "a colour and a mark each"
-    dashed = predicted or {}
     with _axes() as axes:
         # 1. curves
         has_marks = over_sizes or len(curves) > 1
-        for number, (label, points) in enumerate(curves.items()):
-            colour = line_style(number)[0]
-            columns = np.array(dashed.get(label, ()), float).reshape(-1, 2).T
-            axes.plot(*columns, "--", linewidth=1.5, gid="dashed", color=colour)
+        for number, points in enumerate(curves.values()):
             _draw_curve(axes, number, np.array(points, float).reshape(-1, 2), has_marks)
         # 2. the axis of x
-        every = [point for points in (*curves.values(), *dashed.values()) for point in points]
+        every = [point for points in curves.values() for point in points]
         first, last = (end(x for x, _ in every) for end in (min, max))
         are_whole = all(float(x).is_integer() for x, _ in every)
         if over_sizes and (last >= 4 * first or not are_whole):
@@ -94,8 +86,6 @@ def curves_svg(
         # 3. the axis of values
         low, high = (end(y for _, y in every if y is not None) for end in (min, max))
         _set_values(axes, low, high, from_zero=from_zero)
-        if y_form is not None:
-            axes.yaxis.set_major_formatter(y_form)
         abouts = (f"{label}: {_summary(points)}" for label, points in curves.items())
         return _svg_of(axes, "; ".join([f"{title}, by {x_name}", *abouts]))
 
