@@ -71,7 +71,7 @@ def test_a_sweep_runs_each_job_in_its_own_process_and_directory(
     left = {
         str(path.relative_to("runs/abc")) for path in Path("runs/abc").rglob("*") if path.is_file()
     }
-    assert left == {"multirun.yaml", "sweep.json", "sweep.html"}
+    assert left == {"sweep.json", "sweep.html"}
 
 
 @pytest.mark.full

@@ -300,7 +300,7 @@ def test_a_real_sweep_is_summed_up(directory):
         )
         assert "finished at step 2" in (Path(each["run_dir"]) / LOG).read_text()
     labels = re.findall(r'aria-label="([^"]*)"', Path("runs/tiny/sweep.html").read_text())
-    assert any(" measured" in label for label in labels)
+    assert any("rows/s, by schedule.num_microbatches" in label for label in labels)
 
 
 @pytest.mark.full
