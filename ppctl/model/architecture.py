@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.errors import ConfigError, setting
+from ppctl.model.attention.attention_scores import Scoring
 from ppctl.model.attention.rotary_positions import Rope
-from ppctl.model.attention_scores import Scoring
 from ppctl.model.lora import Lora
 from ppctl.model.parallel import StageAxes
 from ppctl.schedule.partition.divisibility import check_widths

@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.model.attention.attention_kernels import Kernel, Mix
-from ppctl.model.attention.plain_attention import attend
+from ppctl.model.attention.attention_scores import Scoring, attend
 from ppctl.model.attention.rotary_positions import Rope, Rotate, rotate_at
-from ppctl.model.attention_scores import Scoring
 from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.model.stack import Stack, Tree
 

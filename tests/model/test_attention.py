@@ -18,7 +18,7 @@ from ppctl.executors.stage.stage import Stage
 from ppctl.model.attention import attention_kernels as attention
 from ppctl.model.attention import chunked_attention
 from ppctl.model.attention.attention_kernels import PAIR_KERNELS, choose, kernel_named
-from ppctl.model.attention_scores import PLAIN, Scoring
+from ppctl.model.attention.attention_scores import PLAIN, Scoring
 from ppctl.model.transformer import transformer
 from ppctl.schedule.remat import Remat
 

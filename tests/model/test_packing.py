@@ -19,7 +19,7 @@ from ppctl.errors import ConfigError
 from ppctl.executors.reference import reference
 from ppctl.model.attention import chunked_attention
 from ppctl.model.attention.attention_kernels import choose, kernel_named
-from ppctl.model.attention_scores import PLAIN, Scoring
+from ppctl.model.attention.attention_scores import PLAIN, Scoring
 from ppctl.model.cross_entropy import NO_TOKEN
 from ppctl.model.packed_documents import documents_of, num_rows, split_starts, with_starts
 from ppctl.model.stack import init

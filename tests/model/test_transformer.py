@@ -10,7 +10,7 @@ from support.selection import full
 
 from ppctl.executors.reference import reference
 from ppctl.model.attention.attention_kernels import kernel_named
-from ppctl.model.attention.plain_attention import softmax
+from ppctl.model.attention.attention_scores import softmax
 from ppctl.model.attention.rotary_positions import Rope, rotate
 from ppctl.model.stack import init
 from ppctl.model.transformer import transformer

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ppctl.errors import ConfigError, setting
-from ppctl.model.attention import chunked_attention, cudnn_attention, plain_attention
-from ppctl.model.attention.context_attention import PairKernel, context_functions
-from ppctl.model.attention_scores import PLAIN, Scoring
+from ppctl.model.attention import chunked_attention, context_attention, cudnn_attention
+from ppctl.model.attention.attention_scores import PLAIN, Scoring, plain
+from ppctl.model.attention.context_attention import PairKernel
 from ppctl.model.parallel import WHOLE, StageAxes
 
 LONG = 1024  # tokens from which auto takes `chunked`: 0.57 of the CPU seconds of `xla`
@@ -54,98 +54,69 @@ def choose(
     num_tokens: of a sequence, or of a piece with cp; packed: sequences have several documents.
     ConfigError if device, dtype, sizes or packing rule out a kernel requested by name.
     """
-    refusal = partial(_refusal, *(device, dtype, head_dim, num_tokens, scoring), packed=packed)
-    # 1. a kernel by name
-    if wanted != "auto":
-        reason = refusal(wanted)
-        if wanted not in PAIR_KERNELS and cp > 1:
-            merges = f"{setting('mesh.cp', cp)} merges parts of a softmax"
-            reason = f"{merges}, which {wanted} does not give"
-        if reason is not None:
-            raise ConfigError(
-                f"{setting('model.attention', wanted)}: {reason}. Use "
-                f"{setting('model.attention', 'auto')}, which chooses one."
-            )
-        return wanted
-    # 2. the device's, else by length
-    for kernel in ("cudnn", "pallas") if cp == 1 else ("cudnn",):
-        if refusal(kernel) is None:
-            return kernel
-    return "chunked" if num_tokens >= LONG or cp > 1 else "xla"
+    limits = partial(_limits, device, dtype, head_dim, num_tokens, cp, scoring, packed)
+    fault = lambda kernel: next((text for is_over, text in limits(kernel) if is_over), None)  # noqa: E731
+    if wanted == "auto":
+        by_length = "chunked" if num_tokens >= LONG or cp > 1 else "xla"
+        return next((kernel for kernel in ("cudnn", "pallas") if fault(kernel) is None), by_length)
+    if (reason := fault(wanted)) is not None:
+        raise ConfigError(
+            f"{setting('model.attention', wanted)}: {reason}. Use "
+            f"{setting('model.attention', 'auto')}, which chooses one."
+        )
+    return wanted
 
 
-def _refusal(
+def _limits(
     device: Any,
     dtype: jnp.dtype,
     head_dim: int,
     num_tokens: int,
+    cp: int,
     scoring: Scoring,
-    kernel: str,
-    *,
     packed: bool,
-) -> str | None:
-    """Return why a kernel cannot run, or None."""
-    if kernel == "cudnn":
-        return _cudnn_refusal(device, dtype, head_dim, scoring, packed=packed)
+    kernel: str,
+) -> list[tuple[bool, str]]:
+    """Return the limits of a kernel: (whether it is exceeded, the message)."""
+    merges = f"{setting('mesh.cp', cp)} merges parts of a softmax, which {kernel} does not give"
+    limits = [(cp > 1 and kernel not in PAIR_KERNELS, merges)]
+    by_dtype, kind, platform = setting("run.dtype", dtype), jnp.dtype(dtype), device.platform
     if kernel == "pallas":
-        if device.platform != "tpu":
-            return f"the Pallas kernel is for TPUs, and the platform is {device.platform}"
-        if jnp.dtype(dtype).itemsize > 4:
-            given = setting("run.dtype", dtype)
-            return f"the Pallas kernel computes in at most 32 bits, and {given}"
-        if head_dim % LANES or num_tokens % LANES:
-            return (
-                f"the Pallas kernel needs heads and sequences of multiples of {LANES}, and they "
-                f"are {head_dim} wide and {num_tokens} tokens long"
-            )
-    return None
+        shape = f"{head_dim} wide and {num_tokens} tokens long"
+        sizes = f"heads and sequences of multiples of {LANES}, and they are {shape}"
+        limits += [
+            (platform != "tpu", f"the Pallas kernel is for TPUs, and the platform is {platform}"),
+            (kind.itemsize > 4, f"the Pallas kernel computes in at most 32 bits, and {by_dtype}"),
+            (head_dim % LANES + num_tokens % LANES > 0, f"the Pallas kernel needs {sizes}"),
+        ]
+    if kernel == "cudnn":
+        flash, capability = "cuDNN's flash attention", _capability(device)
+        most = 256 if capability >= (9, 0) else 128
+        version = f"{getattr(device, 'device_kind', platform)} has {'.'.join(map(str, capability))}"
+        widths = f"heads of a multiple of 8 and at most {most} wide, and they are {head_dim} wide"
+        named = {"model.window": scoring.window, "model.attention_softcap": scoring.softcap}
+        extras = [setting(name, f"{n:g}") for name, n in named.items() if n is not None]
+        has = f"no windows and no caps of scores, and the model has {' '.join(extras)}"
+        limits += [
+            (not any(capability), f"cuDNN runs on NVIDIA GPUs, and the platform is {platform}"),
+            (capability < (8, 0), f"{flash} needs compute capability 8.0, and {version}"),
+            (
+                kind.name not in cudnn_attention.ELEMENT_TYPES,
+                f"{flash} computes in bfloat16 or float16, and {by_dtype}",
+            ),
+            (head_dim % 8 > 0 or head_dim > most, f"cuDNN needs {widths}"),
+            (bool(extras), f"ppctl's call of cuDNN has {has}"),
+            (packed, "cuDNN's attention does not keep packed documents apart"),
+        ]
+    return limits
 
 
-def _cudnn_refusal(
-    device: Any, dtype: jnp.dtype, head_dim: int, scoring: Scoring, *, packed: bool
-) -> str | None:
-    """Return why cuDNN's flash attention cannot run, or None."""
-    capability = _capability(device)
-    if capability is None:
-        return f"cuDNN runs on NVIDIA GPUs, and the platform is {device.platform}"
-    if capability < (8, 0):
-        return (
-            f"cuDNN's flash attention needs compute capability 8.0, and {device.device_kind} "
-            f"has {device.compute_capability}"
-        )
-    if jnp.dtype(dtype).name not in cudnn_attention.ELEMENT_TYPES:
-        given = setting("run.dtype", dtype)
-        return f"cuDNN's flash attention computes in bfloat16 or float16, and {given}"
-    widest = 256 if capability >= (9, 0) else 128
-    if head_dim % 8 or head_dim > widest:
-        return (
-            f"cuDNN needs heads of a multiple of 8 and at most {widest} wide, and they are "
-            f"{head_dim} wide"
-        )
-    if scoring.softcap is not None or scoring.window is not None:
-        return (
-            "ppctl's call of cuDNN has no windows and no caps of scores, and the model has "
-            f"{_extras(scoring)}"
-        )
-    if packed:
-        return "cuDNN's attention does not keep packed documents apart"
-    return None
-
-
-def _capability(device: Any) -> tuple[int, int] | None:
-    """Return the compute capability of an NVIDIA GPU, None for other devices."""
+def _capability(device: Any) -> tuple[int, int]:
+    """Return the compute capability of an NVIDIA GPU, (0, 0) for other devices."""
     text = str(getattr(device, "compute_capability", ""))
     version = re.fullmatch(r"(\d+)\.(\d+)", text)  # AMD's has letters
-    if device.platform not in ("gpu", "cuda") or version is None:
-        return None
-    return int(version[1]), int(version[2])
-
-
-def _extras(scoring: Scoring) -> str:
-    """Return the settings that only some kernels have."""
-    named = {"model.window": scoring.window, "model.attention_softcap": scoring.softcap}
-    given = {name: value for name, value in named.items() if value is not None}
-    return " ".join(setting(name, f"{value:g}") for name, value in given.items())
+    is_known = device.platform in ("gpu", "cuda") and version is not None
+    return (int(version[1]), int(version[2])) if is_known else (0, 0)
 
 
 def attention(
@@ -170,7 +141,9 @@ def attention(
             chosen = select(T, 1, scoring, packed=documents_BT is not None)
             return kernel_named(chosen, scoring)(q_BTNH, k_BSGH, v_BSGH, documents_BT)
         pair = pair_kernel(select(T // 2, axes.cp, scoring), scoring)
-        return kernel_of(*context_functions(pair, axes))(q_BTNH, k_BSGH, v_BSGH)
+        forward, backward = context_attention.forward, context_attention.backward
+        kernel = kernel_of(partial(forward, pair, axes), partial(backward, pair, axes))
+        return kernel(q_BTNH, k_BSGH, v_BSGH)
 
     return mix
 
@@ -251,5 +224,5 @@ def pair_kernel(name: str, scoring: Scoring = PLAIN) -> PairKernel:
 def kernel_named(name: str, scoring: Scoring = PLAIN) -> Kernel:
     """Return attention by the kernel of this name."""
     if name in ("xla", "pallas"):
-        return partial(plain_attention.plain if name == "xla" else pallas, scoring=scoring)
+        return partial(plain if name == "xla" else pallas, scoring=scoring)
     return kernel_of(*pair_kernel(name, scoring))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ppctl.model.attention_scores import NEVER, PLAIN, Scoring
+from ppctl.model.attention.attention_scores import NEVER, PLAIN, Scoring
 
 BLOCK = 256  # tokens of a block
 

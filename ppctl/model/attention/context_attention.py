@@ -32,16 +32,10 @@ class PairKernel(NamedTuple):
     backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
 
 
-def context_functions(
-    kernel: PairKernel, axes: StageAxes
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return forward and backward of a device's attention, as `attention.kernel_of` takes them."""
-    return partial(_forward, kernel, axes), partial(_backward, kernel, axes)
-
-
-def _forward(
+def forward(
     kernel: PairKernel, axes: StageAxes, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
+    """Return (a device's output, log sums), for `attention_kernels.kernel_of`, as `backward`."""
     # 1. this device's pieces: each with itself, and the late one with the early one
     wide = jnp.promote_types(q.dtype, jnp.float32)
     q_early, q_late = jnp.split(q, 2, axis=1)
@@ -65,7 +59,7 @@ def _forward(
     return jnp.concatenate(outs, 1).astype(q.dtype), jnp.concatenate(sums, 2)
 
 
-def _backward(
+def backward(
     kernel: PairKernel,
     axes: StageAxes,
     q: jax.Array,

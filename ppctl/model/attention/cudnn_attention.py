@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.model.attention_scores import PLAIN, Scoring
+from ppctl.model.attention.attention_scores import PLAIN, Scoring
 
 CALLS = FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 ELEMENT_TYPES = {"bfloat16": "BF16", "float16": "F16"}

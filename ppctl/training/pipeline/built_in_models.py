@@ -15,8 +15,8 @@ from ppctl.model import mlp as mlp_model
 from ppctl.model import transformer as transformer_model
 from ppctl.model.attention.attention_kernels import Kernel, choose
 from ppctl.model.attention.attention_kernels import attention as attention_of
+from ppctl.model.attention.attention_scores import Scoring
 from ppctl.model.attention.rotary_positions import Rope
-from ppctl.model.attention_scores import Scoring
 from ppctl.model.lora import Lora
 from ppctl.model.stack import Stack
 from ppctl.training.pipeline.user_code import custom_stack

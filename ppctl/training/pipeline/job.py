@@ -26,7 +26,7 @@ from ppctl.executors.device_mesh import check_hosts, make_mesh, repeated_mesh
 from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.reference import reference
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts, matmul_flops, relative_costs
-from ppctl.model.attention_scores import Scoring
+from ppctl.model.attention.attention_scores import Scoring
 from ppctl.model.stack import Stack, init
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.families.registry import BASELINE, build
