@@ -221,24 +221,22 @@ def split_of(name):
 def test_a_backward_that_recomputes_nothing_runs_no_matrix_product_of_the_forward(model):
     layer, w, shape = of_model(model)
     x = jax.ShapeDtypeStruct(shape, jnp.float64)
-    residuals = Stage(layer, Remat.NONE, w, x).layers[0].residuals
-    assert matmul_flops(residuals.pull, w, residuals.shapes, x) == 2 * matmul_flops(layer, w, x)
+    programs = Stage(layer, Remat.NONE, w, x).layers[0]
+    assert matmul_flops(programs.pull, w, programs.saved, x) == 2 * matmul_flops(layer, w, x)
 
 
 def test_what_waits_for_the_backward_is_what_a_microbatch_changes_and_each_once():
     layer, w, shape = of_model("untied gelu")
     x = jnp.asarray(np.random.default_rng(0).standard_normal(shape))
     B, T, D = shape
-    residuals = (
-        Stage(layer, Remat.NONE, w, jax.ShapeDtypeStruct(shape, x.dtype)).layers[0].residuals
-    )
+    programs = Stage(layer, Remat.NONE, w, jax.ShapeDtypeStruct(shape, x.dtype)).layers[0]
     hidden = 2 * D  # of the MLP
     # x; query, key, value, the projection of what they mix to; that of 4 heads; the hidden values;
     # the heads' weights
     expected = [(B, T, D), *4 * [(B * T, D)], (B, T, 4, D // 4), (B * T, hidden), (B, 4, T, T)]
-    assert sorted(shape.shape for shape in residuals.shapes) == sorted(expected)
-    other = residuals.save(w, x + 1)[1]
-    for a, b in zip(residuals.save(w, x)[1], other, strict=True):
+    assert sorted(shape.shape for shape in programs.saved) == sorted(expected)
+    other = programs.save(w, x + 1)[1]
+    for a, b in zip(programs.save(w, x)[1], other, strict=True):
         assert not np.array_equal(a, b)
 
 
@@ -250,10 +248,8 @@ def test_residuals_are_rounded_where_a_compiler_would_keep_more_of_them(dtype, r
         {"a": jnp.ones((WIDTH, WIDTH), dtype), "b": jnp.ones((WIDTH, WIDTH), dtype)},
         jnp.ones((8, WIDTH), dtype),
     )
-    residuals = (
-        Stage(dense, Remat.NONE, w, jax.ShapeDtypeStruct(x.shape, x.dtype)).layers[0].residuals
-    )
-    assert ("reduce_precision" in str(jax.make_jaxpr(residuals.save)(w, x))) is rounds
+    programs = Stage(dense, Remat.NONE, w, jax.ShapeDtypeStruct(x.shape, x.dtype)).layers[0]
+    assert ("reduce_precision" in str(jax.make_jaxpr(programs.save)(w, x))) is rounds
 
 
 @pytest.mark.parametrize("name", BLOCKS)

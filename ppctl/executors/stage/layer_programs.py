@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from ppctl.executors.stage.jaxpr_tools import (
     add_last_outputs,
@@ -44,49 +45,6 @@ def add_trees(total: Tree, update: Tree) -> Tree:
     return jax.tree.map(lambda t, u: t + u.astype(t.dtype).reshape(t.shape), total, update)
 
 
-class Residuals:
-    """The backward of one layer as plain arrays, so that it can wait in a slot between two ticks.
-
-    `jax.vjp` returns a pytree whose leaves are parameters, constants and residuals. Only residuals
-    wait: the backward takes parameters again and recomputes constants (or the compiler does).
-    """
-
-    def __init__(self, layer: Layer, w: Tree, x: jax.ShapeDtypeStruct, trainable: Tree = True):
-        self.layer, self.trainable = layer, trainable
-        self.program = flatten(jax.make_jaxpr(self._trace)(w, x))  # parameters, x -> y, leaves
-        jaxpr = self.program.jaxpr
-        constants = depending_only(jaxpr, [False] * len(jaxpr.invars))
-        self.is_constant = [is_literal(v) or v in constants for v in jaxpr.outvars[1:]]
-        pairs = zip(self.sources, self.is_constant, strict=True)
-        self.is_saved = [source is None and not is_constant for source, is_constant in pairs]
-        self.shapes = jax.eval_shape(self.save, w, x)[1]
-
-    def _trace(self, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        y, vjp = vjp_of(self.layer, w, x, self.trainable)
-        leaves, self.treedef = jax.tree.flatten(vjp)
-        index_of = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(w))}
-        self.sources = [index_of.get(id(leaf)) for leaf in leaves]  # each leaf's parameter or None
-        return y, leaves
-
-    def save(self, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        """Return the layer's output and its residuals."""
-        y, *leaves = run_jaxpr(self.program, [*jax.tree.leaves(w), x], [True, *self.is_saved])
-        return y, [leaf for leaf, saved in zip(leaves, self.is_saved, strict=True) if saved]
-
-    def pull(self, w: Tree, saved: list[jax.Array], gy: jax.Array) -> tuple[jax.Array, Tree]:
-        """Return the gradients of the layer's input and parameters, from saved residuals."""
-        w_leaves, rest = jax.tree.leaves(w), iter(saved)
-        unread = [None] * (len(w_leaves) + 1)
-        _, *leaves = run_jaxpr(self.program, unread, [False, *self.is_constant])
-        for i, (source, is_saved) in enumerate(zip(self.sources, self.is_saved, strict=True)):
-            if source is not None:
-                leaves[i] = w_leaves[source]
-            elif is_saved:
-                leaves[i] = next(rest)
-        dw, gx = jax.tree.unflatten(self.treedef, leaves)(gy)
-        return gx, dw
-
-
 def vjp_of(
     layer: Layer, w: Tree, x: jax.Array, trainable: Tree
 ) -> tuple[jax.Array, Callable[[jax.Array], tuple]]:
@@ -98,7 +56,9 @@ def vjp_of(
 class LayerPrograms:
     """The programs of a layer as functions of arrays only. `w` and `x` give shapes and dtypes.
 
-    trainable: as in `StackOptions`, of one layer; gradients of frozen parameters are None.
+    `jax.vjp` returns a pytree whose leaves are parameters, constants and residuals. Only residuals
+    wait in slots: the backward takes parameters again and recomputes constants (or the compiler
+    does). trainable: as in `StackOptions`, of one layer; gradients of frozen parameters are None.
     """
 
     def __init__(self, function: Layer, remat: Remat, w: Tree, x: Shape, trainable: Tree = True):
@@ -106,49 +66,73 @@ class LayerPrograms:
         self._flat: dict[Backward, Any] = {}  # (program, shapes of its results)
 
     @cached_property
-    def residuals(self) -> Residuals:
+    def _forward(self) -> tuple[core.ClosedJaxpr, Any, list[tuple[int | None, bool]]]:
+        """The program w, x -> y, leaves of the vjp; their treedef; (its parameter, is constant)."""
+        found = {}
         keep = self.run
         if not self.remat.recomputes:
             # forward and backward are different programs or ticks: compilers cannot merge them
             keep = jax.checkpoint(self.run, policy=KEEP_PRODUCTS, prevent_cse=False)
-        return Residuals(keep, *self._shapes, self.trainable)
+
+        def trace(w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+            y, vjp = vjp_of(keep, w, x, self.trainable)
+            leaves, found["treedef"] = jax.tree.flatten(vjp)
+            index_of = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(w))}
+            found["sources"] = [index_of.get(id(leaf)) for leaf in leaves]
+            return y, leaves
+
+        program = flatten(jax.make_jaxpr(trace)(*self._shapes))
+        jaxpr = program.jaxpr
+        constants = depending_only(jaxpr, [False] * len(jaxpr.invars))
+        are_constant = [is_literal(v) or v in constants for v in jaxpr.outvars[1:]]
+        return program, found["treedef"], [*zip(found["sources"], are_constant, strict=True)]
 
     @cached_property
-    def split(self) -> Split:
-        """The two halves of the backward. ConfigError where it cannot be split."""
-        w, x = self._shapes
-        return split(self.residuals.pull, w, self.residuals.shapes, x)
-
-    @property
     def saved(self) -> list[Shape]:
         """Shapes of the residuals that `save` keeps."""
-        return self.residuals.shapes
+        return jax.eval_shape(self.save, *self._shapes)[1]
 
-    @property
-    def pending(self) -> list[Shape]:
-        """Shapes of the values that `input_grad` hands to `weight_grad`."""
-        return self.split.pending
+    def save(self, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        """Return the layer's output and its residuals."""
+        program, _, leaves = self._forward
+        are_saved = [source is None and not is_constant for source, is_constant in leaves]
+        y, *values = run_jaxpr(program, [*jax.tree.leaves(w), x], [True, *are_saved])
+        return y, [value for value, saved in zip(values, are_saved, strict=True) if saved]
 
-    @property
-    def save(self) -> Callable[[Tree, jax.Array], tuple[jax.Array, list[jax.Array]]]:
-        return self.residuals.save
-
-    @property
-    def pull(self) -> Callable[[Tree, list[jax.Array], jax.Array], tuple[jax.Array, Tree]]:
-        return self.residuals.pull
+    def pull(self, w: Tree, saved: list[jax.Array], gy: jax.Array) -> tuple[jax.Array, Tree]:
+        """Return the gradients of the layer's input and parameters, from saved residuals."""
+        (program, treedef, leaves), w_leaves, rest = self._forward, jax.tree.leaves(w), iter(saved)
+        unread = [None] * (len(w_leaves) + 1)
+        _, *values = run_jaxpr(program, unread, [False, *(constant for _, constant in leaves)])
+        for i, (source, is_constant) in enumerate(leaves):
+            if source is not None:
+                values[i] = w_leaves[source]
+            elif not is_constant:
+                values[i] = next(rest)
+        dw, gx = jax.tree.unflatten(treedef, values)(gy)
+        return gx, dw
 
     def redo(self, w: Tree, x: jax.Array, gy: jax.Array) -> tuple[jax.Array, Tree]:
         """Return the gradients of the input and of w, from only the input."""
         dw, gx = vjp_of(self.run, w, x, self.trainable)[1](gy)
         return gx, dw
 
-    @property
-    def input_grad(self) -> Callable[[Tree, Tree, jax.Array], tuple[jax.Array, list[jax.Array]]]:
-        return self.split.input_grad
+    @cached_property
+    def split(self) -> Split:
+        """The two halves of the backward. ConfigError where it cannot be split."""
+        w, x = self._shapes
+        return split(self.pull, w, self.saved, x)
 
     @property
-    def weight_grad(self) -> Callable[[Tree, list[jax.Array]], Tree]:
-        return self.split.weight_grad
+    def pending(self) -> list[Shape]:
+        """Shapes of the values that `input_grad` hands to `weight_grad`."""
+        return self.split.pending
+
+    def input_grad(self, w: Tree, saved: Tree, gy: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        return self.split.input_grad(w, saved, gy)
+
+    def weight_grad(self, w: Tree, pending: list[jax.Array]) -> Tree:
+        return self.split.weight_grad(w, pending)
 
     def add_grads(self, how: Backward, args: tuple, sums: Tree) -> tuple[Any, Tree]:
         """Return (gx, sums with dw added) where gx, dw = grads_of(self, how)(*args)."""
@@ -157,21 +141,6 @@ class LayerPrograms:
             self._flat[how] = flatten(closed), shapes
         closed, (gx, _) = self._flat[how]
         return add_last_outputs(closed, args, gx, sums)
-
-
-class SwitchPackings:
-    """The packings of any layer's waiting arrays: residuals, and values from I to W."""
-
-    def __init__(self, layers: Sequence[LayerPrograms]):
-        self.layers = layers
-
-    @cached_property
-    def saved(self) -> FlatPacking:
-        return FlatPacking([layer.saved for layer in self.layers])
-
-    @cached_property
-    def pending(self) -> FlatPacking:
-        return FlatPacking([layer.pending for layer in self.layers])
 
 
 class LayerSwitch:
@@ -186,11 +155,11 @@ class LayerSwitch:
         layers: Sequence[LayerPrograms],
         number: Any,
         among: Sequence[int],
-        packings: SwitchPackings,
+        packing: Callable[[str], FlatPacking],
     ):
         self.layers = list(dict.fromkeys(layers[l] for l in among))
         self.place_of = {l: self.layers.index(layers[l]) for l in among}
-        self.number, self.packings = number, packings
+        self.number, self.packing = number, packing
         # the methods of `LayerPrograms`
         self.run, self.redo = partial(self._switch, "run"), partial(self._switch, "redo")
         self.save, self.pull = partial(self._switch, "save"), partial(self._switch, "pull")
@@ -199,11 +168,11 @@ class LayerSwitch:
 
     @property
     def saved(self) -> list[Shape]:
-        return self.packings.saved.shapes
+        return self.packing("saved").shapes
 
     @property
     def pending(self) -> list[Shape]:
-        return self.packings.pending.shapes
+        return self.packing("pending").shapes
 
     def _switch(self, method: str, *args: Any) -> Any:
         """Return a method's result for the layer that `number` is."""
@@ -216,14 +185,14 @@ class LayerSwitch:
         """Return a method's result for a layer; waiting arrays are packed in both."""
         # 1. unpacked
         if method in ("pull", "input_grad"):
-            args = self.packings.saved.unpack(args[0], layer.saved), *args[1:]
+            args = self.packing("saved").unpack(args[0], layer.saved), *args[1:]
         elif method == "weight_grad":
-            args = (self.packings.pending.unpack(args[0], layer.pending),)
+            args = (self.packing("pending").unpack(args[0], layer.pending),)
         result = getattr(layer, method)(w, *args)
         # 2. packed
         if method not in ("save", "input_grad"):
             return result
-        packing = self.packings.saved if method == "save" else self.packings.pending
+        packing = self.packing("saved" if method == "save" else "pending")
         return result[0], packing.pack(result[1])
 
 

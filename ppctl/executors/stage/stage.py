@@ -24,10 +24,10 @@ import jax.numpy as jnp
 from ppctl.executors.stage.layer_gather import Gather, fold_gathered
 from ppctl.executors.stage.layer_programs import (
     Backward,
+    FlatPacking,
     Layer,
     LayerPrograms,
     LayerSwitch,
-    SwitchPackings,
     add_trees,
     grads_of,
     zeros_like,
@@ -117,7 +117,6 @@ class Stage:
         self.in_order = in_order and remat.keeps_layer_inputs
         programs = {id(each): LayerPrograms(each, remat, w0, x, trainable) for each in functions}
         self.layers = [programs[id(function)] for function in functions]
-        self.packings = SwitchPackings(self.layers)
 
     def layer(self, slots: LayerSlots | None, k: Any) -> LayerPrograms | LayerSwitch:
         """Return the programs of slot k."""
@@ -127,7 +126,7 @@ class Stage:
         number, among = slots.at(k)
         if self._are_one(among) and not slots.is_one_of:
             return self.layers[among[0]]
-        return LayerSwitch(self.layers, number, among, self.packings)
+        return LayerSwitch(self.layers, number, among, self._packing)
 
     def _fold(
         self,
@@ -178,7 +177,11 @@ class Stage:
         among = range(len(self.layers)) if slots is None or slots.is_one_of else slots.may_be(k)
         if self._are_one(among):
             return getattr(self.layers[among[0]], what)
-        return getattr(self.packings, what).shapes
+        return self._packing(what).shapes
+
+    def _packing(self, what: str) -> FlatPacking:
+        """Return the packing of any layer's arrays that wait: "saved", or "pending"."""
+        return FlatPacking([getattr(layer, what) for layer in self.layers])
 
     def _are_one(self, among: Sequence[int]) -> bool:
         """Return whether these layers have the same programs."""
