@@ -30,7 +30,11 @@ class ProgramId(NamedTuple):
 
 
 class PlanEntry(NamedTuple):
-    """An entry of a plan: a program on a rank, or (None) a move of one value to it."""
+    """An entry of a plan: a program on a rank, or (None) a move of one value to it.
+
+    readers: until `with_moves`, for each written value the ranks that read it, with its key there;
+    (): no readers. If this rank is among them, the value has that key from the start.
+    """
 
     program: ProgramId | None
     rank: int
@@ -38,6 +42,7 @@ class PlanEntry(NamedTuple):
     writes: tuple[Key, ...]
     task: Task | None = None
     sender: int | None = None  # the rank that a moved value is on
+    readers: tuple[tuple[tuple[int, Key], ...], ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -52,23 +57,8 @@ def transfer_entry(
     return PlanEntry(None, rank, (key,), (there,), task, sender)
 
 
-class Step(NamedTuple):
-    """A program on a rank, before moves are put between programs.
-
-    readers: for each written value, the ranks that read it, with its key there. If this rank is
-    among them, the value has that key from the start.
-    """
-
-    program: ProgramId
-    rank: int
-    reads: tuple[Key, ...]
-    writes: tuple[Key, ...]
-    readers: tuple[tuple[tuple[int, Key], ...], ...] = ()  # (): no readers
-    task: Task | None = None
-
-
-def with_moves(steps: Iterable[Step]) -> list[PlanEntry]:
-    """Return programs in this order, with the moves of values between ranks.
+def with_moves(programs: Iterable[PlanEntry]) -> list[PlanEntry]:
+    """Return programs in this order, with the moves of values to their readers.
 
     A move comes before its sender's next program or its reader, whichever is first. Programs of
     tasks come by their start. So those that the receiver begins before the value is made come
@@ -76,13 +66,13 @@ def with_moves(steps: Iterable[Step]) -> list[PlanEntry]:
     """
     entries: list[PlanEntry] = []
     pending: list[PlanEntry] = []  # moves that are not in `entries` yet
-    for step in steps:
-        rank, task = step.rank, step.task
-        due = [each for each in pending if each.sender == rank or each.writes[0] in step.reads]
+    for entry in programs:
+        rank, task = entry.rank, entry.task
+        due = [each for each in pending if each.sender == rank or each.writes[0] in entry.reads]
         pending = [each for each in pending if each not in due]
-        readers = [dict(each) for each in step.readers] or [{}] * len(step.writes)
-        writes = tuple(at.get(rank, key) for key, at in zip(step.writes, readers, strict=True))
-        entries += [*due, PlanEntry(step.program, rank, step.reads, writes, task)]
+        readers = [dict(each) for each in entry.readers] or [{}] * len(entry.writes)
+        writes = tuple(at.get(rank, key) for key, at in zip(entry.writes, readers, strict=True))
+        entries += [*due, entry._replace(writes=writes, readers=())]
         for key, there in zip(writes, readers, strict=True):
             moves = [(reader, at) for reader, at in there.items() if reader != rank]
             pending += [transfer_entry(rank, key, reader, at, task) for reader, at in moves]

@@ -148,7 +148,7 @@ class Runtime:
             keys = entry.reads, entry.writes, drop
             places = (tuple(slots[key] for key in each) for each in keys)
             steps.append((self._call(entry, shapes), *places))
-        held = self._held(mine, [drop for _, drop in here], shapes, given, self._temps(mine))
+        held = self.memory_breakdown(mine, given, kept, shapes=shapes)
         kept_shapes = {key: shapes[key] for key in kept}
         return Walk(mine, tuple(steps), slots, tuple(given), tuple(kept), kept_shapes, held)
 
@@ -158,14 +158,34 @@ class Runtime:
         given: Mapping[Key, Tree],
         kept: Collection[Key],
         temps: Sequence[int] | None = None,
+        shapes: Mapping[Key, Tree] | None = None,
     ) -> tuple[dict[str, int], ...]:
         """Return for each rank the bytes by value name at its peak, on one device, without `given`.
 
         temps: the "temporaries" of each entry, which was only traced; None: of compiled programs.
+        shapes: of all values; None: traced.
         """
-        temps = self._temps(entries) if temps is None else temps
-        freed = last_uses(entries, {*kept, *given})
-        return self._held(entries, freed, self.shapes(entries, given), given, temps)
+        shapes = self.shapes(entries, given) if shapes is None else shapes
+        temps, freed = temps or self._temps(entries), last_uses(entries, {*kept, *given})
+        live = [Counter[str]() for _ in self.submeshes]
+        peak = [Counter[str]() for _ in self.submeshes]
+        where: dict[Key, int] = {}
+        size = {key: shard_bytes(tree) for key, tree in shapes.items()}
+        for entry, drop, temp in zip(entries, freed, temps, strict=True):
+            for key in self._passed_on(entry, drop):
+                live[where.pop(key)][key[0]] -= size[key]
+            for key in entry.writes:
+                if key not in where and key not in given:
+                    where[key] = entry.rank
+                    live[entry.rank][key[0]] += size[key]
+            if live[entry.rank].total() + temp > peak[entry.rank].total():
+                peak[entry.rank] = live[entry.rank] + Counter(temporaries=temp)
+            for key in drop:
+                if key in where:
+                    live[where.pop(key)][key[0]] -= size[key]
+        return tuple(
+            dict(held) if mine else {} for held, mine in zip(peak, self.is_mine, strict=True)
+        )
 
     def compiled_first(self, entries: Sequence[PlanEntry]) -> dict[ProgramId, jax.stages.Compiled]:
         """Return each traced program of these entries, compiled for the first rank that runs it."""
@@ -323,34 +343,6 @@ class Runtime:
             return (received,)
 
         return in_both_turns
-
-    def _held(
-        self,
-        entries: Sequence[PlanEntry],
-        freed: Sequence[tuple[Key, ...]],
-        shapes: Mapping[Key, Tree],
-        given: Collection[Key],
-        temps: Sequence[int],
-    ) -> tuple[dict[str, int], ...]:
-        live = [Counter[str]() for _ in self.submeshes]
-        peak = [Counter[str]() for _ in self.submeshes]
-        where: dict[Key, int] = {}
-        size = {key: shard_bytes(tree) for key, tree in shapes.items()}
-        for entry, drop, temp in zip(entries, freed, temps, strict=True):
-            for key in self._passed_on(entry, drop):
-                live[where.pop(key)][key[0]] -= size[key]
-            for key in entry.writes:
-                if key not in where and key not in given:
-                    where[key] = entry.rank
-                    live[entry.rank][key[0]] += size[key]
-            if live[entry.rank].total() + temp > peak[entry.rank].total():
-                peak[entry.rank] = live[entry.rank] + Counter(temporaries=temp)
-            for key in drop:
-                if key in where:
-                    live[where.pop(key)][key[0]] -= size[key]
-        return tuple(
-            dict(held) if mine else {} for held, mine in zip(peak, self.is_mine, strict=True)
-        )
 
     def _passed_on(self, entry: PlanEntry, freed: Sequence[Key]) -> list[Key]:
         """Return the values that a rank's program reads last and whose memory it writes to."""

@@ -25,7 +25,7 @@ own_gy, part_gy         its summand of the last output's gradient; the same on t
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, Step, with_moves
+from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, with_moves
 from ppctl.model.random_keys import KEYS
 from ppctl.schedule.ir import PART_KINDS, Kind, Schedule, Task
 from ppctl.schedule.partition.partition import Partition
@@ -33,6 +33,12 @@ from ppctl.schedule.partition.partition import Partition
 FORWARD = "forward"  # the program of a forward that keeps nothing
 JOINS = TOTAL, TOTAL_LOG_SUMS = "total", "log_sums"  # programs that combine all parts' values
 TASKS = (FORWARD, "F", "B", "I", "W", *PART_KINDS, *JOINS)  # others run once a step
+# value that joins those of all parts: (a part's value, the same where they are joined)
+JOINED = {
+    "x": ("own_x", "part_x"),
+    "gy": ("own_gy", "part_gy"),
+    "all_log_sums": ("own_log_sums", "log_sums"),
+}
 OF_RANK = ("inputs", "targets", KEYS, "losses", "embed_head", "acc_embed_head", "part")
 
 
@@ -142,7 +148,8 @@ def task_entries(
     complete, right before its rank's next task, so that moves of the last task's values come first;
     those of stages without layers, whose zeros would take memory early, come last.
     """
-    steps = dict[Any, Step]()  # by task, by value that joins those of all parts, by reduced stage
+    # by task, by value that joins those of all parts, by reduced stage
+    steps = dict[Any, PlanEntry]()
     last = {task.stage: task for task in order if task.kind in "BW"} if reductions else {}
     due: dict[int, int] = {}  # rank: its stage to reduce
     for task in order:
@@ -156,7 +163,9 @@ def task_entries(
             continue
         # 2. the joins of all parts' values, each before its first reader
         for name in program.reads if schedule.vocab_parts else ():
-            if _is_joined(schedule, task, name) and (name, task.microbatch) not in steps:
+            if name not in JOINED or (name, task.microbatch) in steps:
+                continue
+            if name == "all_log_sums" or task.stage == _place(schedule, name)[0]:
                 steps[name, task.microbatch] = _join(schedule, name, task.microbatch)
         # 3. its values
         rank, values = schedule.rank_at(task), (program.reads, program.writes)
@@ -165,7 +174,7 @@ def task_entries(
             del due[rank]
         reads, writes = (tuple(_key(name, task, rank) for name in names) for names in values)
         readers = tuple(tuple(_readers(schedule, name, task)) for name in program.writes)
-        steps[task] = Step(program, rank, reads, writes, readers, task)
+        steps[task] = PlanEntry(program, rank, reads, writes, task, readers=readers)
         if last.get(task.stage) == task and role[task.stage].num_layers:
             due[rank] = task.stage
     steps |= {stage: _reduction(reductions, stage, rank) for rank, stage in due.items()}
@@ -174,8 +183,8 @@ def task_entries(
     return with_moves(steps.values())
 
 
-def _reduction(reductions: Sequence[ProgramId], stage: int, rank: int) -> Step:
-    return Step(reductions[stage], rank, (("acc", stage),), (("sum", stage),))
+def _reduction(reductions: Sequence[ProgramId], stage: int, rank: int) -> PlanEntry:
+    return PlanEntry(reductions[stage], rank, (("acc", stage),), (("sum", stage),))
 
 
 def _key(name: str, task: Task, rank: int) -> Key:
@@ -190,42 +199,31 @@ def _key(name: str, task: Task, rank: int) -> Key:
 
 def _readers(schedule: Schedule, name: str, task: Task) -> list[tuple[int, Key]]:
     """Return (rank, the value's key there) for each rank that reads a value of a task."""
-    (s, _, m), last, ranks = task, schedule.num_stages - 1, range(schedule.num_ranks)
-    first_rank, last_rank = schedule.rank_of[0], schedule.rank_of[-1]
-    if name == "y" and s < last:
-        return [(schedule.rank_of[s + 1], ("x", s + 1, m))]
-    if name == "gx" and s > 0:
-        return [(schedule.rank_of[s - 1], ("gy", s - 1, m))]
-    if name == "y":
+    (s, _, m), ranks, last = task, range(schedule.num_ranks), schedule.num_stages - 1
+    if name == "y" and s == last:
         return [(r, ("last_y", r, m)) for r in ranks]
-    if name == "gx":
+    if name == "gx" and s == 0:
         return [(r, ("first_gx", r, m)) for r in ranks]
-    there = {
-        "own_x": (first_rank, "part_x"),
-        "own_log_sums": (last_rank, "log_sums"),
-        "own_gy": (last_rank, "part_gy"),
-    }
-    if name not in there:
-        return []
-    rank, name_there = there[name]
-    return [(rank, (name_there, s, m))]
+    if name in ("y", "gx"):
+        there, at = ("x", s + 1) if name == "y" else ("gy", s - 1)
+        return [(schedule.rank_of[at], (there, at, m))]
+    of_parts = ((joined, there) for joined, (own, there) in JOINED.items() if own == name)
+    return [(_place(schedule, joined)[1], (there, s, m)) for joined, there in of_parts]
 
 
-def _is_joined(schedule: Schedule, task: Task, name: str) -> bool:
-    """Return whether a value that a task reads combines the values of all parts."""
-    stage = {"x": 0, "gy": schedule.num_stages - 1}
-    return name == "all_log_sums" or (name in stage and task.stage == stage[name])
+def _place(schedule: Schedule, joined: str) -> tuple[int, int]:
+    """Return (stage, its rank) where the values of all parts are joined."""
+    stage = 0 if joined == "x" else schedule.num_stages - 1
+    return stage, schedule.rank_of[stage]
 
 
-def _join(schedule: Schedule, name: str, microbatch: int) -> Step:
-    """Return the program that combines the values of all parts for a microbatch."""
-    ranks, last = range(schedule.num_ranks), schedule.num_stages - 1
-    read = {"x": "part_x", "gy": "part_gy", "all_log_sums": "log_sums"}[name]
-    rank, stage = (schedule.rank_of[0], 0) if name == "x" else (schedule.rank_of[-1], last)
-    kind = TOTAL_LOG_SUMS if name == "all_log_sums" else TOTAL
-    program = ProgramId(kind, (read,) * len(ranks), (name,), None)
-    reads = tuple((read, part, microbatch) for part in ranks)
-    if name != "all_log_sums":
-        return Step(program, rank, reads, ((name, stage, microbatch),))
-    readers = tuple((r, (name, r, microbatch)) for r in ranks)
-    return Step(program, rank, reads, ((name, rank, microbatch),), (readers,))
+def _join(schedule: Schedule, name: str, microbatch: int) -> PlanEntry:
+    """Return the program that joins the values of all parts for a microbatch."""
+    parts, (stage, rank) = range(schedule.num_ranks), _place(schedule, name)
+    goes_to_all, (_, read) = name == "all_log_sums", JOINED[name]
+    kind = TOTAL_LOG_SUMS if goes_to_all else TOTAL
+    program = ProgramId(kind, (read,) * len(parts), (name,), None)
+    reads = tuple((read, part, microbatch) for part in parts)
+    readers = tuple((r, (name, r, microbatch)) for r in parts) if goes_to_all else ()
+    key = (name, rank if goes_to_all else stage, microbatch)
+    return PlanEntry(program, rank, reads, (key,), readers=(readers,))

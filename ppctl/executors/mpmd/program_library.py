@@ -155,23 +155,16 @@ class ProgramLibrary:
         """Return the values read whose memory the values written reuse."""
         if program.kind in ("prepare", "reduce"):
             return ()
-        if program.kind == "finish":
-            return self._passed_on(program)
+        if program.kind == "finish":  # sums that become gradients unchanged: of one chunk or device
+            passed = (program.reads.count("sum") == 1) * ("sum",)
+            passed += self.is_one_device * ("acc_embed_head",)
+            return tuple(name for name in passed if name in program.reads)
         replaced = [name for name in program.reads if name in program.writes]
         if program.kind == "F":
             replaced += ["x"] * ("x" in program.reads)
         elif program.kind in ("B", "I"):
             replaced += ["gy"] * ("gy" in program.reads and "gx" in program.writes)
         return tuple(replaced)
-
-    def _passed_on(self, program: ProgramId) -> tuple[str, ...]:
-        """Return the sums that become gradients unchanged; otherwise `finish` would copy them.
-
-        Sums of several chunks are stacked, sums of several devices added.
-        """
-        is_one_chunk = program.reads.count("sum") == 1
-        passed = is_one_chunk * ("sum",) + self.is_one_device * ("acc_embed_head",)
-        return tuple(name for name in passed if name in program.reads)
 
     def preset(self, program: ProgramId) -> CompilerPreset:
         """Return the compiler's preset for a program, on CPU."""
