@@ -170,10 +170,6 @@ class Model:
         """Return a tree like that of embedding and head with None for frozen parameters."""
         return trained_part(embed_head, self.stack.trains("embed_head"))
 
-    def trained_layers(self, w: Any) -> Any:
-        """Return a tree like that of a layer with None for frozen parameters."""
-        return trained_part(w, self.stack.trains("layers"))
-
     def trained_weights(self, w: Any) -> Any:
         """Return layers with their inputs, listed, or one or stacked ones, likewise."""
         which = self.inputs.trainable(self.stack)["layers"]

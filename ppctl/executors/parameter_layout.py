@@ -223,26 +223,21 @@ class Layout:
 
         num_stacked: leading dims of the leaves of layers.
         """
-
-        def pad(leaf: jax.Array, shard: Shard, dim: int) -> jax.Array:
-            widths = [(0, 0)] * leaf.ndim
-            widths[dim] = (0, shard.padded - leaf.shape[dim])
-            return jnp.pad(leaf, widths)
-
-        return self._resized(tree, num_stacked, pad)
+        return self._resized(tree, num_stacked, lambda shard: shard.padded)
 
     def unpadded(self, tree: Tree, num_stacked: int) -> Tree:
         """Return a tree without the zeros that `padded` adds."""
-        slice_of = lambda leaf, shard, dim: jax.lax.slice_in_dim(leaf, 0, shard.size, axis=dim)  # noqa: E731
-        return self._resized(tree, num_stacked, slice_of)
+        return self._resized(tree, num_stacked, lambda shard: shard.size)
 
-    def _resized(self, tree: Tree, num_stacked: int, resize: Callable[..., jax.Array]) -> Tree:
+    def _resized(self, tree: Tree, num_stacked: int, size_of: Callable[[Shard], int]) -> Tree:
         def convert(path: tuple, leaf: jax.Array) -> jax.Array:
             first = num_stacked * is_layer(path)
             shard = self.shard(path, leaf.shape[first:])
             if shard is None or shard.padded == shard.size:
                 return leaf
-            return resize(leaf, shard, first + shard.dim)
+            widths = [(0, 0, 0)] * leaf.ndim
+            widths[first + shard.dim] = (0, size_of(shard) - leaf.shape[first + shard.dim], 0)
+            return jax.lax.pad(leaf, jnp.zeros((), leaf.dtype), widths)
 
         return jax.tree_util.tree_map_with_path(convert, tree)
 

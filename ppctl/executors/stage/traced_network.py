@@ -19,14 +19,14 @@ import jax.numpy as jnp
 
 from ppctl.errors import ConfigError, setting
 from ppctl.executors.stage.layer_programs import pack_flat, unpack_flat
-from ppctl.executors.stage.network_cuts import (
+from ppctl.executors.stage.traced_operations import (
     Contents,
     NetworkCuts,
+    Trace,
     integers_crossing,
     is_floating,
     no_floats,
 )
-from ppctl.executors.stage.traced_operations import Trace
 from ppctl.model.layer_inputs import attached_in, outside_of_layers, place_of_loss, placing
 from ppctl.model.network import Network
 from ppctl.model.random_keys import SIZE as KEY_SIZE

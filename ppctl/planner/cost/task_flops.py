@@ -14,7 +14,7 @@ from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.stage.layer_programs import add_embedding_grad, add_head_grads, add_trees
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.stack import Stack as ModelStack
-from ppctl.model.trainable_parameters import trained_flags
+from ppctl.model.trainable_parameters import trained_flags, trained_part
 from ppctl.planner.cost.counted_operations import bytes_to_make, ops_of, peak_bytes
 from ppctl.planner.cost.roofline import Extent, ModelWork, Op, PieceWork, ProductShape
 from ppctl.schedule.remat import Remat
@@ -186,7 +186,7 @@ class CountedModel:
         stage, w, x = self.stages[Remat.NONE], self.weights, self.model.x
         slots = None if self.model.stack.are_alike else LayerSlots(numbers=range(l, l + 1))
         stash, pending = stage.stash_shapes(w, slots), stage.pending_shapes(w, slots)
-        acc = [self.model.trained_layers(self.model.layer)]
+        acc = [trained_part(self.model.layer, self.model.stack.trains("layers"))]
 
         def forward(w: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:
             return stage.forward(w, slots, x)

@@ -68,7 +68,7 @@ class ModelCosts:
         model = self.probe.model
         layer, fsdp = model.held["layers"], self.probe.mesh.shape["fsdp"]
         copies = 1 / fsdp if self.probe.execution.gathers_by_layer else 1.0
-        return self._always(layer, model.trained_layers(layer), copies)
+        return self._always(layer, trained_part(layer, model.stack.trains("layers")), copies)
 
     @property
     def _embed_head_bytes(self) -> tuple[float, float]:
