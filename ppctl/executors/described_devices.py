@@ -54,10 +54,8 @@ def described_mesh(
 ) -> Mesh:
     """Return a mesh of all devices of a topology: "v5e:4x4" (TPUs), "h100:2x8" (hosts x GPUs).
 
-    gpu: the GPU that the topology names; None: TPUs. gpu_names: GPUs for messages.
-    order: as in `make_mesh`.
-    ConfigError if the compiler for the devices is missing, or does not know the topology, or the
-    mesh has another number of devices.
+    gpu: the GPU that the topology names; None: TPUs. gpu_names: GPUs for messages. ConfigError if
+    the compiler is missing, does not know the topology, or the mesh has another number of devices.
     """
     devices = _tpus(topology, gpu_names) if gpu is None else _gpus(topology, gpu)
     check_size(sizes, topology, len(devices))

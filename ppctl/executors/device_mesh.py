@@ -21,13 +21,10 @@ def on_cpu() -> str:
 
 
 def make_mesh(sizes: MeshSizes, order: str = "auto") -> Mesh:
-    """Return a mesh of so many devices along each axis, laid out to suit the hardware.
+    """Return a mesh of attached devices: the first of one process, or all of several.
 
-    One process takes the first devices, several take all devices. order: the axes that go over
-    hosts first, see `laid_out`.
-
-    ConfigError for too few devices, devices of several processes left out, hosts of different
-    sizes, an axis such as tp over several hosts, or if JAX cannot start.
+    order: as in `laid_out`. ConfigError for too few devices, devices of several processes left out,
+    hosts of different sizes, an axis such as tp over several hosts, or if JAX cannot start.
     """
     devices = all_devices()
     need, kind, num_processes = sizes.num_devices, devices[0].platform, jax.process_count()
@@ -63,12 +60,9 @@ def laid_out(devices: Sequence[Any], mesh: MeshSizes, order: str = "auto") -> np
     """Return the devices as an array with the axes and sizes of a mesh.
 
     order: the axes, joined by "-", from the slowest links to the fastest; those inside a stage come
-    last. The first goes over as many hosts (slices, of TPUs) as its size allows, then the next; the
-    last joins neighbours of a host. "auto": pp-dp-fsdp over several hosts; within one all links are
-    alike, or JAX knows the torus of the TPUs.
-
-    Raises:
-        ConfigError: Hosts have different numbers of devices, or tp would go over several.
+    last. The first goes over as many hosts (slices, of TPUs) as its size allows, then the next.
+    "auto": pp-dp-fsdp over several hosts; within one all links are alike, or JAX knows the torus of
+    the TPUs. ConfigError if hosts have different numbers of devices, or tp would go over several.
     """
     groups, sizes, shape = hosts_of(devices), mesh.by_axis, mesh.shape
     if len(groups) == 1 and order == "auto":
@@ -121,10 +115,7 @@ def over_hosts(sizes: Mapping[str, int], order: str, num_hosts: int) -> dict[str
 def check_one_host(
     sizes: Mapping[str, int], over: Mapping[str, int], kind: str, of_each: int
 ) -> None:
-    """Raise ConfigError if tp, or another such axis, goes over hosts or slices of `of_each`.
-
-    over: the number of hosts of each axis.
-    """
+    """Raise ConfigError if an axis such as tp goes over several hosts or slices of `of_each`."""
     for axis in MESH_AXES:
         name, number = axis.name, over[axis.name]
         if axis.in_one_host and number > 1:

@@ -87,10 +87,7 @@ class Model:
 
     @cached_property
     def inputs(self) -> LayerInputs:
-        """The inputs of layers in a step, besides parameters and x.
-
-        ConfigError where embedding or head attach a loss.
-        """
+        """The inputs of layers besides parameters and x. ConfigError: one attached elsewhere."""
         embed_head, batch = self.computed(self.embed_head), self.microbatch
         with without_attached("embedding"):
             self.traced(lambda: jax.eval_shape(self.stack.embed, embed_head, batch["inputs"]))
@@ -178,10 +175,7 @@ class Model:
         return trained_part(w, which)
 
     def used_by(self, is_first: bool, is_last: bool) -> tuple[bool, ...]:
-        """Return for each leaf if a rank holds it; is_first, is_last: the rank has that stage.
-
-        Divided over ranks, every rank holds all leaves, parts of them or the whole.
-        """
+        """Return for each leaf if a rank with this first or last stage holds it; parts: all do."""
         if self.own_embed_head is not None:
             return (True,) * len(self.own_embed_head)
         return tuple((is_first and a) or (is_last and b) for a, b in zip(*self.uses, strict=True))

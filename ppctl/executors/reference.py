@@ -33,15 +33,13 @@ def reference(
 ) -> Callable[[Tree, Tree], tuple[Any, Tree]]:
     """Return the function (params, batch) -> (losses, gradients) of the un-pipelined model.
 
-    params: parameters in natural order; batch: {"inputs", "targets"}, arrays [batch, ...], and
-    "keys" of examples (`ppctl.model.random_keys`) for layers with a key.
-
-    losses: {"loss": the mean over the batch, name: an attached loss, over the same number, or a
-    metric of the head}. `dtype` is that of compute; gradients have the parameters', and are None
-    for frozen ones. remat: none | layer (the backward recomputes each layer) | full (the whole
-    model). Up to `unroll` layers are unrolled, and layers that differ.
-    Without with_grads the function returns (loss, number of losses in the mean).
-    ConfigError for another remat.
+    params: in natural order; batch: {"inputs", "targets"}, arrays [batch, ...], and "keys" of
+    examples (`ppctl.model.random_keys`) for layers with a key. losses: {"loss": the mean over the
+    batch, name: an attached loss, over the same number, or a metric of the head}. dtype: of
+    compute; gradients have the parameters', and are None for frozen ones. remat: none | layer (the
+    backward recomputes each layer) | full (the whole model). Up to `unroll` layers are unrolled,
+    and layers that differ. Without with_grads the function returns (loss, number of losses in the
+    mean).
     """
     # 1. the loss of a microbatch, of parameters with the inputs of layers
     setting = Remat.of(remat)
@@ -135,8 +133,7 @@ def by_example(
 ) -> Callable[[Tree, Tree], tuple[jax.Array, jax.Array, Tree]]:
     """Return the function (params, batch) -> (losses, numbers of losses, outputs) by example.
 
-    The first two are [examples], of each example by itself; outputs are None of a stack that states
-    none. Other arguments as in `reference`.
+    The first two are [examples]; outputs: None of a stack without. Arguments as in `reference`.
     """
 
     def run(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array, Tree]:

@@ -172,10 +172,7 @@ def _computed(
     head: HeadForm,
     gradients: str = "",
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Return (loss, gradient of x, gradient of w); gradients: those to compute, "", "x" or "xw".
-
-    log_sums, logits: None: computed here.
-    """
+    """Return (loss, gradient of x, gradient of w); gradients: of these, "", "x" or "xw"."""
     num_tokens, num_ids = x_MD.shape[0], head.num_ids(w)
 
     # 1. some tokens at once

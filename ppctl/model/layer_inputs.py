@@ -139,10 +139,7 @@ def _attached_in(layer: Callable, treedef: Any, shapes: tuple) -> tuple[str, ...
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """The inputs of a model's layers besides parameters and x.
-
-    If there are any, executors hold each layer as the tree that `extended` returns.
-    """
+    """The inputs of layers besides parameters and x; if any, `extended` trees are the layers."""
 
     losses: tuple[str, ...] = ()  # names of attached losses
     has_key: bool = False  # whether a layer names a parameter `key`
@@ -180,7 +177,7 @@ class LayerInputs:
     def with_keys(self, layers: Any, keys: jax.Array | None) -> Any:
         """Return extended layers, listed, or one or stacked ones, with their keys of a microbatch.
 
-        keys: of its examples, data [examples, 2]; None, as in evaluations: no keys.
+        keys: of its examples, data [examples, 2]; None: as they are, for evaluations.
         """
         if keys is None or not self.has_key:
             return layers
@@ -195,10 +192,7 @@ class LayerInputs:
         return {"embed_head": stack.trains("embed_head"), "layers": layers}
 
     def computed(self, params: Tree, dtype: Any, updates: Updates) -> Tree:
-        """Return parameters, with extended layers, in the dtype of compute.
-
-        Inputs and counted parameters, those in `updates`, keep theirs.
-        """
+        """Return parameters in the dtype of compute; inputs and counted parameters keep theirs."""
         layers = cast_layers(self.separate(params["layers"])[0], dtype, updates)
         embed_head = jax.tree.map(lambda a: a.astype(dtype), params["embed_head"])
         cast = {"embed_head": embed_head, "layers": layers}

@@ -68,10 +68,7 @@ def _name(path: tuple) -> str:
 
 
 def cast_layers(layers: Tree, dtype: Any, updates: Updates) -> Tree:
-    """Return layers in the dtype of compute; counted parameters keep theirs.
-
-    Leaves are arrays or shapes.
-    """
+    """Return layers, arrays or shapes, in the dtype of compute; counted parameters keep theirs."""
 
     def cast(path: tuple, a: Any) -> Any:
         if _name(path) in updates:
@@ -106,10 +103,7 @@ def without_counted(tree: Tree, updates: Updates) -> Tree:
 
 
 def with_updated(params: Tree, grads: Tree, updates: Updates, num_stacked: int) -> Tree:
-    """Return parameters after the updates of counted ones, a layer at a time.
-
-    grads: with their counts. num_stacked: the leading axes that stack layers.
-    """
+    """Return parameters after the updates of counted ones; num_stacked: axes that stack layers."""
 
     def one(path: tuple, p: jax.Array, counts: jax.Array | None) -> jax.Array:
         if counts is None or not is_counted(path, updates):
@@ -128,10 +122,7 @@ def with_updated(params: Tree, grads: Tree, updates: Updates, num_stacked: int) 
 def check_reports(
     layers: Sequence[Callable], w: Tree, x: Any, updates: Updates, trainable: Tree
 ) -> None:
-    """Raise ConfigError unless layers report counts of the parameters in `updates`.
-
-    w, x: shapes of a layer's arguments; trainable: of the layer's parameters.
-    """
+    """Raise ConfigError unless layers (w, x: their shapes) report counts of those in `updates`."""
     # 1. the declared parameters
     names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(w)]
     flags = dict(zip(names, trained_flags(w, trainable), strict=True))

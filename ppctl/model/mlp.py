@@ -24,9 +24,8 @@ def mlp(
     """Return the stack activation(x W + b), num_layers times, between two linear maps.
 
     For regression: inputs [B, input_dim], targets [B, target_dim], floating; x: [B, d_model].
-    dropout: rate of dropped outputs of layers in training. activation: of ACTIVATIONS. The loss is
-    the squared error, one a target value, in at least float32. dtype: of the parameters, drawn by
-    He et al. (2015). KeyError for another activation.
+    dropout: of layers' outputs. activation: of ACTIVATIONS. The loss is the squared error, one a
+    target value, in at least float32. dtype: of the parameters, drawn by He et al. (2015).
     """
     act = ACTIVATIONS[activation]
 

@@ -147,9 +147,8 @@ def prepare_rank(
 ) -> tuple:
     """Return the first values of a rank's tasks: parameters in the compute dtype, sums of zero.
 
-    Parameters are by layer, and whole unless tasks gather them. values: of `program.reads`; the
-    parameters are the rank's: {"embed_head": None where not used, "layers": [V, 1, K, ...]},
-    sharded by `specs`.
+    values: of `program.reads`; the parameters are the rank's: {"embed_head": None where not used,
+    "layers": [V, 1, K, ...]}, sharded by `specs`. Layers come whole unless tasks gather them.
     """
     # 1. the rank's parameters in the compute dtype
     v = dict(zip(program.reads, values, strict=True))
@@ -188,10 +187,7 @@ def prepare_rank(
 def reduce_stage(
     model: Model, sums: StageSums, specs: Tree, axes: tuple[str, ...], acc: Any
 ) -> tuple[Tree]:
-    """Return a stage's sums of gradients over its devices, [layer slots, ...], sharded by `specs`.
-
-    axes: those that devices sum over.
-    """
+    """Return a stage's sums of gradients over `axes`, [layer slots, ...], sharded by `specs`."""
     return (scatter_sums(_stacked(model, sums.num_layer_slots, acc), specs, axes),)
 
 
@@ -203,11 +199,10 @@ def finish_rank(
     axes: tuple[str, ...],
     *values: Any,
 ) -> tuple:
-    """Return a rank's gradients, summed and sharded as its parameters, not yet divided.
+    """Return a rank's gradients, summed over `axes` and sharded as parameters, not yet divided.
 
-    axes: those that devices sum over. The sums of stages come reduced; embedding and head are
-    summed here. The rank that adds also has the others' sums of shared leaves; the others leave
-    these None in their gradients. Attached losses, by layer, come last.
+    The rank that adds also has the others' sums of shared leaves; the others leave these None in
+    their gradients. Attached losses, by layer, come last.
     """
     # 1. the layers, stacked by chunk
     named = list(zip(program.reads, values, strict=True))
@@ -232,12 +227,12 @@ def finish_rank(
 
 
 def without_shared(model: Model, embed_head: Tree) -> Tree:
-    """Return `embed_head` (embedding and head) with None for the shared leaves."""
+    """Return embedding and head with None for the shared leaves."""
     return model.keep(embed_head, tuple(not each for each in model.shared))
 
 
 def with_shared(embed_head: Tree, shared: Tree) -> Tree:
-    """Return `embed_head` (embedding and head) with the shared leaves, None in it."""
+    """Return embedding and head with the shared leaves, None in it."""
     fill = lambda a, b: b if a is None else a  # noqa: E731
     return jax.tree.map(fill, embed_head, shared, is_leaf=is_none)
 

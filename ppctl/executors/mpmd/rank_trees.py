@@ -1,10 +1,9 @@
 """From a staged tree on the whole mesh to a tree for each rank on its submesh, and back.
 
-A rank's layers [V, 1, K, ...] are its devices' shards of the staged form, so neither way copies
-them. The same holds for parts of leaves divided over ranks, and for counts on every device. Other
-leaves of embedding and head reach the ranks that use them by way of all ranks, one at a time: with
-several processes only programs of the whole mesh can do that. Ranks of other processes have None
-throughout.
+A rank's layers [V, 1, K, ...], parts of leaves divided over ranks and counts are its devices'
+shards of the staged form, so neither way copies them. Other leaves of embedding and head reach the
+ranks that use them by way of all ranks, one at a time: with several processes only programs of the
+whole mesh can do that. Ranks of other processes have None throughout.
 """
 
 from collections.abc import Sequence
@@ -74,10 +73,7 @@ class Division:
         return tuple(n // parts if dim == shard.dim else n for dim, n in enumerate(shape))
 
     def described(self, tree: Tree, rank: int, above: tuple = ()) -> tuple[Tree, Tree]:
-        """Return (shapes, specs) of a rank's part of a staged tree, None for missing leaves.
-
-        above: the tree's path.
-        """
+        """Return (shapes, specs) of a rank's part of a staged tree at a path; None: missing."""
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
         shapes, specs = [], []
         for path, a in flat:

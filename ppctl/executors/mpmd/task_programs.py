@@ -53,10 +53,7 @@ def _with_embedding(model: Model, v: dict[str, Any], gx: jax.Array) -> Tree:
 def _with_head(
     model: Model, v: dict[str, Any], y: jax.Array
 ) -> tuple[jax.Array | None, dict[str, Any]]:
-    """Return (gradient of y, sums by name with loss and gradients of the head).
-
-    Without a sum of gradients, as in evaluations, None and the losses.
-    """
+    """Return (gradient of y, sums by name with loss and gradients); (None, losses) to evaluate."""
     # 1. the head, or a rank's part of it
     parts, targets = model.parts, _microbatch_of(model, v, "targets")
     if parts is not None:

@@ -134,11 +134,7 @@ class Device:
     # slots and sums
 
     def slots(self) -> dict[str, Tree]:
-        """Return all slots, empty.
-
-        "act", "grad" or "value" for values that arrive; "stash", None if a stash is the stage's
-        input; "pending" from I to W, None without split backwards.
-        """
+        """Return all slots, empty; None for stashes that stay where they arrived, or no pending."""
         shapes = {"stash": self.stage.stash_shapes, "pending": self.stage.pending_shapes}
         found: dict[str, Tree] = {}
         for name, number in self.ticks.num_slots.items():
@@ -167,9 +163,8 @@ class Device:
     def results(
         self, ends: Tree, layers: Tree, reduced: Callable[[Tree, Tree], Tree]
     ) -> tuple[dict[str, jax.Array], jax.Array, Tree]:
-        """Return (sums of losses, number, sums of gradients laid out as the parameters).
+        """Return (sums of losses by name, number, sums of gradients laid out as the parameters).
 
-        The sums are {"loss": this device's, name: an attached loss, of all replicas of the rank}.
         reduced: returns the sums over all replicas of gradients and their specs. Where it scatters
         them to shards, layers are apart and stacked only then. Stacked earlier, gradients would be
         in memory twice, and XLA transposes arrays to scatter another dim than the first.
@@ -246,9 +241,8 @@ def empty_slots(count: int, tree: Tree) -> Tree:
 def padded_sum(arrays: Sequence[jax.Array]) -> jax.Array:
     """Return jnp.stack(arrays), as a sum of arrays padded with zeros.
 
-    XLA for GPUs makes one kernel with one result of a concatenation of up to `MOST_PADDED` large
-    arrays. The optimizer's update of stacked gradients would then take a pass for each of its
-    moments and one for the parameters.
+    XLA for GPUs makes one kernel with one result of a concatenation of few large arrays. The update
+    of stacked gradients would then take a pass for each moment, and one for the parameters.
     """
     last = len(arrays) - 1
     widths = ([(k, last - k), *[(0, 0)] * a.ndim] for k, a in enumerate(arrays))

@@ -1,9 +1,8 @@
 """The spmd executor: a schedule as ONE XLA program, a scan over ticks.
 
-A tick has at most one ring permute each way. All mesh axes are manual: parameters are gathered over
-fsdp explicitly; each device sums gradients over all microbatches, and the axes that do not divide a
-leaf reduce them once a step. A rank without a task in a tick skips it. Program size does not depend
-on the number of microbatches, and live activations are the slots of `schedule.ticks`.
+All mesh axes are manual: parameters are gathered over fsdp explicitly, and the axes that do not
+divide a leaf reduce its gradients once a step. Program size does not depend on the number of
+microbatches, and live activations are the slots of `schedule.ticks`.
 
 Tried and rejected: reducing a chunk's gradients between two scans, after its last microbatch. XLA's
 scheduler for GPUs moves no collective over a loop: compiled for H100s both reductions came after
@@ -35,11 +34,8 @@ Tree = Any
 def spmd(model: Model, layout: Layout, ticks: Ticks) -> Callable[[Tree, Tree], tuple[Any, Tree]]:
     """Return the function (params, batch) -> (losses, gradients) that runs ticks on layout's mesh.
 
-    params: parameters in staged form (`Layout.to_staged`). batch: {"inputs", "targets"}, global
-    arrays [batch, ...], and "keys" of examples for layers with a key. losses: {"loss": the mean
-    over the batch, name: an attached loss, over the same number, or a metric of the head};
-    gradients have the parameters'
-    layout, sharding and dtype, and are None for frozen ones. With ticks of forwards only
+    params: in staged form (`Layout.to_staged`); batch and results: as of `reference`, the gradients
+    with the parameters' layout and sharding. With ticks of forwards only
     (`schedule.ticks.forward_only`) the function returns (loss, number of losses in the mean).
     """
     assert ticks.remat is model.remat, "ticks are lowered for the remat of their program"
@@ -83,11 +79,10 @@ def spmd(model: Model, layout: Layout, ticks: Ticks) -> Callable[[Tree, Tree], t
 def spmd_of_rank(
     model: Model, layout: Layout, ticks: Ticks
 ) -> Callable[..., tuple[Tree, jax.Array, Tree]]:
-    """Return a rank's part of these ticks, run alone: (params, batch, *rank arrays) -> results.
+    """Return a rank's part of these ticks, run alone: (params, batch, *`rank_arrays`) -> results.
 
-    params: the rank's, in staged form [V, 1, K, ...], whole for any fsdp. batch: the device's
-    examples. rank arrays: of `rank_arrays`. Results: sums of losses, their number, sums of
-    gradients. Nothing is sent: a rank receives its sent values, with noise.
+    params: the rank's, in staged form [V, 1, K, ...], whole for any fsdp. Results: sums of losses,
+    their number, sums of gradients. A rank receives the values that it sends, with noise.
     """
 
     def alone(params: Tree, batch: Tree, *rank: jax.Array) -> tuple[Tree, jax.Array, Tree]:

@@ -1,8 +1,4 @@
-"""The programs of one layer: its forward, its backward, and its backward in two.
-
-Equal layers share one `LayerPrograms`. Layers that differ have one each; a layer slot whose layer
-only the running program knows has a switch between them, `LayerSwitch`.
-"""
+"""The programs of one layer: its forward, its backward, and its backward in two."""
 
 from __future__ import annotations
 
@@ -144,10 +140,9 @@ class LayerPrograms:
 
 
 class LayerSwitch:
-    """`LayerPrograms` of layer `number`, traced and one of `among`; its waiting arrays are packed.
+    """`LayerPrograms` of layer `number`, traced and one of `among`: a branch for each function.
 
-    The program has a branch for each function. A device keeps slots of the largest layer's size for
-    `saved` and `pending`.
+    Waiting arrays are packed: a device keeps slots of the largest layer's size.
     """
 
     def __init__(
@@ -255,7 +250,6 @@ def add_embedding_grad(
     """Return `total` with the gradient of `embed_head` added, from that of x = embed(...).
 
     The gradient of an embedding table goes into the sum row by row: see `add_outputs`.
-    trainable: as in `StackOptions`; sums of frozen parameters are None.
     """
     if not jax.tree.leaves(total):
         return total
@@ -278,8 +272,7 @@ def add_head_grads(
 ) -> tuple[jax.Array, Tree, jax.Array, jax.Array]:
     """Return (gradient of y, `total` with that of `embed_head` added, sum of losses, their number).
 
-    The losses are those of head(embed_head, y, targets). The gradient of the head's matrix goes
-    into the sum product by product: see `add_outputs`. trainable: as in `StackOptions`.
+    The gradient of the head's matrix goes into the sum product by product: see `add_outputs`.
     """
 
     def grads(embed_head: Tree, y: jax.Array, targets: jax.Array) -> tuple[Any, Tree]:

@@ -163,10 +163,7 @@ class TracedNetwork:
         return bounds
 
     def _places(self, trace: Trace, bounds: Sequence[int] = ()) -> list[int | None]:
-        """Return for each leaf the layer that uses it; None: embedding or head.
-
-        bounds: of the trace, unless they are its own.
-        """
+        """Return for each leaf the layer that uses it in the trace; None: embedding or head."""
         bounds = bounds or self.bounds
         places: list[int | None] = []
         for i, name in enumerate(self.names):

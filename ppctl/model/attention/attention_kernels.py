@@ -115,8 +115,9 @@ def _capability(device: Any) -> tuple[int, int]:
     """Return the compute capability of an NVIDIA GPU, (0, 0) for other devices."""
     text = str(getattr(device, "compute_capability", ""))
     version = re.fullmatch(r"(\d+)\.(\d+)", text)  # AMD's has letters
-    is_known = device.platform in ("gpu", "cuda") and version is not None
-    return (int(version[1]), int(version[2])) if is_known else (0, 0)
+    if device.platform not in ("gpu", "cuda") or version is None:
+        return 0, 0
+    return int(version[1]), int(version[2])
 
 
 def attention(

@@ -6,6 +6,7 @@ head; K number of blocks, C tokens of a block.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,17 +26,14 @@ def forward(
     documents_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (output, logarithms of the sums of exponentials [B, N, T])."""
-    # 1. blocks
-    num_keys, documents = k_BSGH.shape[1], _document_blocks(documents_BT)
-    q, k, v = _query_blocks(q_BTNH, k_BSGH), _key_blocks(k_BSGH), _key_blocks(v_BSGH)
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    product = partial(jnp.einsum, preferred_element_type=wide)
+    blocks = _Blocks(q_BTNH, k_BSGH, v_BSGH, causal, scoring, documents_BT)
+    q, v, wide, product = blocks.q, blocks.v, blocks.wide, blocks.product
 
-    # 2. a pair of blocks of queries and keys
+    # 1. a pair of blocks of queries and keys
     def one_pair(carry: tuple, pair: tuple) -> tuple[tuple, None]:
         mix, total, largest = carry
         i, j = pair
-        scores, _ = _scores(q, k, pair, wide, causal, num_keys, scoring, documents)
+        scores, _ = blocks.scores(i, j)
         before, own = largest[i], scores.max(-1)
         now = jnp.maximum(before, own)
         weights, shrink = jnp.exp(scores - now[..., None]), jnp.exp(before - now)
@@ -44,11 +42,10 @@ def forward(
         total = total.at[i].set(total[i] * shrink + weights.sum(-1))
         return (mix, total, largest.at[i].set(now)), None
 
-    # 3. all pairs in turn
+    # 2. all pairs in turn
     sums = q.shape[:-1]
     start = jnp.zeros(q.shape, wide), jnp.zeros(sums, wide), jnp.full(sums, NEVER, wide)
-    pairs = _pairs(len(q), len(k), causal, k.shape[2], scoring.window)
-    (mix, total, largest), _ = jax.lax.scan(one_pair, start, pairs)
+    (mix, total, largest), _ = jax.lax.scan(one_pair, start, blocks.pairs)
     log_sums = (largest + jnp.log(total))[..., None]
     log_sums_BTN1 = _from_query_blocks(log_sums, (*q_BTNH.shape[:3], 1))
     out_BTNH = _from_query_blocks((mix / total[..., None]).astype(q.dtype), q_BTNH.shape)
@@ -68,78 +65,80 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of q, k and v, from results of `forward` and the output's gradient."""
     # 1. blocks
-    num_keys, documents = k_BSGH.shape[1], _document_blocks(documents_BT)
+    blocks = _Blocks(q_BTNH, k_BSGH, v_BSGH, causal, scoring, documents_BT)
+    q, k, v, wide, product = blocks.q, blocks.k, blocks.v, blocks.wide, blocks.product
     log_sums = _query_blocks(log_sums_BNT.swapaxes(1, 2)[..., None], k_BSGH)[..., 0]
-    q, k, v = _query_blocks(q_BTNH, k_BSGH), _key_blocks(k_BSGH), _key_blocks(v_BSGH)
     g, out = _query_blocks(g_BTNH, k_BSGH), _query_blocks(out_BTNH, k_BSGH)
-    scale, wide = scoring.scale_of(q.shape[-1]), log_sums.dtype
     drift = jnp.sum(g.astype(wide) * out.astype(wide), -1)  # gradient times output of each query
-    product = partial(jnp.einsum, preferred_element_type=wide)
 
     # 2. a pair of blocks of queries and keys
     def one_pair(carry: tuple, pair: tuple) -> tuple[tuple, None]:
         dq, dk, dv = carry
         i, j = pair
-        scores, capped = _scores(q, k, pair, wide, causal, num_keys, scoring, documents)
+        scores, capped = blocks.scores(i, j)
         weights = jnp.exp(scores - log_sums[i][..., None])
         dv = dv.at[j].add(product("BGRCS,BGRCH->BSGH", weights.astype(g.dtype), g[i]))
         change = weights * (product("BGRCH,BSGH->BGRCS", g[i], v[j]) - drift[i][..., None])
-        change = (scoring.pulled(change, capped) * scale).astype(q.dtype)
+        change = (scoring.pulled(change, capped) * scoring.scale_of(q.shape[-1])).astype(q.dtype)
         dk = dk.at[j].add(product("BGRCS,BGRCH->BSGH", change, q[i]))
         return (dq.at[i].add(product("BGRCS,BSGH->BGRCH", change, k[j])), dk, dv), None
 
     # 3. all pairs in turn
     start = tuple(jnp.zeros(a.shape, wide) for a in (q, k, v))
-    pairs = _pairs(len(q), len(k), causal, k.shape[2], scoring.window)
-    (dq, dk, dv), _ = jax.lax.scan(one_pair, start, pairs)
+    (dq, dk, dv), _ = jax.lax.scan(one_pair, start, blocks.pairs)
     of_keys = lambda a: _from_key_blocks(a.astype(k.dtype), k_BSGH.shape)  # noqa: E731
     return _from_query_blocks(dq.astype(q.dtype), q_BTNH.shape), of_keys(dk), of_keys(dv)
 
 
-def _scores(
-    q: jax.Array,
-    k: jax.Array,
-    pair: tuple[jax.Array, jax.Array],
-    dtype: jnp.dtype,
-    causal: bool,
-    num_keys: int,
-    scoring: Scoring,
-    documents: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the scores [B, G, R, C, C] of a pair of blocks, and the same unmasked."""
-    i, j = pair
-    scores = jnp.einsum("BGRCH,BSGH->BGRCS", q[i], k[j], preferred_element_type=dtype)
-    capped = scoring.capped(scores * scoring.scale_of(q.shape[-1]))
-    if not causal:
-        assert documents is None, "documents of a part of a sequence"
-        block = k.shape[2]
-        is_padding = j * block + jnp.arange(block) >= num_keys
-        return jnp.where(is_padding, NEVER, capped) if num_keys % block else capped, capped
-    here = np.arange(q.shape[-2])
-    comes_later = here[:, None] < here  # tokens of one block
-    is_never = (i == j) & comes_later
-    if scoring.window is not None:
-        is_never |= (i - j) * len(here) + here[:, None] - here >= scoring.window
-    if documents is not None:
-        is_other_BCS = documents[i][:, :, None] != documents[j][:, None]
-        is_never |= is_other_BCS[:, None, None]
-    return jnp.where(is_never, NEVER, capped), capped
+class _Blocks:
+    """Queries, keys and values by blocks, and the scores of pairs of these."""
 
+    def __init__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        causal: bool,
+        scoring: Scoring,
+        documents: Any,
+    ):
+        is_plain = documents is None and scoring.window is None
+        assert causal or is_plain, "documents or a window of a part of a sequence"
+        self.q, self.k, self.v = _query_blocks(q, k), _key_blocks(k), _key_blocks(v)
+        self.documents = None if documents is None else _padded(documents).swapaxes(0, 1)
+        self.causal, self.scoring, self.num_keys = causal, scoring, k.shape[1]
+        self.wide = jnp.promote_types(q.dtype, jnp.float32)
+        self.product = partial(jnp.einsum, preferred_element_type=self.wide)
 
-def _pairs(
-    num_queries: int, num_keys: int, causal: bool, block: int, window: int | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return (i, j) of blocks of queries and keys, by i (causal: j <= i), inside the window."""
-    if causal:
-        i, j = np.tril_indices(num_queries)
-    else:
-        i, j = np.indices((num_queries, num_keys)).reshape(2, -1)
-    if window is not None:
-        assert causal, "a window of a part of a sequence"
-        # from the last key of a block j < i to the first query of i
-        is_near = (i - j - 1) * block + 1 < window
-        i, j = i[is_near], j[is_near]
-    return i.astype(np.int32), j.astype(np.int32)
+    @property
+    def pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """(i, j) of blocks of queries and keys, by i (causal: j <= i), inside the window."""
+        i, j = np.indices((len(self.q), len(self.k))).reshape(2, -1)
+        if self.causal:
+            i, j = np.tril_indices(len(self.q))
+        if self.scoring.window is not None:
+            # from the last key of a block j < i to the first query of i
+            is_near = (i - j - 1) * self.k.shape[2] + 1 < self.scoring.window
+            i, j = i[is_near], j[is_near]
+        return i.astype(np.int32), j.astype(np.int32)
+
+    def scores(self, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the scores [B, G, R, C, C] of a pair of blocks, and the same unmasked."""
+        scores = self.product("BGRCH,BSGH->BGRCS", self.q[i], self.k[j])
+        capped = self.scoring.capped(scores * self.scoring.scale_of(self.q.shape[-1]))
+        if not self.causal:
+            block = self.k.shape[2]
+            is_padding = j * block + jnp.arange(block) >= self.num_keys
+            return jnp.where(is_padding, NEVER, capped) if self.num_keys % block else capped, capped
+        here = np.arange(self.q.shape[-2])
+        comes_later = here[:, None] < here  # tokens of one block
+        is_never = (i == j) & comes_later
+        if self.scoring.window is not None:
+            is_never |= (i - j) * len(here) + here[:, None] - here >= self.scoring.window
+        if self.documents is not None:
+            is_other_BCS = self.documents[i][:, :, None] != self.documents[j][:, None]
+            is_never |= is_other_BCS[:, None, None]
+        return jnp.where(is_never, NEVER, capped), capped
 
 
 def _padded(a: jax.Array) -> jax.Array:
@@ -149,11 +148,6 @@ def _padded(a: jax.Array) -> jax.Array:
     number = -(-T // block)
     a = jnp.pad(a, [(0, 0), (0, number * block - T), *[(0, 0)] * (a.ndim - 2)])
     return a.reshape(B, number, block, *a.shape[2:])
-
-
-def _document_blocks(documents_BT: jax.Array | None) -> jax.Array | None:
-    """Return [K, B, C]."""
-    return None if documents_BT is None else _padded(documents_BT).swapaxes(0, 1)
 
 
 def _query_blocks(q_BTNH: jax.Array, k_BSGH: jax.Array) -> jax.Array:
