@@ -2,10 +2,11 @@
 
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields
 from typing import Any, NamedTuple, TypeGuard, cast
 
 from ppctl.config.composed_config import Config
+from ppctl.config.field_checks import settings_from
 from ppctl.config.groups.model_settings import Transformer
 from ppctl.errors import ConfigError
 
@@ -129,18 +130,3 @@ def model_and_data(settings: Mapping[str, Any]) -> Config:
             raise ConfigError(f"{choice} of this run is none that this version of ppctl has.")
         parts[part] = settings_from(found[0], values, part)
     return Config(**parts)
-
-
-def settings_from(cls: Any, values: Mapping[str, Any], key: str) -> Any:
-    """Return an instance of a dataclass of settings, nested ones included.
-
-    ConfigError for unknown settings.
-    """
-    kinds = typing.get_type_hints(cls)
-    made: dict[str, Any] = {}
-    for name, value in values.items():
-        if name not in {field.name for field in fields(cls)}:
-            raise ConfigError(f"{key}.{name} is no setting of this version of ppctl.")
-        is_nested = is_dataclass(kinds[name])
-        made[name] = settings_from(kinds[name], value, f"{key}.{name}") if is_nested else value
-    return cls(**made)

@@ -6,7 +6,7 @@ Each check raises a ConfigError with the key and its value.
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, partial
 from typing import Annotated, Any, ClassVar, cast, get_args, get_origin, get_type_hints
 
@@ -14,6 +14,7 @@ from ppctl.errors import ConfigError
 
 LARGEST = 2**31 - 1  # of whole numbers: steps and seeds are int32 on devices
 DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+EXPONENT = re.compile(r"-?[\d.]+[eE][+-]?\d+")
 Check = Callable[[str, Any], None]  # of a key and its value
 
 
@@ -85,20 +86,19 @@ class Settings:
 def domains(key: str, part: Any) -> None:
     """Check that each setting of a part is null or in its domain, and each number within int32.
 
-    part: a dataclass, nested ones included, or a NamedTuple. key: of the part, before the names in
-    messages; empty for arguments of the Python API.
+    part: a dataclass, nested ones included. key: of the part, before the names in messages; empty
+    for arguments of the Python API.
     """
     checks = _checks(part.__class__)
-    for field in getattr(part, "_fields", None) or fields(part):
-        own = field if isinstance(field, str) else field.name
-        name, value = f"{key}.{own}".lstrip("."), getattr(part, own)
+    for field in fields(part):
+        name, value = f"{key}.{field.name}".lstrip("."), getattr(part, field.name)
         if is_dataclass(value):
             domains(name, value)
-        elif value == [] and getattr(field, "default", ...) is None:
+        elif value == [] and field.default is None:
             raise ConfigError(f"{name}=[] leaves nothing to choose from. Use null for all.")
         else:
             for place, each in _entries(name, value):
-                for check in checks[own]:
+                for check in checks[field.name]:
                     check(place, each)
                 if place == name:  # not an entry of a mapping, whose keys are the user's
                     _number(name, each)
@@ -117,7 +117,7 @@ def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _number(key: str, value: Any) -> None:
     """Check that a number is finite, and a whole one within int32."""
-    if isinstance(value, int) and abs(value) > LARGEST:
+    if isinstance(value, int) and abs(value) > LARGEST and not key.endswith("_bytes"):
         raise ConfigError(f"{key}={value} is out of reach: whole numbers go up to {LARGEST}.")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{key}={value} is not finite. Use a number.")
@@ -139,13 +139,31 @@ def _checks_of(hint: Any) -> Iterator[Check]:
         yield from _checks_of(each)
 
 
-def record_of(key: str, record: Any, values: Mapping[str, Any], but: tuple[str, ...] = ()) -> Any:
-    """Return the NamedTuple `record` of `values`, its keys in `but` aside.
+def settings_from(cls: Any, values: Mapping[str, Any], key: str) -> Any:
+    """Return an instance of a dataclass of settings, nested ones included.
 
-    ConfigError where one is missing or unknown.
+    ConfigError for unknown and missing settings.
     """
-    try:
-        return record(**{name: value for name, value in values.items() if name not in but})
-    except TypeError as error:
-        fault = str(error).rpartition("() ")[2]
-        raise ConfigError(f"{key} {fault}. It takes {', '.join(record._fields)}.") from None
+    known, kinds = {field.name: field for field in fields(cls)}, get_type_hints(cls)
+    takes = f"It takes {', '.join(known)}."
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"{key}.{name} is no setting of this version of ppctl. {takes}")
+    for name, field in known.items():
+        if name not in values and field.default is field.default_factory is MISSING:
+            raise ConfigError(f"{key} has no {name}. {takes}")
+    typed = {name: _typed(kinds[name], each, f"{key}.{name}") for name, each in values.items()}
+    return cls(**typed)
+
+
+def _typed(kind: Any, value: Any, key: str) -> Any:
+    """Return a value from a file: nested settings as their class, 1e12 (text, in YAML) as float."""
+    if is_dataclass(kind):
+        return settings_from(kind, value, key)
+    kinds = get_args(kind) or (kind,)
+    if isinstance(value, dict):
+        entries = cast("dict[str, Any]", value)
+        return {name: _typed(kinds[-1], each, key) for name, each in entries.items()}
+    can_be_float = isinstance(value, str) and (float in kinds or kind is Any)
+    is_number = can_be_float and EXPONENT.fullmatch(value)
+    return float(value) if is_number else value

@@ -14,7 +14,7 @@ import yaml
 from jax.sharding import NamedSharding
 
 from ppctl.config import Config, Run, Transformer
-from ppctl.config.changed_settings import settings_from
+from ppctl.config.field_checks import settings_from
 from ppctl.data import DataSet
 from ppctl.data.dataset import description
 from ppctl.data.tokenizer import json_object

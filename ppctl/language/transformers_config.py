@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from ppctl.config import Transformer
@@ -131,7 +131,7 @@ def _normal_rope(rope: Rope) -> Rope:
     """Return rotary positions whose scaling states all parameters of its type."""
     if rope.scaling is None or rope.record is None:
         return rope
-    values = {key: value for key, value in rope.record._asdict().items() if value is not None}
+    values = {key: value for key, value in vars(rope.record).items() if value is not None}
     return replace(rope, scaling={"rope_type": rope.scaling["rope_type"], **values})
 
 
@@ -195,7 +195,8 @@ def _rope(member: Member, given: Mapping[str, Any], *, has_windows: bool) -> Rop
         found["attention_factor"] = _attention_factor(found)
     if found.get(LENGTH) is None:
         found[LENGTH] = given.get("max_position_embeddings")
-    scaling = {key: found[key] for key in SCALINGS[kind]._fields if found.get(key) is not None}
+    names = [each.name for each in fields(SCALINGS[kind])]
+    scaling = {name: found[name] for name in names if found.get(name) is not None}
     return Rope(theta, local_theta, {"rope_type": kind, **scaling})
 
 

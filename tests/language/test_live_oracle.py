@@ -28,7 +28,7 @@ from support.oracle import computed as computed_by_torch
 import ppctl
 from ppctl import cli
 from ppctl.config import Transformer
-from ppctl.config.changed_settings import settings_from
+from ppctl.config.field_checks import settings_from
 from ppctl.language.export_model import export_model
 from ppctl.language.import_model import import_model
 from ppctl.model.cached_decoding import Decoder

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 from ppctl.config.field_checks import (
     Count,
@@ -12,11 +12,10 @@ from ppctl.config.field_checks import (
     above_zero,
     choice,
     domains,
-    record_of,
+    settings_from,
 )
 from ppctl.errors import ConfigError
 
-CAPABILITY = re.compile(r"\d+\.\d")
 REACHED = (
     "flops",  # share of peak_flops in large matrix products
     "bytes",  # share of memory_bytes_per_s in element-wise operations; default 1
@@ -25,7 +24,8 @@ REACHED = (
 )
 
 
-class Network(NamedTuple):
+@dataclass(frozen=True)
+class Network:
     """The network that joins hosts."""
 
     host_devices: Count  # devices of a host, joined by links
@@ -33,33 +33,31 @@ class Network(NamedTuple):
     latency_s: NotNegative  # seconds a message to another host
 
 
+def _capability(key: str, value: object) -> None:
+    if re.fullmatch(r"\d+\.\d", str(value)) is None:
+        raise ConfigError(f"{key}={value!r} is not a compute capability, such as 9.0.")
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """Properties of an NVIDIA GPU that XLA's compiler needs for plan.topology."""
+
+    capability: Annotated[str, _capability]  # compute capability, such as "9.0"
+    cores: Count  # streaming multiprocessors
+    fp32_per_core: Count  # float32 lanes
+    clock_ghz: Positive
+    memory_bytes: Annotated[int, above_zero]  # as CUDA states it
+    l2_bytes: Count
+    shared_bytes_per_core: Count  # shared memory
+
+
 @dataclass
-class AutoHardware:
+class AutoHardware(Settings):
     """The hardware that the devices say they are, or that plan.topology names."""
 
     name: str = "auto"
 
-    def check(self) -> None:
-        """Check nothing: there is no setting."""
-
-
-class Cuda(NamedTuple):
-    """Properties of an NVIDIA GPU that XLA's compiler needs for plan.topology."""
-
-    capability: str  # compute capability, such as "9.0"
-    cores: int  # streaming multiprocessors
-    fp32_per_core: int  # float32 lanes
-    clock_ghz: float
-    memory_bytes: int  # as CUDA states it
-    l2_bytes: int
-    shared_bytes_per_core: int  # shared memory
-
-    def check(self) -> None:
-        if CAPABILITY.fullmatch(str(self.capability)) is None:
-            key = f"hardware.cuda.capability={self.capability!r}"
-            raise ConfigError(f"{key} is not a compute capability, such as 9.0.")
-        for key in self._fields[1:]:
-            above_zero(f"hardware.cuda.{key}", getattr(self, key))
+    KEY = "hardware"
 
 
 @dataclass
@@ -87,7 +85,7 @@ class Hardware(Settings):
     def hosts(self) -> Network | None:
         """The values in `network`. ConfigError where one is missing or unknown."""
         network = self.network
-        return None if network is None else record_of("hardware.network", Network, network)
+        return None if network is None else settings_from(Network, network, "hardware.network")
 
     @property
     def host_devices(self) -> int | None:
@@ -97,7 +95,7 @@ class Hardware(Settings):
     @property
     def gpu(self) -> Cuda | None:
         """The properties in `cuda`. ConfigError where one is missing or unknown."""
-        return None if self.cuda is None else record_of("hardware.cuda", Cuda, self.cuda)
+        return None if self.cuda is None else settings_from(Cuda, self.cuda, "hardware.cuda")
 
     @property
     def adds_products(self) -> bool:
@@ -119,4 +117,4 @@ class Hardware(Settings):
         if self.hosts is not None:
             domains("hardware.network", self.hosts)
         if self.gpu is not None:
-            self.gpu.check()
+            domains("hardware.cuda", self.gpu)

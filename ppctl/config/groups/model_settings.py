@@ -17,7 +17,7 @@ from ppctl.config.field_checks import (
     domains,
     dotted,
     one_of,
-    record_of,
+    settings_from,
     up_to,
 )
 from ppctl.errors import ConfigError
@@ -55,13 +55,15 @@ FAMILIES = {
 Stretch = Annotated[float, partial(at_least, least=1)]
 
 
-class Linear(NamedTuple):
+@dataclass(frozen=True)
+class Linear:
     """Wavelengths stretched by factor (Chen et al. 2023)."""
 
     factor: Stretch
 
 
-class Llama3(NamedTuple):
+@dataclass(frozen=True)
+class Llama3:
     """Wavelengths above original_max_position_embeddings/low_freq_factor stretched by factor, those
     below original_max_position_embeddings/high_freq_factor unchanged, mixed between them.
     """
@@ -72,7 +74,8 @@ class Llama3(NamedTuple):
     high_freq_factor: Positive = 4.0
 
 
-class Yarn(NamedTuple):
+@dataclass(frozen=True)
+class Yarn:
     """Pairs with fewer than beta_slow turns in original_max_position_embeddings stretched by
     factor, those with more than beta_fast unchanged, mixed between them; queries and keys times
     attention_factor, None: 1 + log(factor)/10.
@@ -118,13 +121,14 @@ class Rope:
         values = cast("Mapping[str, Any]", scaling)
         kind = values.get("rope_type")
         choice("model.rope.scaling.rope_type", kind, tuple(SCALINGS))
-        return record_of("model.rope.scaling", SCALINGS[str(kind)], values, but=("rope_type",))
+        values = {key: value for key, value in values.items() if key != "rope_type"}
+        return settings_from(SCALINGS[str(kind)], values, "model.rope.scaling")
 
     def check(self) -> None:
         if self.record is None:
             return
         domains("model.rope.scaling", self.record)
-        values = self.record._asdict()
+        values = vars(self.record)
         for low, high in BELOW.items():
             if low in values and values[low] >= values[high]:
                 raise ConfigError(

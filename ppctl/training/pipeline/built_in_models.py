@@ -6,8 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ppctl import config as settings
-from ppctl.config.changed_settings import settings_from
-from ppctl.config.field_checks import above_zero, at_least, choice
+from ppctl.config.field_checks import above_zero, at_least, choice, settings_from
 from ppctl.config.groups.model_settings import ATTENTIONS, FAMILIES, AnyModel
 from ppctl.data import DataSet
 from ppctl.errors import ConfigError
@@ -114,7 +113,7 @@ def transformer_sizes(model: settings.Transformer, vocab_size: int) -> dict[str,
     sizes |= {"mlp_width": model.hidden_width, "vocab_size": vocab_size}
     rope, scaling = model.rope, dict[str, Any]()
     if rope.record is not None:
-        scaling = {"scaling": rope.scaling["rope_type"], **rope.record._asdict()}
+        scaling = {"scaling": rope.scaling["rope_type"], **vars(rope.record)}
     if "original_max_position_embeddings" in scaling:
         scaling["original_len"] = scaling.pop("original_max_position_embeddings")
     return sizes | {"rope": Rope(rope.theta, **scaling), "local_theta": rope.local_theta}

@@ -2,8 +2,7 @@
 
 import copy
 import os
-import typing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import yaml
 
 from ppctl.config.config_dirs import ROOT
+from ppctl.config.field_checks import settings_from
 from ppctl.config.groups.hardware_settings import AutoHardware, Hardware
 from ppctl.errors import ConfigError
 from ppctl.executors.described_devices import GpuTarget
@@ -34,19 +34,9 @@ def _known() -> dict[str, Hardware]:
 
 
 def _read(file: Path) -> Hardware:
-    """Return the description in a file of conf/hardware/, as Hydra reads it."""
     values: dict[str, Any] = yaml.safe_load(file.read_text())
-    hints = typing.get_type_hints(Hardware)
-    for name in hints.keys() & values.keys():
-        if hints[name] in (float, float | None):
-            values[name] = float(values[name])  # to YAML 1.1, 1e12 is text
-        elif name in ("peak_flops", "reached", "network"):
-            values[name] = {key: _number(value) for key, value in values[name].items()}
-    return Hardware(**{name: values[name] for name in hints if name in values})
-
-
-def _number(value: Any) -> float:
-    return value if isinstance(value, int) else float(value)
+    del values["defaults"]
+    return settings_from(Hardware, values, "hardware")
 
 
 def of_device(device_kind: str) -> Hardware | None:
@@ -126,7 +116,7 @@ def gpu_target(hardware: Hardware | None) -> GpuTarget | None:
     if hardware is None or hardware.gpu is None:
         return None
     facts = hardware.name, hardware.device_kinds[0], hardware.memory_bytes_per_s
-    return GpuTarget(*facts, **hardware.gpu._asdict())
+    return GpuTarget(*facts, **asdict(hardware.gpu))
 
 
 @dataclass(frozen=True)
