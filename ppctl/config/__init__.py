@@ -9,7 +9,6 @@ field.
 
 from ppctl.config.composed_config import Config, ScheduleConfig, check
 from ppctl.config.groups.command_settings import Inspect, Launch, Plan, Tune, Verify
-from ppctl.config.groups.cost_settings import Costs
 from ppctl.config.groups.data_settings import (
     CustomData,
     Data,
@@ -20,16 +19,23 @@ from ppctl.config.groups.data_settings import (
     Text,
     Tokens,
 )
-from ppctl.config.groups.executor_settings import Mpmd, Reference, Spmd
 from ppctl.config.groups.hardware_settings import AutoHardware, Hardware
-from ppctl.config.groups.mesh_settings import Mesh
+from ppctl.config.groups.layout_settings import (
+    Balanced,
+    Explicit,
+    Mesh,
+    Mpmd,
+    Reference,
+    Spmd,
+    Uniform,
+)
 from ppctl.config.groups.model_settings import MLP, CustomModel, Transformer
 from ppctl.config.groups.optim_settings import SGD, AdamW, Optim
-from ppctl.config.groups.partition_settings import Balanced, Explicit, Uniform
 from ppctl.config.groups.run_settings import DTYPES, Checkpoint, Run
 from ppctl.config.groups.schedule_settings import (
     Auto,
     Chunked,
+    Costs,
     Csv,
     Eager1F1B,
     Hanayo,

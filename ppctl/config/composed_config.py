@@ -5,16 +5,13 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from ppctl.config.groups.command_settings import Inspect, Launch, Plan, Tune, Verify
-from ppctl.config.groups.cost_settings import Costs
 from ppctl.config.groups.data_settings import AnyData, CustomData, Regression, Stdlib
-from ppctl.config.groups.executor_settings import AnyExecutor, Spmd
 from ppctl.config.groups.hardware_settings import AutoHardware, Hardware
-from ppctl.config.groups.mesh_settings import Mesh
+from ppctl.config.groups.layout_settings import AnyExecutor, Balanced, Explicit, Mesh, Spmd, Uniform
 from ppctl.config.groups.model_settings import MLP, AnyModel, CustomModel, Transformer
 from ppctl.config.groups.optim_settings import SGD, AdamW, Optim
-from ppctl.config.groups.partition_settings import Balanced, Explicit, Uniform
 from ppctl.config.groups.run_settings import Run
-from ppctl.config.groups.schedule_settings import AnySchedule, Schedule
+from ppctl.config.groups.schedule_settings import AnySchedule, Costs, Schedule
 from ppctl.errors import ConfigError, as_setting, written_as
 from ppctl.schedule.mesh_axes import DATA_AXES, product_text
 from ppctl.schedule.partition.divisibility import check_sequences, check_widths

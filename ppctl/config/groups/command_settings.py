@@ -6,7 +6,7 @@ from functools import partial
 from typing import Annotated, ClassVar
 
 from ppctl.config.field_checks import Count, Natural, Positive, Settings, one_of, up_to, within
-from ppctl.config.groups.mesh_settings import Devices
+from ppctl.config.groups.layout_settings import Devices
 from ppctl.config.groups.schedule_settings import MaxChunks, Schedule
 from ppctl.errors import ConfigError
 from ppctl.schedule.mesh_axes import STAGE_AXES, axes_record
