@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh
 
-from ppctl.config import AutoHardware, Config, Hardware, Run
+from ppctl.config import Config, Run
 from ppctl.errors import ConfigError, PpctlError
 from ppctl.executors import link_speeds
 from ppctl.executors.device_mesh import all_devices
@@ -48,47 +48,34 @@ def doctor(config: Config, *, as_json: bool) -> int:
     start_jax(config.run, config.run.dtype or DEFAULT_DTYPE, config.mesh.num_devices)
     # refuses differing settings or run.dir of processes
     with process_group(config.run, config.mesh, asdict(config)):
-        _refuse_described(config.hardware)
-        code = _doctor(config, as_json=as_json)
-    if distributed.is_lead():
-        with suppress(OSError):  # not empty
-            for path in made:
-                path.rmdir()
-    return code
-
-
-def _refuse_described(hardware: Hardware | AutoHardware) -> None:
-    if isinstance(hardware, AutoHardware):
-        return
-    if (away := described_only(hardware, all_devices()[0].device_kind)) is not None:
-        raise ConfigError(
-            f"hardware={away.name} describes devices that are not attached, and `ppctl doctor` "
-            "examines those that are. Use `ppctl plan`, or leave hardware out."
-        )
-
-
-def _doctor(config: Config, *, as_json: bool) -> int:
-    # 1. the findings of all processes, and the links
-    request, mesh, needed = _request(config)
-    local = [*request, _directory(config.run, needed)]
-    findings = [*_merged(_gathered(Finding, local)), _together()]
-    links = [] if mesh is None else _measured(mesh)
-    findings += _of_links(links)
-    costs = None if mesh is None else hop_costs(links, mesh)
+        away = described_only(config.hardware, all_devices()[0].device_kind)
+        if away is not None:
+            raise ConfigError(
+                f"hardware={away.name} describes devices that are not attached, and `ppctl doctor` "
+                "examines those that are. Use `ppctl plan`, or leave hardware out."
+            )
+        # 1. the findings of all processes, and the links
+        request, mesh, needed = _request(config)
+        local = [*request, _directory(config.run, needed)]
+        links = list[MeasuredLink]()
+        findings = [*_merged(_gathered(Finding, local)), _together()]
+        if mesh is not None:
+            links = _measured(mesh)
+            findings += _of_links(links)
+    if not distributed.is_lead():
+        return int(not all(each.is_ok for each in findings))
+    with suppress(OSError):  # not empty
+        for path in made:
+            path.rmdir()
+    # 2. the output
     bad = [finding for finding in findings if not finding.is_ok]
-    # 2. no output, or JSON
-    if as_json and distributed.is_lead():
+    if as_json:
         found = {"ok": not bad, "findings": list(map(asdict, findings))}
-        show_json({**found, "links": list(map(asdict, links)), "costs": costs})
-    if as_json or not distributed.is_lead():
+        show_json({**found, "links": list(map(asdict, links))})
         return int(bool(bad))
-    # 3. text
     console = OutputConsole()
     for finding in findings:
         show_lines(console, f"{'ok' if finding.is_ok else 'NO'}  {finding.what:10}{finding.text}")
-    if costs is not None:
-        bytes_per_s = f"transfer_bytes_per_s={costs['transfer_bytes_per_s']:.4g}"
-        show_lines(console, f"costs     transfer_s={costs['transfer_s']:.3g} {bytes_per_s}")
     fault = f"this request would not train here: {bad[0].text}" if bad else ""
     show_lines(console, fault or "this request would train here")
     return int(bool(bad))
@@ -227,26 +214,6 @@ def _of_links(links: Sequence[MeasuredLink]) -> list[Finding]:
         f"(devices {farthest.first} and {farthest.second})"
     )
     return [Finding("links", True, text)]
-
-
-def hop_costs(links: Sequence[MeasuredLink], mesh: Mesh) -> dict[str, float] | None:
-    """Return `transfer_s` and `transfer_bytes_per_s` of `schedule.costs.Costs`.
-
-    They are of the worst measured link between neighbours along pp; None where none was measured.
-    """
-    by_pair = {frozenset((link.first, link.second)): link for link in links}
-    rows = mesh.devices.swapaxes(0, 1)  # [pp, dp, fsdp]
-    near = [
-        by_pair[key]
-        for rank, after in itertools.pairwise(rows)
-        for a, b in zip(rank.flat, after.flat, strict=True)
-        if (key := frozenset((a.id, b.id))) in by_pair
-    ]
-    if not near:
-        return None
-    bytes_per_s = min(link.bytes_per_s for link in near)
-    latency_s = max(link.latency_s for link in near)
-    return {"transfer_s": latency_s, "transfer_bytes_per_s": bytes_per_s}
 
 
 @contextmanager
