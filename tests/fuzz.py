@@ -153,7 +153,7 @@ def reference(words: Sequence[str]) -> tuple[dict[str, list[dict[str, float]]], 
     from ppctl.config import Config, Launch, Schedule
     from ppctl.training.pipeline.job import assemble, without_pipeline
 
-    config = compose.compose([*words], [], [])
+    config = compose.compose([*words])
     assert isinstance(config, Config)
     schedule = Schedule("gpipe", config.schedule.num_microbatches)
     job = assemble(replace(without_pipeline(config), schedule=schedule, launch=Launch()))
@@ -182,10 +182,10 @@ def _composed_once() -> Iterator[None]:
 
     made, usual = {}, compose.compose
 
-    def remembered(overrides: list[str], flags: list[str], words: list[str]) -> Any:
-        key = (*overrides, *flags)
+    def remembered(overrides: list[str], config_dir: str | None = None) -> Any:
+        key = (*overrides, config_dir)
         if key not in made:
-            made[key] = usual(overrides, flags, words)
+            made[key] = usual(overrides, config_dir)
         return copy.deepcopy(made[key])
 
     compose.compose = remembered

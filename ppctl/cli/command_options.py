@@ -90,9 +90,3 @@ def parse(command: str, words: list[str]) -> argparse.Namespace:
     if options.cfg and options.multirun:
         raise ConfigError("--cfg and --multirun exclude each other.")
     return options
-
-
-def job_flags(options: argparse.Namespace) -> list[str]:
-    """Return the options that each job of a sweep shares with the sweep."""
-    config_dir = ["--config-dir", options.config_dir] if options.config_dir else []
-    return ["--json"] * options.json + config_dir

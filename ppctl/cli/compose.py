@@ -1,66 +1,76 @@
-"""Hydra's side of the command line: overrides in, a checked `Config` out."""
+"""Hydra's side of the command line: overrides in, a checked `Config` out.
 
-from __future__ import annotations
+Added to Hydra: `mesh=AxB` of any sizes, `recipes/` as a group, and schemas of settings. Hydra
+composes only: `ppctl.cli.multirun` reads `hydra/launcher` and `hydra/sweeper` as settings.
+"""
 
-from collections.abc import Iterator
+import dataclasses
+import functools
+import re
+import typing
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, NamedTuple
 
 import yaml
+from hydra import initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from ppctl import config as settings
 from ppctl.cli import fault_messages as faults
-from ppctl.cli.choices import DRAWN
-from ppctl.cli.fault_messages import parse_override
-from ppctl.cli.hydra_extensions import Composed, config_loader, load_one
-from ppctl.config import Config, ScheduleConfig
+from ppctl.cli.choices import DRAWN, MESH_EXAMPLES, PARTS, SWEEP_PARTS, schemas
+from ppctl.config import Config, Costs, Mesh, ScheduleConfig
+from ppctl.config.config_dirs import ROOT
 from ppctl.config.schedule_from_config import settled
 from ppctl.errors import ConfigError
+from ppctl.schedule.mesh_axes import TEXT_AXES
 
-if TYPE_CHECKING:
-    from ppctl.launch.sweep.sweep_jobs import Sweep
+CONFIG = "config"  # conf/config.yaml, where every composition starts
 
 
-def compose_drawing(overrides: list[str], flags: list[str]) -> ScheduleConfig:
+class Composed(NamedTuple):
+    """A composed config."""
+
+    config: DictConfig  # without Hydra's own settings
+    choices: dict[str, Any]  # the option of each group
+
+
+def compose(overrides: list[str], config_dir: str | None = None) -> Config:
+    """Return the checked request. ConfigError for whatever is wrong."""
+    with composing(overrides, config_dir) as loader:
+        return checked(without_hydra(loader.load_configuration(CONFIG, overrides, RunMode.RUN)))
+
+
+def compose_drawing(overrides: list[str], config_dir: str | None = None) -> ScheduleConfig:
     """Return the checked request of `ppctl schedule`. ConfigError for whatever is wrong.
 
     Only the parts that a schedule depends on are converted and checked; a recipe may leave others
     incomplete.
     """
-    with _loader(overrides, flags, drawing=True) as loader:
-        composed = load_one(loader, overrides)
-        faults.check_keys(composed.config)
-        faults.check_names(*composed)
-        parts: dict[str, Any] = {part: OmegaConf.to_object(composed.config[part]) for part in DRAWN}
+    with composing(overrides, config_dir, drawing=True) as loader:
+        composed = without_hydra(loader.load_configuration(CONFIG, overrides, RunMode.RUN))
+        parts = _parts(composed, DRAWN)
     config = ScheduleConfig(parts["mesh"], settled(parts["schedule"]), parts["costs"])
     config.check()
     return config
 
 
-def compose(overrides: list[str], flags: list[str], words: list[str]) -> Config | Sweep:
-    """Return the checked request, or that of a sweep; flags: --multirun, --config-dir DIR.
-
-    `words` start the command line of a sweep's job. ConfigError for whatever is wrong.
-    """
-    with _loader(overrides, flags) as loader:
-        if "--multirun" not in flags:
-            return checked(load_one(loader, overrides))
-        from ppctl.cli.multirun import compose_sweep
-
-        return compose_sweep(loader, overrides, words, checked)
-
-
 def checked(composed: Composed) -> Config:
     """Return a composed config as checked dataclasses. ConfigError for whatever is wrong."""
-    faults.check_keys(composed.config)
-    faults.check_names(*composed)
-    parts: Any = {part: OmegaConf.to_object(node) for part, node in composed.config.items()}
-    if parts.pop("costs") != settings.Costs():
+    parts = _parts(composed, composed.config)
+    if parts.pop("costs") != Costs():
         raise ConfigError(f"costs of a recipe: {faults.ASSUMED}")
     config = Config(**parts)
     config.schedule = settled(config.schedule)
@@ -68,18 +78,112 @@ def checked(composed: Composed) -> Config:
     return config
 
 
+def _parts(composed: Composed, names: Iterable[Any]) -> dict[str, Any]:
+    faults.check_keys(composed.config)
+    faults.check_names(*composed)
+    return {name: OmegaConf.to_object(composed.config[name]) for name in names}
+
+
+def without_hydra(composed: DictConfig) -> Composed:
+    """Return a composed config and its choices, Hydra's own settings dropped from it."""
+    choices = dict(composed.hydra.runtime.choices)
+    with read_write(composed), open_dict(composed):
+        del composed["hydra"]
+    return Composed(composed, choices)
+
+
 @contextmanager
-def _loader(
-    overrides: list[str], flags: list[str], *, drawing: bool = False
+def composing(
+    overrides: list[str], config_dir: str | None, *, multirun: bool = False, drawing: bool = False
 ) -> Iterator[ConfigLoader]:
-    """Yield Hydra's loader for checked overrides; its errors in the body become ConfigErrors."""
-    parsed = [parse_override(text) for text in overrides]
+    """Yield Hydra's loader for checked overrides; its errors in the body become ConfigErrors.
+
+    It reads conf/, recipes/ and config_dir, a directory of the user's.
+    """
+    parsed = [faults.parse_override(text) for text in overrides]
     for override in parsed:
-        faults.refuse(override, multirun="--multirun" in flags, drawing=drawing)
-    config_dir = flags[flags.index("--config-dir") + 1] if "--config-dir" in flags else None
+        faults.refuse(override, multirun=multirun, drawing=drawing)
+    _register()
+    PpctlSearchPath.config_dir = None if config_dir is None else Path(config_dir)
     try:
-        with config_loader(None if config_dir is None else Path(config_dir)) as loader:
-            yield loader
+        with initialize_config_dir(str(ROOT / "conf"), job_name="ppctl", version_base="1.3"):
+            yield GlobalHydra.instance().config_loader()
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
         # ValueError and OSError: what Hydra raises for a malformed or unreadable file of the user's
         raise ConfigError(faults.explain(error, parsed)) from error
+    finally:
+        PpctlSearchPath.config_dir = None
+
+
+# --- additions to Hydra -------------------------------------------------------------------------
+
+MESH_CHOICE = re.compile(rf"mesh/[1-9]\d*(x[1-9]\d*){{1,{len(TEXT_AXES) - 1}}}")
+
+
+class MeshSource(ConfigSource):
+    """The group `mesh`, of any sizes, made on request."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "ppctl"
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path in ("", "mesh")
+
+    def is_config(self, config_path: str) -> bool:
+        return MESH_CHOICE.fullmatch(config_path) is not None
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        sizes = map(int, config_path.removeprefix("mesh/").split("x"))
+        mesh = OmegaConf.structured(Mesh(**dict(zip(TEXT_AXES, sizes, strict=False))))
+        return ConfigResult(self.provider, self.full_path(), mesh, {"package": None})
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        if config_path == "mesh":
+            return [] if results_filter == ObjectType.GROUP else [*MESH_EXAMPLES]
+        return [] if results_filter == ObjectType.CONFIG else ["mesh"]
+
+
+class PpctlSearchPath(SearchPathPlugin):
+    """Searches conf/, meshes, the directory above recipes/, then that of --config-dir."""
+
+    config_dir: ClassVar[Path | None] = None  # Hydra makes the instances, without arguments
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append("ppctl", "ppctl://")
+        search_path.append("recipes", f"file://{ROOT}")
+        if self.config_dir is not None:
+            search_path.append("command-line", f"file://{self.config_dir.absolute()}")
+
+
+@functools.cache
+def _register() -> None:
+    """Make schemas, source, search path, launchers and sweepers known to Hydra, once a process."""
+    store = ConfigStore.instance()
+    for name, cls in schemas().items():
+        store.store(name=f"schema_{name}", node=cls, provider="ppctl")
+    store.store(name="schema_config", node=_config_schema(), provider="ppctl")
+    for part, options in SWEEP_PARTS.items():
+        for name, cls in options.items():
+            store.store(group=part.replace(".", "/"), name=name, node=cls, provider="ppctl")
+    for plugin in (MeshSource, PpctlSearchPath):
+        Plugins.instance().register(plugin)
+
+
+@functools.cache  # one class, however often it is registered
+def _config_schema() -> type:
+    """Return `Config` and costs as OmegaConf takes them.
+
+    A part that is chosen by name is of any class, and missing rather than config's default, so
+    that a group that was not chosen cannot hide.
+    """
+    parts: list[tuple[str, Any, Any]] = []
+    for name, hint in (*typing.get_type_hints(Config).items(), ("costs", Costs)):
+        if name in PARTS:
+            parts.append((name, Any, dataclasses.field(default=MISSING)))
+        else:
+            parts.append((name, hint, dataclasses.field(default_factory=hint)))
+    return dataclasses.make_dataclass("Config", parts)

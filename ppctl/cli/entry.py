@@ -26,7 +26,7 @@ from types import FrameType
 from typing import NoReturn
 
 from ppctl.cli.choices import PARTS, default_option, did_you_mean
-from ppctl.cli.command_options import job_flags, parse
+from ppctl.cli.command_options import parse
 from ppctl.cli.commands import COMMANDS, COMPOSED, OTHERS
 from ppctl.cli.help_texts import APPLIES_TO, command_help, overview
 from ppctl.cli.resume_command import started_with
@@ -180,18 +180,20 @@ def _serve_composed(command: str, options: Namespace) -> int:
 
     from ppctl.cli.compose import compose
 
-    words = [command, *job_flags(options)]
-    multirun = ["--multirun"] * options.multirun
-    config = compose(options.overrides, [*multirun, *words[1:]], words=words)
-    if not isinstance(config, Config):
+    config_dir = ["--config-dir", options.config_dir] if options.config_dir else []
+    words = [command, *["--json"] * options.json, *config_dir]
+    if options.multirun:
         from ppctl.cli.commands.report import write_report_of
+        from ppctl.cli.multirun import compose_sweep
         from ppctl.launch.sweep.run_sweep import run_sweep
 
-        for job in config.jobs if config.study is None else config.study.samples():
+        sweep = compose_sweep(options.overrides, options.config_dir, words)
+        for job in sweep.jobs if sweep.study is None else sweep.study.samples():
             if job.config is not None:
                 refuse_inapplicable(command, job.config)
-        return run_sweep(config, write_report_of)
+        return run_sweep(sweep, write_report_of)
     # 3. the command, in this process or in several
+    config = compose(options.overrides, options.config_dir)
     refuse_inapplicable(command, config)
     if options.cfg:
         print(yaml.safe_dump(asdict(config), sort_keys=False), end="")

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,14 +15,11 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from ppctl.cli.compose import CONFIG, checked, composing, without_hydra
 from ppctl.cli.fault_messages import check_keys
-from ppctl.cli.hydra_extensions import CONFIG, Composed, load_job
-from ppctl.config import Config
 from ppctl.config.groups.sweep_settings import Launcher, Search, SideBySide, Sweeper
 from ppctl.errors import ConfigError, PpctlError
 from ppctl.launch.sweep.sweep_jobs import Job, Sweep, check_finished
-
-Check = Callable[[Composed], Config]
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,6 @@ class SweepRequest:
     common: DictConfig
     by_key: Mapping[str, Override]  # the last override of each key
     words: list[str]  # that start a job's command line
-    check: Check
 
     @property
     def varied(self) -> dict[str, Override]:
@@ -45,7 +41,7 @@ class SweepRequest:
 
         ConfigError for unknown settings.
         """
-        composed = load_job(self.loader, self.common, overrides)
+        composed = without_hydra(self.loader.load_sweep_config(self.common, overrides))
         check_keys(composed.config)
         parsed = OverridesParser.create().parse_overrides(overrides)
         swept = [each for each in parsed if each.get_key_element() in self.varied]
@@ -55,7 +51,7 @@ class SweepRequest:
         run_dir = top if has_own_dir else top / _directory_name(",".join(texts))
         config, refusal = None, None
         try:
-            config = self.check(composed)
+            config = checked(composed)
             config.run.dir = str(run_dir)
             if self.words[0] == "train":
                 check_finished(run_dir, config)
@@ -66,13 +62,16 @@ class SweepRequest:
         return Job(index, values, " ".join(texts), run_dir, words, config, refusal)
 
 
-def compose_sweep(
-    loader: ConfigLoader, overrides: list[str], words: list[str], check: Check
-) -> Sweep:
-    """Return the checked sweep of overrides; `check` converts a job's composed config.
+def compose_sweep(overrides: list[str], config_dir: str | None, words: list[str]) -> Sweep:
+    """Return the checked sweep of overrides; `words` start the command line of a job.
 
-    ConfigError for an unknown setting, or without a key of several values.
+    ConfigError for whatever is wrong, or without a key of several values.
     """
+    with composing(overrides, config_dir, multirun=True) as loader:
+        return _sweep(loader, overrides, words)
+
+
+def _sweep(loader: ConfigLoader, overrides: list[str], words: list[str]) -> Sweep:
     # 1. the settings of the sweep itself
     multirun = RunMode.MULTIRUN
     common = loader.load_configuration(CONFIG, [*overrides, "hydra.mode=MULTIRUN"], multirun)
@@ -80,7 +79,7 @@ def compose_sweep(
     sweeper = cast("Sweeper", OmegaConf.to_object(common.hydra.sweeper))
     parsed = OverridesParser.create().parse_overrides(list(common.hydra.overrides.task))
     by_key = {each.get_key_element(): each for each in parsed}
-    request = SweepRequest(loader, common, by_key, words, check)
+    request = SweepRequest(loader, common, by_key, words)
     if not request.varied:
         raise ConfigError(
             "--multirun runs every combination of KEY=A,B,..., but nothing here has several "

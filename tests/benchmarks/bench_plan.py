@@ -102,7 +102,7 @@ def main() -> int:
 
 def compared(layout: str) -> dict:
     """Return one layout, predicted and measured."""
-    config = compose([*MODEL, "partition=uniform", *layout.split()], [], [])
+    config = compose([*MODEL, "partition=uniform", *layout.split()])
     predicted, _ = rehearse(config)
     wall, cpu = steps(assemble(config))
     half = len(wall) // 2

@@ -16,4 +16,4 @@ from ppctl.errors import ConfigError
 )
 def test_a_setting_that_would_be_ignored_is_refused(word, message):
     with pytest.raises(ConfigError, match=rf"^{word}.*{message}"):
-        compose(["recipes=tiny", word], [], ["train"])
+        compose(["recipes=tiny", word])

@@ -31,7 +31,7 @@ def text_of(capsys, words, form):
 
 
 def job_of(words):
-    return assemble(compose([*TINY.split(), *words.split()], [], ["inspect"]))
+    return assemble(compose([*TINY.split(), *words.split()]))
 
 
 def instructions(hlo, kind):

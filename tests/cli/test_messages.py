@@ -7,8 +7,8 @@ import re
 import pytest
 
 from ppctl.cli import choices
+from ppctl.cli.compose import MESH_CHOICE
 from ppctl.cli.fault_messages import parse_override, refuse
-from ppctl.cli.hydra_extensions import MESH_CHOICE
 from ppctl.errors import ConfigError
 
 UNKNOWN_KEYS = [

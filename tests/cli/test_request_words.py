@@ -60,7 +60,7 @@ TEXTS = (
 
 def assert_same(before):
     words = request_words(yaml.safe_load(yaml.safe_dump(asdict(before))))
-    after = compose(words, [], [])
+    after = compose(words)
     assert not isinstance(after, int)
     assert asdict(after) == asdict(before)
     return words
@@ -69,14 +69,14 @@ def assert_same(before):
 @pytest.mark.parametrize("line", REQUESTS)
 def test_the_words_for_a_config_compose_to_it(line):
     words = [word for word in shlex.split(line) if word not in ("ppctl", "train")]
-    before = compose(words, [], [])
+    before = compose(words)
     assert not isinstance(before, int)
     assert len(assert_same(before)) <= len(words) + 16  # the differences, not everything
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_odd_texts_reach_the_same_setting(text):
-    before = compose(["data=text", "data.path=x", "run.name=x"], [], [])
+    before = compose(["data=text", "data.path=x", "run.name=x"])
     assert not isinstance(before, int)
     before.data.path, before.run.name, before.run.dir = text, text, f"{text}/runs"
     assert_same(before)

@@ -217,7 +217,7 @@ def test_a_run_that_was_moved_resumes_where_it_is(capsys):
     make("a", "recipes=tiny", started_s=1.8e9)
     os.rename("runs", "moved, there")
     words = ask_json(capsys, "show", "a", "moved, there")["asked"]
-    config = compose(words, [], [])
+    config = compose(words)
     assert not isinstance(config, int)
     assert config.run.dir == "moved, there/a"
 

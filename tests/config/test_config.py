@@ -46,7 +46,7 @@ CHOICES = [
 
 
 def composed(*overrides: str) -> c.Config:
-    config = compose(list(overrides), flags=[], words=["train"])
+    config = compose(list(overrides))
     assert isinstance(config, c.Config)
     return config
 

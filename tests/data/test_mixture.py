@@ -87,10 +87,10 @@ def test_parts_are_composed_from_words():
         "data=mixture",
         "data.parts=[{path:a.txt,weight:0.7},{path:b.jsonl,weight:0.3,field:body}]",
     ]
-    parts = compose(words, [], []).data.parts
+    parts = compose(words).data.parts
     assert [(part.path, part.weight, part.field) for part in parts] == [
         ("a.txt", 0.7, "text"),
         ("b.jsonl", 0.3, "body"),
     ]
     with pytest.raises(ConfigError, match="wieght"):
-        compose(["data=mixture", "data.parts=[{path:a.txt,wieght:0.7}]"], [], [])
+        compose(["data=mixture", "data.parts=[{path:a.txt,wieght:0.7}]"])

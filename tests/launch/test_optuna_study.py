@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from rich.console import Console
 
-from ppctl.cli.compose import compose
+from ppctl.cli.multirun import compose_sweep
 from ppctl.cli.optuna_sweeper import OptunaStudy, distribution
 from ppctl.config import Config, Run
 from ppctl.config.groups.sweep_settings import Search, SideBySide
@@ -216,20 +216,20 @@ def test_what_is_typed_is_what_is_searched(text, expected):
 )
 def test_what_cannot_be_searched_is_said_at_once(words, message):
     with pytest.raises(ConfigError, match=message) as error:
-        compose(["hydra/sweeper=optuna", *words.split()], ["--multirun"], ["train"])
+        compose_sweep(["hydra/sweeper=optuna", *words.split()], None, ["train"])
     assert "\n" not in str(error.value)
     assert not Path("runs").exists()
 
 
 def test_the_values_of_a_job_reach_its_config():
-    sweep = compose(
+    sweep = compose_sweep(
         [
             "hydra/sweeper=optuna",
             "recipes=tiny",
             "optim.lr=interval(0.1,0.2)",
             "schedule=gpipe,1f1b",
         ],
-        ["--multirun"],
+        None,
         ["train"],
     )
     assert isinstance(sweep, Sweep)

@@ -23,7 +23,7 @@ EXAMPLES, MICROBATCHES = 2, 8
 
 @cache
 def job(*words):
-    return assemble(compose([*MODEL.split(), *words], [], ["plan"]))
+    return assemble(compose([*MODEL.split(), *words]))
 
 
 def all_ops():

@@ -57,7 +57,7 @@ def script(launcher, asked, path):
 
 
 def composed(words):
-    found = compose(words, [], ["train"])
+    found = compose(words)
     assert isinstance(found, config.Config)
     return found
 

@@ -70,7 +70,7 @@ def fuzzed(seed, directory):
 
 
 def composed(words):
-    found = compose(words, [], ["tune"])
+    found = compose(words)
     assert isinstance(found, Config)
     return found
 

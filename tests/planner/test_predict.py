@@ -51,7 +51,7 @@ def train(tmp_path, capsys):
 
 
 def composed(*words):
-    config = compose([*WORDS.split(), *words], [], ["train"])
+    config = compose([*WORDS.split(), *words])
     assert isinstance(config, Config)
     return config
 
@@ -118,7 +118,7 @@ def test_lines_for_people():
 def test_a_dtype_without_a_stated_peak_predicts_no_time_and_is_refused_where_hardware_is_chosen(
     monkeypatch,
 ):
-    request = compose(WORDS.split(), [], [])
+    request = compose(WORDS.split())
     assert isinstance(request, Config)
     job = assemble(request)
     silent = replace(known()["host"], peak_flops={})
@@ -140,12 +140,12 @@ def test_counted_for_hardware_that_is_not_here_a_model_has_its_kernels():
         "schedule.num_microbatches=2"
     )
     job, plain = (
-        assemble(compose([*words.split(), "hardware=h100", *more], [], ["plan"]))
+        assemble(compose([*words.split(), "hardware=h100", *more]))
         for more in ([], ["model.attention=xla"])
     )
     flops = lambda job: sum(op.flops for op in work_of(job.counted_model).layer.once)
     assert flops(job) == flops(plain)
     assert 0 < step_s(job) < 0.9 * step_s(plain)
     for none in ("hardware=host", "hardware=auto"):
-        here = assemble(compose([*words.split(), none], [], ["plan"]))
+        here = assemble(compose([*words.split(), none]))
         assert here.counted_model is here.pipe.model

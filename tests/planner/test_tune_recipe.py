@@ -41,7 +41,7 @@ def test_the_recipe_is_the_request_found(words, tmp_path):
     assert uneven or "num_layers=9" not in words
     for i in (0, len(configs) - 1, *uneven):
         write_recipe(path, configs[i], 1.0, None)
-        found = composed(["recipes=tuned"], "--config-dir", str(tmp_path))
+        found = composed(["recipes=tuned"], str(tmp_path))
         run = replace(configs[i].run, name=name, dir=f"runs/{name}")
         assert found == replace(configs[i], run=run)
 
@@ -59,10 +59,10 @@ COUNTED = {
 def test_a_recipe_keeps_what_its_plan_counts_with(name, tmp_path):
     (tmp_path / "hardware").mkdir()
     (tmp_path / "hardware/mine.yaml").write_text("defaults: [h100]\nname: mine\n")
-    asked = composed([*WORDS.split(), *COUNTED[name].split()], "--config-dir", str(tmp_path))
+    asked = composed([*WORDS.split(), *COUNTED[name].split()], str(tmp_path))
     path = tmp_path / "recipes/tuned.yaml"
     write_recipe(path, asked, 1.0, None)
-    found = composed(["recipes=tuned"], "--config-dir", str(tmp_path))
+    found = composed(["recipes=tuned"], str(tmp_path))
     assert found == replace(asked, run=replace(asked.run, name="tuned", dir="runs/tuned"))
     text = path.read_text()
     assert ("# Needs: hardware/mine.yaml next to recipes/." in text) == (name == "own")

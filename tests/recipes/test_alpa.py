@@ -84,7 +84,7 @@ def test_trained_weights_leave_a_run_as_its_author_wrote_them(tmp_path):
         )
         == 0
     )
-    job = assemble(compose(["recipes=alpa_mlp"], [], ["train"]))
+    job = assemble(compose(["recipes=alpa_mlp"]))
     found, expected = ppctl.load_run(tmp_path).params(), plain_steps(job, 1)
     start = plain_steps(job, 0)
     assert furthest(found, expected) < 1e-5  # Alpa's tutorial: 5e-3
@@ -94,10 +94,8 @@ def test_trained_weights_leave_a_run_as_its_author_wrote_them(tmp_path):
 @pytest.mark.full
 def test_layers_by_clustering_and_another_mesh_in_the_middle():
     words = ("model.layers=auto", "model.num_layers=4", "run.dtype=float64")
-    first = assemble(compose([*SMALL, *words], [], ["train"]))
-    second = assemble(
-        compose([*SMALL, *words, "mesh=2x4", "executor=spmd", "schedule=gpipe"], [], ["train"])
-    )
+    first = assemble(compose([*SMALL, *words]))
+    second = assemble(compose([*SMALL, *words, "mesh=2x4", "executor=spmd", "schedule=gpipe"]))
     batches = first.data.batches()
     state = stepped(second, stepped(first, None, next(batches)), next(batches))
     assert (
@@ -109,11 +107,8 @@ def test_layers_by_clustering_and_another_mesh_in_the_middle():
 
 
 def test_a_checkpoint_of_another_cut_is_not_taken_for_this_one():
-    cuts = [
-        assemble(compose([*SMALL, f"model.layers={how}"], [], ["train"]))
-        for how in ("marks", "auto")
-    ]
-    finer = assemble(compose([*SMALL, "model.layers=auto", "model.num_layers=4"], [], ["train"]))
+    cuts = [assemble(compose([*SMALL, f"model.layers={how}"])) for how in ("marks", "auto")]
+    finer = assemble(compose([*SMALL, "model.layers=auto", "model.num_layers=4"]))
     marks, auto, four = (set(job.pipe.states.natural["params"]["layers"]) for job in (*cuts, finer))
     assert marks == auto != four  # by clustering into two the mark is found
 
@@ -127,7 +122,7 @@ def test_the_stages_that_the_planner_finds_train_the_same():
         "tune.devices=4",
         "tune.recipe=null",
     ]
-    asked = compose(words, [], ["tune"])
+    asked = compose(words)
     rows = tune_layouts(asked).found.best
     is_chosen = lambda found: found.mesh.pp > 1 and min(found.partition)
     chosen = next(row.request.config for row in rows if is_chosen(row.layout))

@@ -156,7 +156,7 @@ def test_the_jobsets_command_composes_and_its_numbers_agree(jobset):
         container["args"][0].replace("$JOB_COMPLETION_INDEX", "3")
     )
     assert (program, command) == ("ppctl", "train")
-    config = compose(overrides, [], ["train"])
+    config = compose(overrides)
     assert config.run.num_processes == job["completions"] == job["parallelism"]
     assert config.run.process_id == 3
     # JobSet names a pod JOBSET-JOB-REPLICA-INDEX, below a domain of the JobSet's name

@@ -77,7 +77,7 @@ def test_layouts_of_the_tutorial_train_as_flax_on_one_device(layout):
         "data.options.seq_len=3",
         *layout.split(),
     ]
-    job = assemble(compose(words, flags=[], words=["train"]))
+    job = assemble(compose(words))
     job.pipe.engine.compile(evaluate=False)
     state, losses = job.pipe.engine.new_state(), []
     for _ in range(3):

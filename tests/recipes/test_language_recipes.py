@@ -33,7 +33,7 @@ def test_of_chats_the_answers_alone_are_learned(layout, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenize(CHATS, "--field", "messages", "--vocab-size", 320, "--out", "runs/chat_tokenizer")
     words = ["recipes=chat_answers", f"data.path={CHATS}", "data.cache_dir=cache", *TINY.split()]
-    data, tokenizer = open_data(compose(words, [], [])), load_tokenizer("runs/chat_tokenizer", None)
+    data, tokenizer = open_data(compose(words)), load_tokenizer("runs/chat_tokenizer", None)
     batch = data.read(np.arange(16))
     learned = tokenizer.decode(batch["targets"][batch["targets"] != NO_TOKEN].tolist())
     answers = [

@@ -18,7 +18,7 @@ from ppctl.config import Config
 @functools.cache
 def settings(words):
     """What WORDS compose to; composing takes half a second."""
-    config = compose([*words], [], [])
+    config = compose([*words])
     assert isinstance(config, Config)
     return asdict(config)
 

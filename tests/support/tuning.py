@@ -15,8 +15,8 @@ WORDS = (
 )
 
 
-def composed(words, *flags):
-    found = compose(words, [*flags], ["tune"])
+def composed(words, config_dir=None):
+    found = compose(words, config_dir)
     assert isinstance(found, config.Config)
     return found
 

@@ -225,7 +225,7 @@ def train(run_dir, capsys):
 
 def numbers(run_dir):
     """The bytes of the last checkpoint's arrays."""
-    job = assemble(compose([*WORDS.split(), f"run.dir={run_dir}"], (), words=["train"]))
+    job = assemble(compose([*WORDS.split(), f"run.dir={run_dir}"]))
     restored = Checkpoints(run_dir / "checkpoints", keep=None).restore(6, job.pipe.states.natural)
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(restored)]
 
@@ -293,9 +293,7 @@ LAYOUTS = (
 def test_a_checkpoint_is_the_same_state_on_every_layout(trained, layouts):
     found = []
     for layout in layouts:
-        job = assemble(
-            compose([*WORDS.split(), f"run.dir={trained}", *layout.split()], (), words=["train"])
-        )
+        job = assemble(compose([*WORDS.split(), f"run.dir={trained}", *layout.split()]))
         restored = Checkpoints(trained / "checkpoints", keep=None).restore(
             6, job.pipe.states.natural
         )

@@ -74,7 +74,7 @@ def test_no_kind_of_device_has_two_descriptions_and_all_are_tested():
 
 @names
 def test_hydra_reads_the_same(name):
-    config = compose([f"hardware={name}"], flags=[], words=["plan"])
+    config = compose([f"hardware={name}"])
     assert isinstance(config, Config)
     assert config.hardware == known()[name]
     config.hardware.check()

@@ -277,7 +277,7 @@ def test_a_program_for_gpus_says_what_a_task_runs():
     machine = (
         "run.dtype=bfloat16 plan.compile=true plan.topology=h100:1x2 mesh=1x2 data.batch_size=8"
     )
-    job = assemble(compose([*words.split(), *machine.split(), "schedule=1f1b"], [], ["plan"]))
+    job = assemble(compose([*words.split(), *machine.split(), "schedule=1f1b"]))
     text = job.pipe.engine.compile(evaluate=False).text
     for scope, bodies in task_bodies(text).items():
         assert len(bodies) == 1, scope

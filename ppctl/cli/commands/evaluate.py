@@ -147,7 +147,7 @@ def _config(model: LanguageModel, overrides: Sequence[str]) -> Config:
     )
     words += [word for word in defaults if word.partition("=")[0] not in given]
     # 2. the run's tokenizer
-    config: Any = compose([*ONE_DEVICE, *words], [], [])
+    config: Any = compose([*ONE_DEVICE, *words])
     if "data.tokenizer" not in given and hasattr(config.data, "tokenizer"):
         config.data.tokenizer = model.tokenizer.name
         config.data.end_token = getattr(data, "end_token", None)

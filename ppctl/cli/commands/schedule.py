@@ -246,8 +246,7 @@ def _csv(path: Path) -> list[str]:
 def _compose(args: argparse.Namespace, overrides: list[str]) -> ScheduleConfig:
     from ppctl.cli.compose import compose_drawing
 
-    flags = [] if args.config_dir is None else ["--config-dir", args.config_dir]
-    return compose_drawing(overrides, flags)
+    return compose_drawing(overrides, args.config_dir)
 
 
 def _knobs(family: str) -> set[str] | None:
