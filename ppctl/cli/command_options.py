@@ -1,14 +1,162 @@
-"""The command line's own options: everything that is not GROUP=OPTION or SETTING=VALUE."""
+"""The options of commands, everything that is not GROUP=OPTION or SETTING=VALUE, and their help."""
 
 import argparse
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NoReturn
 
-from ppctl.cli.choices import did_you_mean
+from ppctl.cli import choices
+from ppctl.cli.choices import (
+    PARTS,
+    PLAIN,
+    SWEEP_PARTS,
+    default_option,
+    did_you_mean,
+    options,
+    schema_of,
+    settings_of,
+)
 from ppctl.cli.commands import COMMANDS
-from ppctl.cli.example_commands import examples_of
+from ppctl.config.changed_settings import shown
 from ppctl.errors import ConfigError
+
+FIRST_EXAMPLES = (  # what to try first
+    "ppctl train recipes=tiny",
+    "ppctl schedule show schedule=interleaved mesh=1x4",
+    "ppctl plan mesh=2x4 schedule=1f1b hardware=h100",
+)
+APPLIES_TO = {  # commands of a part or a setting; any other applies to all of them
+    "hardware": ("train", "plan", "rehearse", "tune", "doctor"),
+    "launch": ("train", "doctor"),
+    "verify": ("verify",),
+    "plan.compile": ("plan",),
+    "plan.topology": ("plan",),
+    "plan.memory_gib": ("plan", "tune"),
+    "plan.tokens": ("plan", "tune"),
+    "plan.html": ("plan", "rehearse"),
+    "tune": ("tune",),
+    "inspect": ("inspect",),
+}
+_MOST_USED = {
+    "model": "num_layers d_model seq_len",
+    "schedule": "num_microbatches num_chunks",
+    "executor": "remat",
+    "optim": "lr warmup_steps",
+    "data": "batch_size",
+    "run": "name dir num_steps seed dtype platform resume resume_with eval_every checkpoint.every "
+    "profile",
+    "launch": "processes max_restarts",
+    "verify": "steps",
+    "plan": "compile topology memory_gib tokens html",
+    "tune": "devices measure recipe launch",
+    "inspect": "what",
+}
+MOST_USED = [f"{part}.{name}" for part, names in _MOST_USED.items() for name in names.split()]
+EXIT_CODES = """\
+  0  done
+  1  the check failed (verify, doctor), a job of a sweep failed, or a bug
+  2  the request is wrong; nothing was started
+  3  another process of the run was lost; the same line resumes
+  4  training met a loss that is not finite
+  130, 143  interrupted (Ctrl-C, SIGTERM), after saving a checkpoint if training had begun"""
+
+
+OVERVIEW = """\
+Pipeline-parallel training in JAX.
+
+Usage: ppctl COMMAND [GROUP=OPTION ...] [SETTING=VALUE ...]
+
+Commands:
+{commands}
+
+Examples (`ppctl examples` has more):
+{examples}
+
+`ppctl COMMAND --help` shows groups, settings and options; `ppctl --version` the version."""
+COMMAND_NOTES = """\
+Groups (the first option is the default):
+{groups}
+
+Settings most used, with defaults (all of a part: ppctl {command} --help model; all: --cfg job):
+{settings}"""
+# for `ppctl examples` and the help of each command: a comment and a command, which a test composes
+_EXAMPLES = """\
+# train a small model on this machine, without an accelerator, in seconds
+ppctl train recipes=tiny
+# go on with it after Ctrl-C or a crash, or for more steps
+ppctl train recipes=tiny run.num_steps=60
+# see which runs there are, and how they ended
+ppctl runs
+# see those that ended alike together, the newest first
+ppctl runs --sort status,started:desc
+# look at a run, or compare several, on a page to send to others
+ppctl report tiny
+# train on a text of your own
+ppctl train data=text data.path=notes.txt run.name=notes run.num_steps=1000
+# train a tokenizer on it, for data.tokenizer=tokenizer
+ppctl tokenize notes.txt --vocab-size 4096 --out tokenizer
+# take a model of Hugging Face's format, or a GGUF file, to train it on
+ppctl import DIR --out runs/imported
+# give a model that you trained to others, for transformers
+ppctl export tiny --out exported
+# let a model go on with a text
+ppctl generate tiny --prompt "import " --max-tokens 100 --temperature 0
+# know how likely a model finds a text
+ppctl evaluate tiny data=text data.path=notes.txt
+# know which of several answers it finds likeliest
+ppctl evaluate tiny --choices questions.jsonl
+# write a custom model and data set to start from, with a recipe that trains them
+ppctl init mine
+# the same with any JAX function as a model and .npy files as data
+ppctl init mine --network
+# look at a schedule before choosing it
+ppctl schedule show schedule=zb_h1 mesh=1x4
+# compare all of them, with assumed costs
+ppctl schedule list mesh=1x8 schedule.num_microbatches=32 costs.transfer_s=0.1
+# see how the bubble falls with microbatches
+ppctl schedule curves schedule=1f1b --ranks 2,4,8,16 --microbatches 1-64
+# compare schedules on your number of ranks and microbatches
+ppctl schedule compare gpipe 1f1b interleaved zb_v mesh=1x8 schedule.num_microbatches=32
+# know beforehand how long a step takes and whether it fits
+ppctl plan mesh=2x4 schedule=1f1b hardware=h100 data.batch_size=64
+# know it from the ranks' own work, with one accelerator for eight
+ppctl rehearse mesh=1x8 schedule=zb_v model.num_layers=16
+# let it find the fastest layout for the devices you have
+ppctl tune hardware=h100 tune.devices=64 data.batch_size=512
+# know it for TPUs that are not attached, by their own compiler
+ppctl plan mesh=4x4 data.batch_size=64 plan.topology=v5e:4x4
+# try several settings, each in a run of its own
+ppctl train --multirun recipes=tiny run.name=sweep schedule=gpipe,1f1b optim.lr=1e-3,3e-3
+# be sure that the pipeline trains the same model
+ppctl verify recipes=tiny schedule=1f1b
+# be sure of it with layers divided by hand, in float64
+ppctl verify mesh=1x4 schedule=1f1b partition=explicit partition.layers=[3,2,2,1]
+# compare the time and memory of a step with those of the un-pipelined model
+ppctl bench mesh=1x4 schedule=gpipe
+# check that a machine can train before you leave it alone
+ppctl doctor mesh=2x4
+# train with several processes that start again after a crash
+ppctl train recipes=tiny launch.processes=2 launch.max_restarts=3
+# look into the program before it runs: the tasks of each rank in every tick, and transfers
+ppctl inspect mesh=1x4 schedule=eager_1f1b
+# record what every rank does when, for xprof and Perfetto
+ppctl train recipes=tiny run.profile=10
+"""
+_LINES = _EXAMPLES.splitlines()
+EXAMPLES = [*zip((line[2:] for line in _LINES[::2]), _LINES[1::2], strict=True)]
+
+
+def examples_of(command: str) -> list[str]:
+    """Return the examples of a command.
+
+    >>> examples_of("tokenize")
+    ['ppctl tokenize notes.txt --vocab-size 4096 --out tokenizer']
+    """
+    return [line for _, line in EXAMPLES if line.split()[1] == command]
+
+
+# --- options --------------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
@@ -90,3 +238,85 @@ def parse(command: str, words: list[str]) -> argparse.Namespace:
     if options.cfg and options.multirun:
         raise ConfigError("--cfg and --multirun exclude each other.")
     return options
+
+
+# --- help -----------------------------------------------------------------------------------------
+
+
+def overview() -> str:
+    """Return the text of `ppctl --help`."""
+    commands = "\n".join(f"  {name:8} {about}" for name, about in COMMANDS.items())
+    return OVERVIEW.format(
+        commands=commands, examples="\n".join(f"  {line}" for line in FIRST_EXAMPLES)
+    )
+
+
+def command_help(command: str, words: Sequence[str]) -> str:
+    """Return the help of a command, or all settings of parts (`model`, `model=mlp`, `run`)."""
+    if words:
+        return "\n\n".join(_part_help(word) for word in words)
+    known = choices.all_settings()
+    groups = [f"  {g:9} {_options_text(g)}" for g in choices.GROUPS if _is_for(command, g)]
+    settings = setting_table([known[key] for key in MOST_USED if _is_for(command, key)])
+    wrapped = "\n".join(_wrapped(line, 12) for line in groups)
+    parser = composed_parser(command)
+    notes = COMMAND_NOTES.format(command=command, groups=wrapped, settings=settings)
+    parser.description = f"{parser.description}\n\n{notes}"
+    parser.epilog = f"{parser.epilog}\n\nExit codes:\n{EXIT_CODES}"
+    return parser.format_help().rstrip()
+
+
+def _wrapped(line: str, indent: int) -> str:
+    return "\n".join(textwrap.wrap(line, 120, subsequent_indent=" " * indent))
+
+
+def _is_for(command: str, key: str) -> bool:
+    """Return whether a part or setting applies to a command."""
+    commands = APPLIES_TO.get(key) or APPLIES_TO.get(key.partition(".")[0])
+    return commands is None or command in commands
+
+
+def _options_text(group: str) -> str:
+    if group == "mesh":
+        sizes = "any DPxPP or DPxPPxFSDP: data-parallel rows x pipeline ranks x shards"
+        return f"{default_option('mesh')} | {sizes}"
+    if group == "recipes":
+        return ", ".join(options(group)) + " (complete runs)"
+    return " | ".join(options(group))
+
+
+def _part_help(word: str) -> str:
+    """Return all settings of a part, for each of its options unless `word` names one."""
+    # 1. the part, and its options
+    key, _, option = word.replace("hydra/", "hydra.").partition("=")
+    parts = (*PARTS, *PLAIN, *SWEEP_PARTS)
+    part = choices.part_of(key, parts)
+    if part is None:
+        raise ConfigError(f"{key} is not a part with settings.{choices.did_you_mean(key, parts)}")
+    if part in PLAIN:
+        cls = PLAIN[part]
+        return f"{part}: {cls.__doc__}\n{setting_table(settings_of(part, cls).values())}"
+    names = [option or default_option(part)] if option or part == "mesh" else options(part)
+    if part != "mesh" and not set(names) <= set(options(part)):
+        raise ConfigError(choices.wrong_option(part, option, options(part)))
+    # 2. options with the same settings together
+    alike: dict[type, list[str]] = {}
+    for name in names:
+        alike.setdefault(schema_of(part, name), []).append(name)
+    group = part.replace(".", "/")
+    return "\n\n".join(
+        _wrapped(f"{group}={', '.join(same)}: {cls.__doc__}", 4)
+        + f"\n{setting_table(settings_of(part, cls).values())}"
+        for cls, same in alike.items()
+    )
+
+
+def setting_table(settings: Iterable[choices.Setting]) -> str:
+    """Return a line for each setting: name, default and comment."""
+    rows = [
+        (f"{s.key}={'...' if s.default == choices.REQUIRED else shown(s.default)}", s.about)
+        for s in settings
+    ]
+    width = max((len(left) for left, _ in rows), default=0)
+    lines = (f"  {left:{width}}  {about.replace('None', 'null')}" for left, about in rows)
+    return "\n".join(map(str.rstrip, lines))

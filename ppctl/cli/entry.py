@@ -25,10 +25,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from ppctl.cli.choices import PARTS, default_option, did_you_mean
-from ppctl.cli.command_options import parse
+from ppctl.cli.choices import PARTS, default_option, did_you_mean, request_words
+from ppctl.cli.command_options import APPLIES_TO, command_help, overview, parse
 from ppctl.cli.commands import COMMANDS, COMPOSED, OTHERS
-from ppctl.cli.help_texts import APPLIES_TO, command_help, overview
 from ppctl.cli.resume_command import started_with
 from ppctl.config import Config
 from ppctl.errors import (
@@ -44,6 +43,7 @@ from ppctl.errors import (
 )
 from ppctl.launch.local_processes import launch, leave_error
 from ppctl.launch.supervisor import end_with_starter
+from ppctl.schedule.families.registry import build
 
 OF_SEVERAL_PROCESSES = ("train", "doctor")  # commands that may run in several processes
 
@@ -216,8 +216,6 @@ def _run(command: str, config: Config, options: Namespace) -> int:
             "Use run.distributed=off; simulated devices stand in for those of other processes."
         )
     if command == "train" and config.executor.ENGINE.is_pipelined:
-        from ppctl.schedule.families.registry import build  # `ppctl runs` starts without it
-
         request = config.schedule
         if request.name not in ("auto", "csv"):  # these need the model: others are refused at once
             build(request.name, config.mesh.pp, request.num_microbatches, **request.knobs())
@@ -230,8 +228,6 @@ def _run(command: str, config: Config, options: Namespace) -> int:
 
 def refuse_inapplicable(command: str, config: Config) -> None:
     """Raise ConfigError for settings of other commands, which this one would ignore."""
-    from ppctl.cli.config_overrides import request_words
-
     for name, commands in APPLIES_TO.items():
         part = name.partition(".")[0]
         words = request_words({part: asdict(getattr(config, part))})

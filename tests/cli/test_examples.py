@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from ppctl import cli
-from ppctl.cli.example_commands import EXAMPLES
-from ppctl.cli.help_texts import COMMANDS, FIRST_EXAMPLES
+from ppctl.cli.command_options import COMMANDS, EXAMPLES, FIRST_EXAMPLES
 
 
 @pytest.fixture(autouse=True)

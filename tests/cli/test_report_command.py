@@ -14,7 +14,7 @@ from support.environment import BY_USER
 from support.run_pages import make, record, words_of, write
 
 from ppctl import cli
-from ppctl.cli.example_commands import examples_of
+from ppctl.cli.command_options import examples_of
 
 BY_PATH = BY_USER | {"PYTHONPATH": os.pathsep.join(sys.path)}
 

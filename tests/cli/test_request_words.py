@@ -6,9 +6,9 @@ from dataclasses import asdict
 import pytest
 import yaml
 
+from ppctl.cli.choices import request_words
+from ppctl.cli.command_options import examples_of
 from ppctl.cli.compose import compose
-from ppctl.cli.config_overrides import request_words
-from ppctl.cli.example_commands import examples_of
 
 
 @pytest.fixture(autouse=True)

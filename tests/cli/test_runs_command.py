@@ -19,8 +19,8 @@ from support.environment import BY_USER
 from support.run_dirs import make
 
 from ppctl import cli
+from ppctl.cli.command_options import examples_of
 from ppctl.cli.compose import compose
-from ppctl.cli.example_commands import examples_of
 
 BY_PATH = BY_USER | {"PYTHONPATH": os.pathsep.join(sys.path)}
 

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from ppctl import cli
+from ppctl.cli.command_options import examples_of
 from ppctl.cli.commands.schedule import SUBCOMMANDS
-from ppctl.cli.example_commands import examples_of
 from ppctl.config import Costs as ConfigCosts
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES

@@ -130,8 +130,8 @@ def _config(model: LanguageModel, overrides: Sequence[str]) -> Config:
     if not overrides:
         kept = {"tokenizer": model.tokenizer.name} if hasattr(data, "tokenizer") else {}
         return replace(model.config, data=replace(data, **kept))
+    from ppctl.cli.choices import request_words
     from ppctl.cli.compose import compose
-    from ppctl.cli.config_overrides import request_words
 
     # 1. the run's data, unless data= names other data; then defaults
     words = [*overrides]

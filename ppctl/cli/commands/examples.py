@@ -3,8 +3,7 @@
 import json
 from argparse import Namespace
 
-from ppctl.cli.command_options import Parser
-from ppctl.cli.example_commands import EXAMPLES
+from ppctl.cli.command_options import EXAMPLES, Parser
 from ppctl.errors import ConfigError
 
 

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from ppctl.cli.config_overrides import request_words
+from ppctl.cli.choices import request_words
 from ppctl.config import Config
 from ppctl.planner.make_plan import predicted
 from ppctl.planner.show.plan_page import picture_of, plan_page

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, replace
 
-from ppctl.cli.config_overrides import request_words
+from ppctl.cli.choices import request_words
 from ppctl.config import Config
 from ppctl.planner.search.job_script import LAUNCHERS, write_job_script
 from ppctl.planner.search.tune_layouts import tune_layouts
