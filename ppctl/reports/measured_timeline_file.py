@@ -20,16 +20,15 @@ from typing import Any
 
 from ppctl.errors import PpctlError
 from ppctl.reports.bubble_names import bubble_text
+from ppctl.reports.charts.draw_schedule import trace
 from ppctl.reports.charts.html_charts import schedules_page
-from ppctl.reports.charts.perfetto_trace import trace
 from ppctl.reports.charts.schedule_drawing import Drawing, drawing_of_timeline
 from ppctl.reports.foreign_files import from_json, read_file
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.schedule.schedule_text import from_csv, to_csv
-from ppctl.schedule.simulator import Timeline
+from ppctl.schedule.simulator import Timeline, timeline_at
 from ppctl.schedule.tick_lowering import Ticks
-from ppctl.schedule.timeline import timeline_at
 from ppctl.schedule.validation import validate
 
 Span = tuple[float, float]  # start and end in seconds

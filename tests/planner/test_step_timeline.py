@@ -12,9 +12,8 @@ from ppctl.planner.cost.op_times import OpTimes, PieceTimes
 from ppctl.planner.cost.step_time import costs_of_stages
 from ppctl.schedule.families.registry import FAMILIES, ON_RING, build
 from ppctl.schedule.ir import Task, reads, writes
-from ppctl.schedule.simulator import simulate
+from ppctl.schedule.simulator import simulate, timeline_at
 from ppctl.schedule.tick_lowering import ticks
-from ppctl.schedule.timeline import timeline_at
 
 CAPACITIES = (0.7, 1.0, 2.5, inf)
 NEAR = 1 + 1e-9

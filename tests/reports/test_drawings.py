@@ -16,6 +16,7 @@ from ppctl.cli.subcommands.schedule_show import draw
 from ppctl.config import Costs, Mesh, ScheduleConfig
 from ppctl.config import Schedule as Plain
 from ppctl.errors import ConfigError
+from ppctl.reports.charts.draw_schedule import trace
 from ppctl.reports.charts.html_charts import schedules_page
 from ppctl.reports.charts.image_charts import (
     DPI,
@@ -27,7 +28,6 @@ from ppctl.reports.charts.image_charts import (
     image,
 )
 from ppctl.reports.charts.palette import COLOURS, shade
-from ppctl.reports.charts.perfetto_trace import trace
 from ppctl.reports.charts.schedule_drawing import drawing_document
 from ppctl.reports.charts.text_chart import show_gantt
 from ppctl.schedule.families.registry import FAMILIES

@@ -5,8 +5,8 @@ import pytest
 from ppctl.errors import ScheduleError
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.ir import KINDS, Task, Value
-from ppctl.schedule.schedule_faults import grid
 from ppctl.schedule.schedule_text import WORDS
+from ppctl.schedule.validation import grid
 
 
 @pytest.mark.parametrize("kind", KINDS)

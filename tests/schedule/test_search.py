@@ -24,7 +24,7 @@ from ppctl.schedule.search.building_blocks import (
     steady_excess,
     v_jobs,
 )
-from ppctl.schedule.search.greedy_order import _Greedy, fill
+from ppctl.schedule.search.choosing_ranks import _Greedy, fill
 from ppctl.schedule.search.hill_climbing import Trials, _moves, climb
 from ppctl.schedule.search.placement_costs import Ledger, peak_activations
 from ppctl.schedule.simulator import simulate

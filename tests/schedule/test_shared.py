@@ -12,8 +12,7 @@ from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.ir import Schedule, Task, reads, writes
-from ppctl.schedule.simulator import simulate
-from ppctl.schedule.timeline import free_running, together_s
+from ppctl.schedule.simulator import free_running, simulate, together_s
 
 
 def free_running_s(*request):

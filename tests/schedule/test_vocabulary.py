@@ -13,8 +13,7 @@ from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.ir import KINDS, PART_KINDS, Task, writes
 from ppctl.schedule.schedule_text import from_csv, to_csv
-from ppctl.schedule.simulator import simulate
-from ppctl.schedule.timeline import free_running
+from ppctl.schedule.simulator import free_running, simulate
 from ppctl.schedule.validation import validate
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
 

@@ -26,7 +26,7 @@ from ppctl.executors.stage.jaxpr_tools import (
     retraced,
 )
 from ppctl.model.network import MARK
-from ppctl.schedule.partition.operation_clusters import clusters
+from ppctl.schedule.partition.contiguous_parts import clusters
 
 Tree = Any
 Shape = jax.ShapeDtypeStruct

@@ -32,8 +32,7 @@ from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import BASELINE, build
 from ppctl.schedule.ir import PART_KINDS
 from ppctl.schedule.mesh_axes import COPY_AXES, MeshSizes
-from ppctl.schedule.simulator import MOST_TASKS, Timeline
-from ppctl.schedule.timeline import timeline_at
+from ppctl.schedule.simulator import MOST_TASKS, Timeline, timeline_at
 from ppctl.training.pipeline.job import TrainingJob, model_on
 from ppctl.training.pipeline.known_hardware import described_only, known
 from ppctl.training.pipeline.pipeline import Pipeline

@@ -12,7 +12,7 @@ from ppctl.schedule.ir import Schedule
 from ppctl.schedule.lockstep_ticks import Counted, rows_s
 from ppctl.schedule.partition.partition import Partition, stage_costs
 from ppctl.schedule.remat import Remat
-from ppctl.schedule.timeline import free_running, together_s
+from ppctl.schedule.simulator import free_running, together_s
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from ppctl.errors import PpctlError
 from ppctl.reports import measured_timeline_file as timelines
 from ppctl.reports.charts.html_charts import charts_html, too_many_tasks
 from ppctl.reports.charts.schedule_drawing import Drawing, drawing_of_timeline
-from ppctl.schedule.timeline import timeline_at
+from ppctl.schedule.simulator import timeline_at
 
 HOW = (
     "Not measured. With executor=mpmd, run.timeline=true times every task of one step; with "

@@ -23,7 +23,7 @@ from ppctl.schedule.ir import Schedule, split_backward
 from ppctl.schedule.lower_bounds import bound_under_cap_s
 from ppctl.schedule.search.auto_choice import GIB, NO_GAP, Choice, FoundSchedule
 from ppctl.schedule.search.building_blocks import blocks, repeated, squeeze, steady_excess, v_jobs
-from ppctl.schedule.search.greedy_order import fill
+from ppctl.schedule.search.choosing_ranks import fill
 from ppctl.schedule.search.hill_climbing import climb
 from ppctl.schedule.search.placement_costs import CostsOf, Ledger, Placed
 from ppctl.schedule.validation import validate

@@ -1,10 +1,16 @@
-"""Free ranks that choose their next tasks: the run of greedy orders, building blocks and parts."""
+"""Free ranks that choose their next tasks, and greedy list scheduling by such ranks.
+
+Greedy: a named order as priorities, run at given costs under a given cap. A rank that would wait
+runs a later task of its order that is ready, if memory allows.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable
 from heapq import heappop, heappush
 
 from ppctl.schedule.execution_order import NEVER, Jobs, Orders
+
+WINDOW = 48  # how far along its order a greedy rank looks for a task that is ready
 
 
 class ChoosingRanks:
@@ -58,3 +64,77 @@ class ChoosingRanks:
             done[rank].append(task)
             left -= 1
         return None if left else done
+
+
+def fill(
+    jobs: Jobs, orders: Orders, cap: int, patience: float = 0.0, *, weight_grads_last: bool = False
+) -> Orders | None:
+    """Return the orders of ranks with priorities `orders` that wait only if they must, or None.
+
+    None: ranks get stuck. cap: the most that a rank may hold; orders may exceed it, the result
+    never does. patience: a task may make the one it overtakes late by this share of its time.
+    weight_grads_last: any other ready task overtakes a weight gradient.
+    """
+    greedy = _Greedy(jobs, orders, cap, patience, weight_grads_last)
+    return greedy.ranks.run(greedy.choose)
+
+
+class _Greedy:
+    """The state of a greedy run: the tasks that each rank has left, and its memory."""
+
+    def __init__(
+        self, jobs: Jobs, orders: Orders, cap: int, patience: float, weight_grads_last: bool
+    ):
+        self.jobs, self.ranks, self.cap = jobs, ChoosingRanks(jobs), cap
+        self.patience, self.weight_grads_last = patience, weight_grads_last
+        self.fits = [jobs.fits(order, cap) for order in orders]
+        self.rest = [list(order) for order in orders]
+        self.live = list(jobs.held)
+
+    def choose(self, rank: int, now_s: float) -> tuple[int | None, float]:
+        """Return the task that a rank runs now; None and when one can run."""
+        place, later_s = self._place(rank, now_s) if self.rest[rank] else (None, NEVER)
+        if place is None:
+            return None, later_s
+        task = self.rest[rank].pop(place)
+        self.live[rank] += self.jobs.change[task]
+        return task, now_s
+
+    def _place(self, rank: int, now_s: float) -> tuple[int | None, float]:
+        """Return the place in rest[rank] of the task to run; None and when one can run."""
+        jobs, order, rise = self.jobs, self.rest[rank], self.jobs.rise
+        ready_s = self.ranks.ready_s
+        # 1. the first task, unless it has to wait
+        head = order[0]
+        head_s = ready_s(head)
+        blocked = not self._has_room(rank, head)
+        may_start = head_s <= now_s and not blocked
+        if may_start and not (self.weight_grads_last and jobs.tasks[head].kind == "W"):
+            return 0, now_s
+        # 2. the first later one that is ready and delays it by no more than `patience` allows
+        ahead = most = 0  # memory of the overtaken tasks, at their end and at their peak
+        later_s = NEVER if blocked else head_s
+        for place, task in enumerate(order[:WINDOW]):
+            overtakes = place > 0 and not (may_start and jobs.tasks[task].kind == "W")
+            if overtakes and (not rise[task] or self._has_room(rank, task, most)):
+                task_s = ready_s(task)
+                late_s, seconds = now_s + jobs.seconds[task] - head_s, jobs.seconds[task]
+                if task_s > now_s:
+                    later_s = min(later_s, task_s)
+                elif may_start or blocked or late_s <= self.patience * seconds:
+                    return place, now_s
+            most = max(most, ahead + rise[task])
+            ahead += jobs.change[task]
+        return (0, now_s) if may_start else (None, later_s)
+
+    def _has_room(self, rank: int, task: int, most: int = 0) -> bool:
+        """Return whether a task may run before others that hold `most` more at their peak.
+
+        Where orders exceed the cap, forwards leave the room of an I: no rank gets stuck for memory.
+        """
+        jobs, takes = self.jobs, self.jobs.rise[task]
+        if self.fits[rank]:
+            takes = max(takes, jobs.change[task] + most) if jobs.change[task] > 0 else takes
+        elif jobs.tasks[task].kind == "F":
+            takes += jobs.reserve
+        return self.live[rank] + takes <= self.cap
