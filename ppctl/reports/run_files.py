@@ -51,6 +51,11 @@ class RunSummary(NamedTuple):
     checkpoints: tuple[int, ...]  # steps of the finished ones
     problems: tuple[str, ...]  # with its files
 
+    @property
+    def steps_text(self) -> str:
+        """Return steps as in `3 of 10`."""
+        return f"{self.step} of {'?' if self.num_steps is None else self.num_steps}"
+
 
 class _Tail(NamedTuple):
     record: dict[str, Any] | None = None  # the last one

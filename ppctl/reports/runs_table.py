@@ -3,7 +3,7 @@
 import difflib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from ppctl.reports.run_files import (
 from ppctl.reports.run_page.one_run_page import MOST_SLOW, warnings_of
 from ppctl.reports.run_page.read_run import TIMED, Points, RecordedRun, versions_of
 from ppctl.reports.run_status import FINISHED
-from ppctl.reports.runs_columns import Column, steps_text
 from ppctl.reports.terminal_output import (
     SPEEDS,
     OutputConsole,
@@ -39,17 +38,13 @@ from ppctl.reports.terminal_output import (
 MOST_NAMED = 10  # runs in an error
 
 
-def list_runs(
-    runs: Sequence[RunSummary], title: str, columns: Sequence[Column], *, as_json: bool
-) -> int:
-    """List runs, at least one, in this order; return 0."""
-    now_s = time.time()
-    if as_json:
-        show_json({"runs": [_document(run, now_s) for run in runs]})
-        return 0
+def list_runs(runs: Sequence[RunSummary], title: str, columns: Mapping[str, Sequence[str]]) -> int:
+    """List runs, at least one, in this order, with the text of each in every column; return 0."""
     console = OutputConsole()
-    heads = [column.name.replace("eval_loss", "eval loss") for column in columns]
-    rows = [[escape(printable(column.text(run, now_s))) for column in columns] for run in runs]
+    heads = [name.replace("eval_loss", "eval loss") for name in columns]
+    rows = [
+        [escape(printable(text)) for text in row] for row in zip(*columns.values(), strict=True)
+    ]
     show_table(console, title, heads, rows)
     for run in runs:
         for line in (*([run.reason] if run.reason else []), *run.problems):
@@ -116,7 +111,7 @@ def show_run(run: RecordedRun, *, as_json: bool) -> int:
     recorded = f"recorded {age_text(found['age_s'])} ago"
     lines = [
         ("run", f"{name}: {path}" if name != str(path) else name),
-        ("status", f"{summary.status} at step {steps_text(summary)}, {recorded}{reason}"),
+        ("status", f"{summary.status} at step {summary.steps_text}, {recorded}{reason}"),
         ("request", request),
         *(
             ("changed", f"since step {each['step']}: {each['setting']}")
@@ -146,7 +141,7 @@ def run_document(run: RecordedRun) -> dict[str, Any]:
     path, slow = run.summary.path, run.slow_steps()[:MOST_SLOW]
     medians = {name: run.median(name) for name in TIMED if name in run.curves}
     folders = [path / name for name in ("tensorboard", "profile", "timeline")]
-    return _document(run.summary, time.time()) | {
+    return summary_document(run.summary, time.time()) | {
         "asked": list(run.words),
         "resume": run.command or None,
         "losses": extremes(run.curves.get("loss", ())),
@@ -177,7 +172,8 @@ def _hint(run: RunSummary) -> str:
     return "" if run.checkpoints else "no checkpoint: it starts anew"
 
 
-def _document(run: RunSummary, now_s: float) -> dict[str, Any]:
+def summary_document(run: RunSummary, now_s: float) -> dict[str, Any]:
+    """Return the state of a run and its settings, as JSON has them."""
     state = ("status", "reason", "step", "num_steps", "loss", "eval_loss")
     place = {"name": run.name, "run_dir": str(run.path)}
     return {**place, **{name: getattr(run, name) for name in state}} | {

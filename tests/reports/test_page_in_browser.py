@@ -25,8 +25,8 @@ from ppctl.planner.make_plan import predicted
 from ppctl.planner.show import plan_page
 from ppctl.reports import measured_timeline_file as timeline_io
 from ppctl.reports.charts.html_charts import schedules_page
-from ppctl.reports.run_page.compare_page import compare_page
 from ppctl.reports.run_page.one_run_page import run_page
+from ppctl.reports.run_page.write_report import compare_page
 from ppctl.schedule.simulator import simulate
 from ppctl.training.pipeline.engines.engine_protocol import PARTS
 from ppctl.training.pipeline.job import assemble

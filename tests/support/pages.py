@@ -18,9 +18,9 @@ from ppctl.planner.show import plan_page
 from ppctl.reports import measured_timeline_file as timeline_io
 from ppctl.reports.charts.html_charts import schedules_page
 from ppctl.reports.charts.schedule_drawing import Drawing
-from ppctl.reports.run_page.compare_page import compare_page
 from ppctl.reports.run_page.one_run_page import run_page
 from ppctl.reports.run_page.read_run import RecordedRun, read_run
+from ppctl.reports.run_page.write_report import compare_page
 from ppctl.schedule.simulator import simulate
 from ppctl.training.pipeline.job import assemble
 

@@ -1,6 +1,7 @@
 """`ppctl runs`: list runs and how they ended, show one or a sweep, remove runs; starts no JAX."""
 
 import argparse
+import time
 from pathlib import Path
 
 from ppctl.cli.command_options import Parser
@@ -71,22 +72,28 @@ def _refuse(options: argparse.Namespace, whose: str, *names: str) -> None:
 
 
 def _list(words: list[str], options: argparse.Namespace) -> int:
-    from ppctl.cli.runs_selection import columns_of, orders_of
+    from ppctl.cli.runs_selection import columns_of, ordered, orders_of
+    from ppctl.reports import runs_table
     from ppctl.reports.run_files import run_summary
-    from ppctl.reports.runs_columns import ordered
-    from ppctl.reports.runs_table import list_runs, listed, names_of
+    from ppctl.reports.terminal_output import show_json
 
     if options.json and options.columns:
         reason = "--json has all settings of every run. Leave out one of the two."
         raise ConfigError(f"--columns {options.columns}: {reason}")
-    tops = _tops(words)
-    found = [run_summary(*each) for each in names_of(tops)]
+    tops, now_s = _tops(words), time.time()
+    found = [run_summary(*each) for each in runs_table.names_of(tops)]
+    where = runs_table.listed(tops)
     if not found and not options.json:
-        print(f"No run is in {listed(tops)}.")
+        print(f"No run is in {where}.")
         return 0
-    title = f"{len(found)} run{'s' * (len(found) != 1)} in {listed(tops)}"
     shown = ordered(found, orders_of(options.sort, found))
-    return list_runs(shown, title, columns_of(options.columns, found), as_json=options.json)
+    if options.json:
+        show_json({"runs": [runs_table.summary_document(run, now_s) for run in shown]})
+        return 0
+    columns = columns_of(options.columns, found)
+    texts = {each.name: [each.text(run, now_s) for run in shown] for each in columns}
+    title = f"{len(found)} run{'s' * (len(found) != 1)} in {where}"
+    return runs_table.list_runs(shown, title, texts)
 
 
 def _show(words: list[str], options: argparse.Namespace) -> int:

@@ -25,7 +25,6 @@ from ppctl.reports.run_files import (
 )
 from ppctl.reports.run_page.write_report import FILE as REPORT
 from ppctl.reports.run_status import HeldError, held_by, kept_still
-from ppctl.reports.runs_columns import steps_text
 from ppctl.reports.runs_table import few, find_run
 from ppctl.reports.terminal_output import show_json, size_text
 
@@ -39,7 +38,7 @@ class _Run(NamedTuple):
     def line(self) -> str:
         """The run's description in the question."""
         found, size = run_summary(self.name, self.path), size_text(disk_bytes(self.path))
-        return printable(f"{self.path}: {found.status} at step {steps_text(found)}, {size}")
+        return printable(f"{self.path}: {found.status} at step {found.steps_text}, {size}")
 
 
 def remove(names: Sequence[str], top: Path, *, is_sure: bool, as_json: bool) -> int:

@@ -1,21 +1,24 @@
-"""One run as a self-contained html page: status, curves, predictions, memory, warnings."""
+"""One run as a self-contained html page: status, curves, step, predictions, memory, warnings."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ppctl.config.schedule_from_config import Pipeline
+from ppctl.errors import PpctlError
 from ppctl.reports import bubble_names as bubbles
+from ppctl.reports import measured_timeline_file as timelines
 from ppctl.reports import page_kit as kit
-from ppctl.reports.charts.page_figures import memory_bars
+from ppctl.reports.charts.html_charts import charts_html, too_many_tasks
+from ppctl.reports.charts.page_figures import curves_svg, memory_bars
 from ppctl.reports.charts.palette import PARTS
+from ppctl.reports.charts.schedule_drawing import Drawing, drawing_of_timeline
 from ppctl.reports.recorded_settings import setting_text
 from ppctl.reports.run_files import RUNNING, record_number, setting_changes, tracker_commands
 from ppctl.reports.run_page.read_run import SLOW, RecordedRun, versions_of
-from ppctl.reports.run_page.run_figures import figures_of
-from ppctl.reports.run_page.step_gantt import step_html
 from ppctl.reports.run_status import FAILED, FINISHED
-from ppctl.reports.runs_columns import steps_text
 from ppctl.reports.terminal_output import iso_text
+from ppctl.schedule.simulator import timeline_at
 
 MARK = '<main data-by="ppctl report">'  # tells a page of ours from other files
 MOST_SLOW = 5  # steps that are named
@@ -26,13 +29,25 @@ CURVES = "Of many steps the pale curve has the least and the greatest, the stron
 PREDICTIONS = (
     f"Step time: of the median step. {bubbles.ABOUT} Memory: of the fullest device, as compiled."
 )
+FROM_ZERO = {"lr": "Learning rate", **{name: f"Speed, {unit}" for name, unit in kit.SPEEDS.items()}}
+FIGURES = {"loss": "Loss", "eval_loss": "Eval loss", "grad_norm": "Gradient norm", **FROM_ZERO}
+HOW = (
+    "Not measured. With executor=mpmd, run.timeline=true times every task of one step; with "
+    "executor=spmd, run.profile=N traces them."
+)
+UNITS = "Ideal: stages that all cost the same; a forward through 1/p of the model counts as 1 s."
+MEANS = (
+    "The simulation takes each stage's measured means, so the difference is order, transfers and "
+    "waits."
+)
+LOCKSTEP = "Simulated: ticks in lockstep, each as long as its slowest rank."
 
 
 def run_page(run: RecordedRun, file: Path) -> str:
     """Return the text of the page; `file`: its future place, for links to files of the run."""
     summary = run.summary
     reason = f": {summary.reason}" if summary.reason else ""
-    status = f"{summary.status} at step {steps_text(summary)}{reason}"
+    status = f"{summary.status} at step {summary.steps_text}{reason}"
     drawn = kit.figures(figures_of([run], [summary.name]))
     return kit.page(
         f"Run: {summary.name}",
@@ -40,7 +55,7 @@ def run_page(run: RecordedRun, file: Path) -> str:
         kit.cards(_cards(run)),
         kit.section("To know", kit.bullets(warnings_of(run))),
         kit.section("Over the steps", drawn, kit.soft(CURVES if drawn else "")),
-        kit.section("The step, rank by rank", step_html(summary.path, run.pipeline)),
+        kit.section("The step, rank by rank", _step_html(summary.path, run.pipeline)),
         _predictions(run),
         _memory(run),
         kit.section("The request", _request(run)),
@@ -61,7 +76,7 @@ def _cards(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
     newest, summary = run.newest.get, run.summary
     # 1. progress
     recorded = iso_text(summary.recorded_s) or "at an unknown time"
-    yield "Step", steps_text(summary), f"recorded {recorded}"
+    yield "Step", summary.steps_text, f"recorded {recorded}"
     yield "Loss", loss_text(run), "of the newest step"
     # 2. numbers
     predicted_s, speed = newest("predicted_step_time_s"), run.speed or ""
@@ -193,3 +208,74 @@ def _devices(start: Mapping[str, Any]) -> str:
     of_several = f", {processes} processes" if processes != 1 else ""
     system = f", {start['system']}" if "system" in start else ""
     return f"{number} x {name}{of_several}{system}"
+
+
+def figures_of(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[str]:
+    """Return the figures that at most MOST_LINES runs have values for.
+
+    Of one run, losses of training and of evaluations are one figure.
+    """
+    drawn = []
+    for name, title in FIGURES.items():
+        # 1. the curves
+        curves = {label: run.curves.get(name, ()) for label, run in zip(labels, runs, strict=True)}
+        if len(runs) == 1 and "eval_loss" in runs[0].curves:
+            if name == "loss":
+                curves = {"train": curves[labels[0]], "eval": runs[0].curves["eval_loss"]}
+            elif name == "eval_loss":
+                continue
+        # 2. the figure
+        values = [y for points in curves.values() for _, y in points]
+        if any(y is not None for y in values):
+            note = "crosses: not finite" if None in values else ""
+            svg = curves_svg(curves, title=title, x_name="step", from_zero=name in FROM_ZERO)
+            legend = kit.line_legend(curves) if len(curves) > 1 else ""
+            drawn.append(kit.figure(title, svg + legend, note))
+    return drawn
+
+
+def _step_html(run_dir: Path, pipeline: Pipeline | str) -> str:
+    """Return the step of a run: charts below each other on one time axis, or none; and notes.
+
+    pipeline: by the run's settings, or why that is unknown.
+    """
+    notes: list[str] = []
+    measured = _measured(run_dir, pipeline, notes)
+    if measured:
+        return charts_html(measured, notes)
+    if isinstance(pipeline, str):
+        return charts_html((), [*notes, pipeline])
+    if reason := too_many_tasks(sum(map(len, pipeline.schedule.ranks))):
+        return charts_html((), [*notes, reason])
+    timeline = timeline_at(pipeline.schedule, pipeline.ticks, pipeline.costs)
+    notes += [HOW, UNITS] if pipeline.ticks is None else [HOW, UNITS, LOCKSTEP]
+    return charts_html([drawing_of_timeline(f"{pipeline.label}, ideal", timeline)], notes)
+
+
+def _measured(run_dir: Path, pipeline: Pipeline | str, notes: list[str]) -> Sequence[Drawing]:
+    """Return the step that run.timeline measured or the profiler traced, and its simulation."""
+    timed = run_dir / "timeline" / timelines.FILES[0]
+    traced = run_dir / "profile" / timelines.TASKS_FILE
+    label = "the schedule" if isinstance(pipeline, str) else pipeline.label
+    for file in filter(Path.is_file, (timed, traced)):
+        ticks, explained = None, [MEANS]
+        try:
+            if file == timed:
+                timeline, which = timelines.read_timeline(file, label), "one step"
+                how = "run.timeline=true"
+            elif isinstance(pipeline, str) or pipeline.ticks is None:
+                continue
+            else:
+                timeline, num_steps = timelines.read_profile(file, pipeline.schedule)
+                which = f"the median one of {num_steps} traced steps, first device of each rank"
+                how, ticks, explained = "run.profile=N", pipeline.ticks, [LOCKSTEP, MEANS]
+        except (OSError, ValueError, PpctlError) as error:
+            line = str(error).partition("\n")[0].rstrip(".")
+            notes.append(f"{file} cannot be drawn: {line}.")
+            continue
+        if reason := too_many_tasks(len(timeline.start_s)):
+            notes.append(f"{reason} It is in {file.parent}.")
+            continue
+        notes += [f"Measured: {which} ({how}).", *explained]
+        return timelines.measured_and_simulated(timeline, ticks, label)
+    return ()

@@ -1,19 +1,30 @@
-"""Reports of runs: where one may be written, its text, and the same numbers as JSON."""
+"""Reports of runs: where one may be written, the numbers as JSON, and the page of several runs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from ppctl.errors import ConfigError
+from ppctl.reports import page_kit as kit
+from ppctl.reports.charts.page_figures import MOST_LINES
 from ppctl.reports.foreign_files import printable
 from ppctl.reports.recorded_settings import differing_settings
-from ppctl.reports.run_page.compare_page import compare_page
-from ppctl.reports.run_page.one_run_page import MARK, run_page
-from ppctl.reports.run_page.read_run import RecordedRun
+from ppctl.reports.run_page.one_run_page import MARK, figures_of, loss_text, run_page, warnings_of
+from ppctl.reports.run_page.read_run import NEWEST, RecordedRun
 from ppctl.reports.runs_table import run_document
 from ppctl.reports.terminal_output import check_file, show_json, write_file
 
 FILE = "report.html"
+NONE = "&ndash;"
+COLUMNS = (  # numbers, shown where a run has them
+    *("eval_loss", "step_time_s", *kit.SPEEDS, "mfu_fraction", "memory_bytes"),
+    *("ideal_bubble_fraction", "predicted_bubble_fraction", "measured_bubble_fraction"),
+)
+ABOUT = (
+    "Seconds of a step and speed are medians. Memory: of the fullest device, as compiled. "
+    "Bubble: predicted; measured: of a timeline (run.timeline=true)."
+)
+Differ = Mapping[str, Sequence[str | None]]  # by setting: its value in each run
 
 
 def place_of(out: str | None, paths: Sequence[Path]) -> Path:
@@ -52,3 +63,58 @@ def _is_ours(file: Path) -> bool:
     with suppress(OSError):
         return file.is_file() and MARK.encode() in file.read_bytes()
     return False
+
+
+# --- several runs ---------------------------------------------------------------------------------
+
+
+def compare_page(runs: Sequence[RecordedRun], differ: Differ, file: Path) -> str:
+    """Return the text of the page; `file`: where it will stand."""
+    # 1. curves of the first runs
+    names = [Path(run.summary.name).name for run in runs]
+    labels = [printable(f"{number} {name}") for number, name in enumerate(names, 1)]
+    figures = kit.figures(figures_of(runs[:MOST_LINES], labels[:MOST_LINES]))
+    few = f"The first {MOST_LINES} runs. Name others to see theirs: ppctl report RUN RUN ..."
+    about = kit.soft(few) if figures and len(runs) > MOST_LINES else ""
+    # 2. warnings, equal ones of several runs as one
+    whose: dict[str, list[str]] = {}
+    for run in runs:
+        for each in warnings_of(run):
+            whose.setdefault(each, []).append(run.summary.name)
+    lines = [f"{', '.join(names)}: {each}" for each, names in whose.items()]
+    # 3. the page
+    return kit.page(
+        f"{len(runs)} runs",
+        kit.section("Runs", _table(runs, differ, file)),
+        kit.section("Over the steps", about, figures),
+        kit.section("To know", kit.bullets(lines)),
+        main=MARK,
+    )
+
+
+def _table(runs: Sequence[RecordedRun], differ: Differ, file: Path) -> str:
+    """Return a row for each run: its name, which leads to its page or directory, and numbers."""
+    columns = [name for name in COLUMNS if any(_number(run, name) is not None for run in runs)]
+    rows = []
+    for index, run in enumerate(runs):
+        texts = [values[index] for values in differ.values()]
+        settings = [NONE if each is None else kit.text(each) for each in texts]
+        numbers = [kit.number(name, _number(run, name), NONE) for name in columns]
+        sample = kit.line_sample(index) if index < MOST_LINES else ""
+        report, directory = run.summary.path / "report.html", run.summary.path
+        place = report if report.exists() else directory
+        name = f"{sample}{index + 1} {kit.link(place, file, run.summary.name)}"
+        state = run.summary.status, run.summary.steps_text, loss_text(run)
+        rows.append([name, *settings, *state, *numbers])
+    heads = "status", "step", "loss", *(kit.NUMBERS[name][0] for name in columns)
+    names = ["", *map(kit.breakable, differ), *heads]
+    same = "" if differ else " No requested setting differs."
+    return kit.table("the runs", names, rows, "jobs runs") + kit.soft(ABOUT + same)
+
+
+def _number(run: RecordedRun, name: str) -> float | None:
+    if name == "eval_loss":
+        return run.summary.eval_loss
+    if name == "measured_bubble_fraction":
+        return run.measured_bubble
+    return run.newest.get(name) if name in NEWEST else run.median(name)
