@@ -96,16 +96,6 @@ class Timeline:
         return last
 
     @cached_property
-    def critical_path(self) -> tuple[Task, ...]:
-        """Return a chain of tasks from 0 to the makespan, each waiting for the one before it."""
-        task: Task | None = max(self.end_s, key=self.end_s.__getitem__)
-        path: list[Task] = []
-        while task is not None:
-            path.append(task)
-            task = self.waits_for(task)
-        return tuple(reversed(path))
-
-    @cached_property
     def _before(self) -> dict[Task, Task]:
         return {task: before for tasks in self.schedule.ranks for before, task in pairwise(tasks)}
 
@@ -130,8 +120,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     if run is None:
         check_order(schedule)  # raises the error that names the missing value
     assert run is not None, "orders block at any costs"
-    tasks = [(jobs.tasks[task], task) for task in jobs.ran]  # tasks may take no time
-    start_s, end_s = ({task: each[i] for task, i in tasks} for each in (run.start_s, run.end_s))
+    tasks = [jobs.tasks[task] for task in jobs.ran]  # as they ran: some may take no time
+    times = (map(each.__getitem__, jobs.ran) for each in (run.start_s, run.end_s))
+    start_s, end_s = (dict(zip(tasks, each, strict=True)) for each in times)
     return Timeline(schedule, costs, start_s, end_s)
 
 

@@ -1,7 +1,7 @@
 """`ppctl schedule curves`: a schedule over more ranks and microbatches. Loads no jax."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -18,7 +18,6 @@ from ppctl.schedule.simulator import simulate
 
 FORMATS = ("text", "json", *FORMS)
 MOST_LINES = 16  # in a figure
-Over = Literal["ranks", "microbatches"]
 
 
 @dataclass(frozen=True)
@@ -34,33 +33,16 @@ class CurvePoint:
     all_activations: float  # of all ranks, each at its peak
 
 
-CellValue = Callable[[CurvePoint], float]
-Lines = dict[str, list[tuple[int, float | None]]]  # by name: (x, value)
-
-
 @dataclass(frozen=True)
 class CurveGrid:
-    """The cells of all sizes, and why others failed. kept_mb: MB a rank keeps of a microbatch."""
+    """The points of all sizes, and why others failed. kept_mb: MB a rank keeps of a microbatch."""
 
     title: str
-    ranks: Sequence[int]
-    microbatches: Sequence[int]
-    over: Over  # the x axis; the other one tells lines apart
+    over: Literal["ranks", "microbatches"]  # the x axis; the other one tells lines apart
     kept_mb: Sequence[float]
-    cells: dict[tuple[int, int], CurvePoint]
-    refused: dict[tuple[int, int], str]
-
-    def line(self, other: int, value: CellValue) -> Iterator[tuple[int, float | None]]:
-        """Yield (x, value) where the other axis is at `other`; None where no such schedule is."""
-        for x in self.ranks if self.over == "ranks" else self.microbatches:
-            cell = self.cells.get((x, other) if self.over == "ranks" else (other, x))
-            yield x, None if cell is None else value(cell)
-
-    @property
-    def lines(self) -> dict[str, int]:
-        """Return the size of each line by its name."""
-        letter, sizes = ("m", self.microbatches) if self.over == "ranks" else ("p", self.ranks)
-        return {f"{letter}={size}": size for size in sizes}
+    points: Sequence[CurvePoint]
+    lines: Mapping[str, Sequence[tuple[int, CurvePoint | None]]]  # by name; None: no such schedule
+    refused: Mapping[tuple[int, int], str]
 
 
 def curve_grid(
@@ -83,19 +65,25 @@ def curve_grid(
             cells[p, m] = _point(sized)
         except ScheduleError as error:
             refused[p, m] = " ".join(str(error).split())
-    # 2. the grid
+    # 2. the lines
     if not cells:
         why = next(iter(refused.values()))
         raise ScheduleError(f"{request.schedule.name} has none of these sizes. {why}")
-    over: Over = "microbatches" if len(microbatches) >= len(ranks) else "ranks"
+    lines: dict[str, list[tuple[int, CurvePoint | None]]]
+    if len(microbatches) >= len(ranks):
+        over = "microbatches"
+        lines = {f"p={p}": [(m, cells.get((p, m))) for m in microbatches] for p in ranks}
+    else:
+        over = "ranks"
+        lines = {f"m={m}": [(p, cells.get((p, m))) for p in ranks] for m in microbatches}
     title = f"{label(request.schedule)}, {costs_text(request.costs)}"
-    return CurveGrid(title, ranks, microbatches, over, kept_mb, cells, refused)
+    return CurveGrid(title, over, kept_mb, [*cells.values()], lines, refused)
 
 
 def show_curves(found: CurveGrid, form: str, out: Path | None) -> int:
     """Show a grid in one of FORMATS, to a file or to stdout."""
     if form == "json":
-        cells = [_document(cell, found.kept_mb) for cell in found.cells.values()]
+        cells = [_document(point, found.kept_mb) for point in found.points]
         names = "num_ranks", "num_microbatches", "why"
         whys = ((p, m, why) for (p, m), why in found.refused.items())
         refused = [dict(zip(names, each, strict=True)) for each in whys]
@@ -130,22 +118,20 @@ def _document(cell: CurvePoint, kept_mb: Sequence[float]) -> dict[str, object]:
 
 def _panels(found: CurveGrid) -> Iterator[Panel]:
     """Yield the four figures; those of memory have a line for each size of kept_mb."""
-
-    def lines(value: CellValue, suffix: str = "") -> Lines:
-        return {f"{name}{suffix}": list(found.line(n, value)) for name, n in found.lines.items()}
-
-    def memory(value: CellValue) -> Lines:
-        all_lines: Lines = {} if found.kept_mb else lines(value)
-        for mb in found.kept_mb:
-            all_lines |= lines(lambda cell, mb=mb: mb * value(cell), f", {number_text(mb)} MB")
-        return all_lines
-
-    unit, bubbles = "MB" if found.kept_mb else "activations", lines(lambda c: c.bubble_fraction)
-    most, total = memory(lambda c: c.peak_activations), memory(lambda c: c.all_activations)
-    yield Panel("bubble, idle share of all ranks", "bubble", bubbles, is_share=True)
-    yield Panel("speedup over one rank", "speedup", lines(lambda c: c.speedup))
-    yield Panel("memory of the rank that holds most", unit, most)
-    yield Panel("memory of all ranks", unit, total)
+    of_memory = [(mb, f", {number_text(mb)} MB") for mb in found.kept_mb] or [(1.0, "")]
+    unit = "MB" if found.kept_mb else "activations"
+    for title, of, name, scales in (
+        ("bubble, idle share of all ranks", "bubble", "bubble_fraction", [(1.0, "")]),
+        ("speedup over one rank", "speedup", "speedup", [(1.0, "")]),
+        ("memory of the rank that holds most", unit, "peak_activations", of_memory),
+        ("memory of all ranks", unit, "all_activations", of_memory),
+    ):
+        lines = {
+            line + suffix: [(x, None if p is None else by * getattr(p, name)) for x, p in points]
+            for by, suffix in scales
+            for line, points in found.lines.items()
+        }
+        yield Panel(title, of, lines, is_share=of == "bubble")
 
 
 def _show_tables(found: CurveGrid) -> None:
