@@ -3,8 +3,7 @@
 The dependency rule of `ir` is the same for every microbatch, so it is evaluated once for each stage
 and kind; the walk then runs on integers. A schedule of 131,072 tasks takes a fraction of a second,
 and a search times thousands of orders of one schedule. Other walks are special for a reason: `pack`
-counts ticks, `free_running` slows ranks down, in `ChoosingRanks` ranks choose their tasks, and
-`Trials` runs the changes of an order only.
+counts ticks, `free_running` slows ranks down, and in `ChoosingRanks` ranks choose their tasks.
 """
 
 from __future__ import annotations
