@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
-import zlib
-from array import array
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from support.report_of_a import charts_of
 
 from ppctl.cli.subcommands.schedule_show import draw
 from ppctl.config import Costs, Mesh, ScheduleConfig
@@ -150,25 +148,6 @@ def test_the_trace_has_one_event_for_each_task(any_drawing):
 # --- html ---------------------------------------------------------------------------------------
 
 
-def embedded(text):
-    return json.loads(
-        re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1]
-    )
-
-
-def unpacked(data, *typed):
-    """The arrays (type, length) that were packed into `data`."""
-    data, found = zlib.decompress(base64.b64decode(data)), []
-    for code, length in typed:
-        values = array(code)
-        size = length * values.itemsize
-        values.frombytes(data[:size])
-        found.append(values)
-        data = data[size:]
-    assert data == b""
-    return found
-
-
 def test_the_page_loads_nothing():
     text = schedules_page([drawing("gpipe"), drawing("zb_v")])
     assert "default-src 'none'" in text  # a browser refuses whatever this leaves out
@@ -178,32 +157,23 @@ def test_the_page_loads_nothing():
 
 
 def test_the_data_of_the_page_is_the_timeline(any_drawing):
-    [chart] = embedded(schedules_page([any_drawing]))
+    [chart] = charts_of(schedules_page([any_drawing]))
     timeline, schedule = any_drawing.timeline, any_drawing.schedule
     tasks = [task for program in schedule.ranks for task in program]
-    n = len(tasks)
-    start, waits, stage, microbatch, kind = unpacked(
-        chart["tasks"], ("d", n), ("i", n), ("I", n), ("I", n), ("B", n)
-    )
-    kinds = [chart["kinds"][k] for k in kind]
-    assert list(map(Task, stage, kinds, microbatch)) == tasks
-    assert chart["num_tasks"] == [len(program) for program in schedule.ranks]
-    assert list(start) == [timeline.start_s[task] for task in tasks]
-    ends = [s + chart["seconds"][k][st] for s, k, st in zip(start, kind, stage, strict=True)]
-    assert ends == [timeline.end_s[task] for task in tasks]
-    waited = [tasks[i + step] if step else None for i, step in enumerate(waits)]
+    assert chart["ranks"] == [list(map(str, program)) for program in schedule.ranks]
+    for name, times in (("start_s", timeline.start_s), ("end_s", timeline.end_s)):
+        assert chart[name] == [[times[task] for task in program] for program in schedule.ranks]
+    waited = [None if place is None else tasks[place] for place in chart["waits_for"]]
     assert waited == [timeline.waits_for(task) for task in tasks]
-    points = [point for rank in range(4) for point in timeline.memory_curve(rank)]
-    assert chart["num_points"] == [len(timeline.memory_curve(rank)) for rank in range(4)]
-    when, live = unpacked(chart["memory"], ("f", len(points)), ("f", len(points)))
-    assert list(zip(when, live, strict=True)) == [pytest.approx(point) for point in points]
+    curves = [[tuple(point) for point in curve] for curve in chart["memory"]]
+    assert curves == [[*timeline.memory_curve(rank)] for rank in range(4)]
 
 
 def test_a_name_in_the_page_is_text_and_not_markup():
     one = drawing()
     text = schedules_page([replace(one, label="</script><b>x")])
     assert "</script><b>" not in text
-    assert embedded(text)[0]["label"] == "</script><b>x"
+    assert charts_of(text)[0]["label"] == "</script><b>x"
 
 
 def test_the_page_of_a_large_schedule_is_small():

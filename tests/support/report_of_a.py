@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+import zlib
 from html import unescape
 from pathlib import Path
 
@@ -26,5 +28,10 @@ def report(capsys):
     assert cli.main(["report", "a"]) == 0
     capsys.readouterr()
     text = Path("runs/a/report.html").read_text(encoding="utf-8")
-    data = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    return json.loads(data[0]) if data else [], unescape(re.sub(r"<[^>]+>", " ", text))
+    return charts_of(text), unescape(re.sub(r"<[^>]+>", " ", text))
+
+
+def charts_of(page):
+    """The data of the charts in a page."""
+    data = re.findall(r'<script type="text/plain" id="data">(.*?)</script>', page)
+    return json.loads(zlib.decompress(base64.b64decode(data[0]))) if data else []

@@ -1,5 +1,5 @@
 "use strict";
-// Charts of schedules on canvases. All charts share one time axis (`view`); the data's layout is in ppctl/reports/charts/html.py.
+// Charts of schedules on canvases. All charts share one time axis (`view`); the data is described in ppctl/reports/charts/html_charts.py.
 const $ = (id) => document.getElementById(id);
 const AXIS = 20, MEMORY = 120, COLUMN = 82, SMALLEST = 9, PER_LETTER = 0.61, MONO = 'ui-monospace, "DejaVu Sans Mono", monospace';
 const charts = [];
@@ -10,32 +10,37 @@ const percent = (x) => (100 * x).toFixed(1) + "%";
 const packed = (hex) => new Uint32Array(Uint8Array.of(...[1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16)), 255).buffer)[0];
 const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
 // a task of a part of the vocabulary has the number of its rank instead of a stage's
-const isOfPart = (c, i) => c.kind[i] >= c.num_stage_kinds;
+const isOfPart = (c, i) => c.kind[i] >= 4; // after F, B, I, W
 const rankOf = (c, i) => (isOfPart(c, i) ? c.stage[i] : c.rank_of[c.stage[i]]);
 const chunkOf = (c, i) => (isOfPart(c, i) ? 0 : c.chunk_of[c.stage[i]]);
 
 async function unpack(text) {
   const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
-  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer();
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).text();
 }
 
 const offsets = (counts) => counts.reduce((sums, n) => [...sums, sums[sums.length - 1] + n], [0]);
 
-async function decode(c) {
-  const [tasks, memory, lasts] = await Promise.all([c.tasks, c.memory, c.lasts].map(unpack));
+function decode(c) { // lists of ranks become arrays over all tasks, or over all points of memory curves
+  const cells = c.ranks.flat().map((cell) => /^(\d+)(\D)(\d+)$/.exec(cell)), held = {};
+  c.num_tasks = c.ranks.map((tasks) => tasks.length);
   c.first = offsets(c.num_tasks);
-  c.point = offsets(c.num_points);
-  const n = c.first[c.first.length - 1], points = c.point[c.point.length - 1];
-  let at = 0;
-  const take = (Type, length) => new Type(tasks, at, length, (at += length * Type.BYTES_PER_ELEMENT));
-  Object.assign(c, { start: take(Float64Array, n), waits: take(Int32Array, n), stage: take(Uint32Array, n) });
-  Object.assign(c, { mb: take(Uint32Array, n), kind: take(Uint8Array, n) });
-  c.when = new Float32Array(memory, 0, points);
-  c.live = new Float32Array(memory, 4 * points, points);
-  const measured = new Float64Array(lasts); // empty where tasks of a kind and stage are alike
-  c.end = c.start.map((s, i) => s + (measured.length ? measured[i] : c.seconds[c.kind[i]][c.stage[i]]));
+  c.stage = Uint32Array.from(cells, (cell) => cell[1]);
+  c.kind = Uint8Array.from(cells, (cell) => c.kinds.indexOf(cell[2]));
+  c.mb = Uint32Array.from(cells, (cell) => cell[3]);
+  c.start = Float64Array.from(c.start_s.flat());
+  c.end = Float64Array.from(c.end_s.flat());
+  c.waits = Int32Array.from(c.waits_for, (at, i) => (at === null ? 0 : at - i)); // distance; 0: for none
+  c.present = c.kinds.filter((_, k) => c.kind.includes(k));
+  c.chunk_of = c.rank_of.map((rank) => (held[rank] = (held[rank] ?? -1) + 1));
+  c.point = offsets(c.memory.map((points) => points.length));
+  c.when = Float32Array.from(c.memory.flat(), (point) => point[0]);
+  c.live = Float32Array.from(c.memory.flat(), (point) => point[1]);
+  [c.bubbles, c.peaks] = [c.bubble_fraction, c.peak_activations];
+  c.bubble_fraction = c.bubbles.reduce((sum, share) => sum + share, 0) / c.num_ranks;
+  c.peak_bound = Math.max(...c.peak_activations_lower_bound);
   c.peak = Math.max(...c.peaks);
-  c.ranks = c.num_tasks.length;
+  c.ranks = c.num_ranks;
   c.shown = c.peaks.indexOf(c.peak); // the rank of the memory curve
   c.packed = c.colours.flat().map(packed);
   const differ = (texts) => new Set(texts).size > 1, bubbles = c.bubbles.map(percent), peaks = c.peaks.map(num);

@@ -37,7 +37,7 @@ function describe(c, i) {
   ];
   if (c.waits[i]) {
     const w = i + c.waits[i], other = rankOf(c, w);
-    const hop = other !== rank && c.hop_s ? ` and ${num(c.hop_s)} s of transfer` : "";
+    const hop = other !== rank && c.costs.transfer_s ? ` and ${num(c.costs.transfer_s)} s of transfer` : "";
     lines.push(`waits for ${name(c, w)} ${other === rank ? "before it" : "on rank " + other}, until ${num(c.end[w])} s${hop}`);
   } else lines.push("waits for nothing");
   return [name(c, i), lines.join("\n")];

@@ -42,7 +42,7 @@ function ranksTable(c) { // nothing where the verdict says it all
 
 function summary() {
   const rows = charts.map((c) => [
-    c.label, num(c.makespan_s), num(c.lower_bound_s), num(c.period_s), num(c.period_bound_s),
+    c.label, num(c.makespan_s), num(c.lower_bound_s), num(c.period_s), num(c.period_lower_bound_s),
     percent(c.bubble_fraction), num(c.peak), num(c.peak_bound),
   ]);
   const columns = ["makespan s", "at least", "period s", "at least", "bubble", "peak activations", "at least"];
@@ -67,8 +67,8 @@ function readInk() {
 }
 
 async function start() {
-  charts.push(...JSON.parse($("data").textContent));
-  await Promise.all(charts.map(decode));
+  charts.push(...JSON.parse(await unpack($("data").textContent)));
+  charts.forEach(decode);
   end = Math.max(...charts.map((c) => c.makespan_s));
   view = [0, end];
   if (charts.length > 1) $("charts").append(summary());
