@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 from support.environment import BY_USER
-from support.report_of_a import report, run_of_two_steps
+from support.report_of_a import charts_of, report, run_of_two_steps
 
 from ppctl.config import Interleaved, Mpmd, Spmd
 from ppctl.config.schedule_from_config import pipeline_of
@@ -293,7 +293,7 @@ def test_no_jax_is_started_for_a_measured_step(run_dir):
         subprocess.run(words, env=BY_PATH, capture_output=True, text=True, check=True).stdout
         == "0 False\n"
     )
-    assert "1f1b, measured" in (run_dir / "report.html").read_text()
+    assert charts_of((run_dir / "report.html").read_text())[0]["label"] == "1f1b, measured"
 
 
 @pytest.mark.full

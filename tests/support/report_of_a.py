@@ -32,6 +32,8 @@ def report(capsys):
 
 
 def charts_of(page):
-    """The data of the charts in a page."""
-    data = re.findall(r'<script type="text/plain" id="data">(.*?)</script>', page)
-    return json.loads(zlib.decompress(base64.b64decode(data[0]))) if data else []
+    """The data of the charts in a page, its numbers among the rest."""
+    data = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
+    charts = json.loads(data[0]) if data else []
+    numbers = (zlib.decompress(base64.b64decode(chart.pop("numbers"))) for chart in charts)
+    return [chart | json.loads(each) for chart, each in zip(charts, numbers, strict=True)]

@@ -32,8 +32,7 @@ def charts_html(drawings: Sequence[Drawing], notes: Sequence[str] = ()) -> str:
     said = "".join(f"{soft(text(note))}\n" for note in notes)
     if not drawings:
         return said
-    content = json.dumps([chart_data(drawing) for drawing in drawings])
-    data = base64.b64encode(zlib.compress(content.encode())).decode()
+    data = json.dumps([chart_data(drawing) for drawing in drawings]).replace("<", "\\u003c")
     script = "".join(map(asset, ("page.js", "page_input.js", "page_start.js")))
     return said + filled("charts.html", JS=script, DATA=data)
 
@@ -46,26 +45,29 @@ def too_many_tasks(num_tasks: int) -> str | None:
 
 
 def chart_data(drawing: Drawing) -> dict[str, Any]:
-    """Return the numbers of a drawing, and the words, colours and arrows of its chart.
+    """Return the words and colours of a chart, and its deflated numbers: `drawing_document`.
 
     waits_for: of each task, rank after rank, the place of the task it waits for in the same order.
     memory: of each rank the points (seconds, activations) of its curve.
     """
+    # 1. numbers
     timeline, schedule = drawing.timeline, drawing.schedule
-    num_chunks = schedule.num_chunks
     tasks = [task for tasks in schedule.ranks for task in tasks]
     place = {task: i for i, task in enumerate(tasks)}
     waited = map(timeline.waits_for, tasks)
-    return drawing_document(drawing) | {
-        **picked(drawing, "title", "verdict", "labelled_s", "longest_label"),
+    numbers = drawing_document(drawing) | {
+        "waits_for": [None if task is None else place[task] for task in waited],
+        "memory": [timeline.memory_curve(rank) for rank in range(schedule.num_ranks)],
+    }
+    # 2. words and colours
+    chunks = range(schedule.num_chunks)
+    shades = {kind: [0 if kind in PART_KINDS else chunk for chunk in chunks] for kind in ALL_KINDS}
+    return {
+        **picked(drawing, "label", "title", "verdict", "labelled_s", "longest_label"),
         "reasons": reasons(drawing),
         "kinds": ALL_KINDS,
         "kind_names": [KIND_NAMES[kind] for kind in ALL_KINDS],
-        "colours": [
-            [shade(k, 0 if k in PART_KINDS else chunk, num_chunks) for chunk in range(num_chunks)]
-            for k in ALL_KINDS
-        ],
+        "colours": [[shade(k, i, len(chunks)) for i in each] for k, each in shades.items()],
         "ink": INK,
-        "waits_for": [None if task is None else place[task] for task in waited],
-        "memory": [timeline.memory_curve(rank) for rank in range(schedule.num_ranks)],
+        "numbers": base64.b64encode(zlib.compress(json.dumps(numbers).encode())).decode(),
     }

@@ -21,7 +21,8 @@ async function unpack(text) {
 
 const offsets = (counts) => counts.reduce((sums, n) => [...sums, sums[sums.length - 1] + n], [0]);
 
-function decode(c) { // lists of ranks become arrays over all tasks, or over all points of memory curves
+async function decode(c) { // lists of ranks become arrays over all tasks, or over all points of memory curves
+  Object.assign(c, JSON.parse(await unpack(c.numbers)));
   const cells = c.ranks.flat().map((cell) => /^(\d+)(\D)(\d+)$/.exec(cell)), held = {};
   c.num_tasks = c.ranks.map((tasks) => tasks.length);
   c.first = offsets(c.num_tasks);

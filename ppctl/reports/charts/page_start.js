@@ -67,8 +67,8 @@ function readInk() {
 }
 
 async function start() {
-  charts.push(...JSON.parse(await unpack($("data").textContent)));
-  charts.forEach(decode);
+  charts.push(...JSON.parse($("data").textContent));
+  await Promise.all(charts.map(decode));
   end = Math.max(...charts.map((c) => c.makespan_s));
   view = [0, end];
   if (charts.length > 1) $("charts").append(summary());
