@@ -61,13 +61,14 @@ def chart_data(drawing: Drawing) -> dict[str, Any]:
     }
     # 2. words and colours
     chunks = range(schedule.num_chunks)
-    shades = [(k, [0 if k in PART_KINDS else i for i in chunks]) for k in ALL_KINDS]
     return {
         **picked(drawing, "label", "title", "verdict", "labelled_s", "longest_label"),
         "reasons": reasons(drawing),
         "kinds": ALL_KINDS,
         "kind_names": [KIND_NAMES[kind] for kind in ALL_KINDS],
-        "colours": [[shade(k, i, len(chunks)) for i in each] for k, each in shades],
+        "colours": [
+            [shade(k, 0 if k in PART_KINDS else i, len(chunks)) for i in chunks] for k in ALL_KINDS
+        ],
         "ink": INK,
         "numbers": base64.b64encode(zlib.compress(json.dumps(numbers).encode())).decode(),
     }
