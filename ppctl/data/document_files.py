@@ -43,7 +43,6 @@ class Document(NamedTuple):
     place: str  # for people: "FILE line 3"
     prompt: str = ""  # comes before the content, and is not learned
     goes_on: bool = False  # the next piece is of the same document
-    position: int = 0  # bytes of the file that are read by now
 
 
 class Broken(NamedTuple):
@@ -60,6 +59,10 @@ class Fields:
     text: str = "text"  # holds a text, or the messages of a chat
     prompt: str | None = None  # holds a text before it, which is not learned
     document: str = "file"  # of plain text: file | paragraph | line
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in (self.text, self.prompt) if name is not None]
 
 
 class Source(NamedTuple):
@@ -87,20 +90,18 @@ def documents_of(source: Source, doing: str) -> Iterator[Document | Broken]:
 
     Raises DataError for a broken document that is not to be skipped.
     """
-    sizes = [file.stat().st_size for file in source.files]
     began = told = time.monotonic()
-    for number, file in enumerate(source.files):
+    num_read = 0
+    for number, file in enumerate(source.files, 1):
         for document in read_documents(file, source.fields):
-            if isinstance(document, Document):
-                now = time.monotonic()
-                if now - told >= PROGRESS_S:
-                    share = (sum(sizes[:number]) + document.position) / max(1, sum(sizes))
-                    size = f"{share:.0%} of {sum(sizes) / 1e6:.1f} MB"
-                    print(f"{doing} ... {size}, {now - began:.0f} s", file=sys.stderr)
-                    told = now
-            elif file in source.unnamed:
-                continue
-            else:
+            num_read += 1
+            if (now := time.monotonic()) - told >= PROGRESS_S:
+                so_far = f"file {number} of {len(source.files)}, {num_read:,} texts"
+                print(f"{doing} ... {so_far}, {now - began:.0f} s", file=sys.stderr)
+                told = now
+            if isinstance(document, Broken):
+                if file in source.unnamed:
+                    continue
                 check_skipped(document, source)
             yield document
 
@@ -138,7 +139,7 @@ def why_no_text(file: Path) -> str | None:
     """Return the reason why a file holds no UTF-8 text; None if it does."""
     decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
     try:
-        with _opened(file) as (source, _):
+        with _opened(file) as source:
             while chunk := source.read(CHUNK_BYTES):
                 if NOT_TEXT in chunk:
                     return f"is no text: byte {position + chunk.index(NOT_TEXT)} is 0"
@@ -157,9 +158,9 @@ def _text(file: Path, fields: Fields) -> Iterator[Document | Broken]:
     if reason is not None:
         yield Broken(str(file), reason)
         return
-    with _opened(file) as (source, raw):
+    with _opened(file) as source:
         if fields.document == "file":
-            yield from _pieces(file, source, raw)
+            yield from _pieces(file, source)
             return
         lines = io.TextIOWrapper(cast("Any", source), encoding="utf-8", newline="\n")
         paragraph, first = "", 0
@@ -168,21 +169,21 @@ def _text(file: Path, fields: Fields) -> Iterator[Document | Broken]:
                 first = first if paragraph else number
                 paragraph += line
             if paragraph and (fields.document == "line" or not line.strip()):
-                yield Document(paragraph.rstrip(), f"{file} line {first}", position=raw.tell())
+                yield Document(paragraph.rstrip(), f"{file} line {first}")
                 paragraph = ""
         if paragraph:
-            yield Document(paragraph.rstrip(), f"{file} line {first}", position=raw.tell())
+            yield Document(paragraph.rstrip(), f"{file} line {first}")
 
 
-def _pieces(file: Path, source: IO[bytes], raw: IO[bytes]) -> Iterator[Document]:
+def _pieces(file: Path, source: IO[bytes]) -> Iterator[Document]:
     """Yield the text of a file in pieces that are cut at ends of lines, each about CHUNK_BYTES."""
     decoder, held = codecs.getincrementaldecoder("utf-8")(), ""
     while chunk := source.read(CHUNK_BYTES):
         cut = _cut(held)
         if cut:
-            yield Document(held[:cut], str(file), goes_on=True, position=raw.tell())
+            yield Document(held[:cut], str(file), goes_on=True)
         held = held[cut:] + decoder.decode(chunk)
-    yield Document(held, str(file), position=raw.tell())
+    yield Document(held, str(file))
 
 
 def _cut(text: str) -> int:
@@ -206,11 +207,11 @@ def _cut(text: str) -> int:
 def _json_lines(file: Path, fields: Fields) -> Iterator[Document | Broken]:
     number, is_empty = 0, True
     try:
-        with _opened(file) as (source, raw):
+        with _opened(file) as source:
             for number, line in enumerate(source, 1):
                 if line.strip():
                     is_empty = False
-                    yield _of_line(line, f"{file} line {number}", fields, raw.tell())
+                    yield _of_line(line, f"{file} line {number}", fields)
     except DAMAGED as error:
         reason = f"is in a compressed file that is cut short or damaged ({error})"
         yield Broken(f"{file} line {number + 1}", reason)
@@ -219,18 +220,18 @@ def _json_lines(file: Path, fields: Fields) -> Iterator[Document | Broken]:
         yield Broken(str(file), "is empty")
 
 
-def _of_line(line: bytes, place: str, fields: Fields, position: int) -> Document | Broken:
+def _of_line(line: bytes, place: str, fields: Fields) -> Document | Broken:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
         return Broken(place, f"is no JSON ({error})")
     if not isinstance(row, dict):
         return Broken(place, f"holds {type(row).__name__}, not an object with fields")
-    return _of_row(cast("dict[str, Any]", row), place, fields, position)
+    return _of_row(cast("dict[str, Any]", row), place, fields)
 
 
-def _of_row(row: Mapping[str, Any], place: str, fields: Fields, position: int) -> Document | Broken:
-    missing = next((name for name in _names(fields) if name not in row), None)
+def _of_row(row: Mapping[str, Any], place: str, fields: Fields) -> Document | Broken:
+    missing = next((name for name in fields.names if name not in row), None)
     if missing is not None:
         have = ", ".join(map(str, row)) or "none"
         return Broken(place, f"has no field {missing} (it has {have})")
@@ -240,11 +241,7 @@ def _of_row(row: Mapping[str, Any], place: str, fields: Fields, position: int) -
             return Broken(place, f"field {name} is {type(value).__name__}, not a text")
     if not text or (isinstance(text, str) and not text.strip()):
         return Broken(place, f"field {fields.text} is empty")
-    return Document(text, place, prompt, position=position)
-
-
-def _names(fields: Fields) -> list[str]:
-    return [name for name in (fields.text, fields.prompt) if name is not None]
+    return Document(text, place, prompt)
 
 
 def _parquet(file: Path, fields: Fields) -> Iterator[Document | Broken]:
@@ -252,22 +249,21 @@ def _parquet(file: Path, fields: Fields) -> Iterator[Document | Broken]:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise missing_package(f"{file}: Parquet", "pyarrow", "parquet") from error
-    row, size, columns = 0, file.stat().st_size, _names(fields)
+    row = 0
     try:
         # 1. columns
         table = parquet.ParquetFile(file)
         names = table.schema_arrow.names
-        missing = next((name for name in columns if name not in names), None)
+        missing = next((name for name in fields.names if name not in names), None)
         if missing is not None:
             have = ", ".join(names) or "none"
             yield Broken(str(file), f"has no column {missing} (it has {have})")
             return
         # 2. rows
-        total = table.metadata.num_rows
-        for batch in table.iter_batches(ROWS_AT_ONCE, columns=columns):
+        for batch in table.iter_batches(ROWS_AT_ONCE, columns=fields.names):
             for values in batch.to_pylist():
                 row += 1
-                yield _of_row(values, f"{file} row {row}", fields, size * row // total)
+                yield _of_row(values, f"{file} row {row}", fields)
     except ArrowException as error:
         yield Broken(f"{file} row {row + 1}" if row else str(file), f"is no Parquet ({error})")
         return
@@ -279,11 +275,8 @@ def _parquet(file: Path, fields: Fields) -> Iterator[Document | Broken]:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Yield a file's decompressed bytes, and the file itself, whose position shows the progress.
-
-    The body raises one of DAMAGED where the compressed content is damaged or cut short.
-    """
+def _opened(file: Path) -> Iterator[IO[bytes]]:
+    """Yield a file's decompressed bytes. The body raises one of DAMAGED where they are damaged."""
     with file.open("rb") as raw:
         source: Any = raw
         if file.suffix == ".gz":
@@ -296,7 +289,7 @@ def _opened(file: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
             stream: Any = CompressedInputStream(PythonFile(raw, "r"), "zstd")
             source = io.BufferedReader(stream, CHUNK_BYTES)
         try:
-            yield source, raw
+            yield source
         except OSError as error:
             if error.errno is None:  # of gzip and pyarrow
                 raise EOFError(str(error)) from error

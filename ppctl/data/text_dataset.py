@@ -65,7 +65,8 @@ def text(
     # 1. the files, tokenized once
     source = source or f"data=text data.path={path}"
     by, fields = load_tokenizer(tokenizer, end_token), Fields(field, prompt_field, document)
-    files = Source(*files_of(path, source, cache_dir), fields, on_error == "skip")
+    how_read = {"skips_broken": on_error == "skip", "opening": source, "cache_dir": cache_dir}
+    files = source_of([path], fields, **how_read)
     tokens = cached_tokens("text", files, by, "", cache_dir)
     # 2. a data set, if there is text
     if not len(tokens.ids):
@@ -90,34 +91,38 @@ def _data_set(tokens: Tokens, by: Tokenizer, *, packing: bool, **how: Any) -> Da
     return from_tokens(tokens.ids, **how)
 
 
-def files_of(
-    path: str, source: str, cache_dir: str | None = None
-) -> tuple[list[Path], frozenset[Path]]:
-    """Return the files of a path (file, pattern or directory), and those that may hold no text.
+def source_of(
+    paths: Sequence[str],
+    fields: Fields,
+    *,
+    skips_broken: bool,
+    opening: str | None = None,
+    cache_dir: str | None = None,
+) -> Source:
+    """Return the files of several paths (file, pattern or directory), each once.
 
-    Raises DataError, opened by `source`, for a path without files.
+    Raises DataError, opened by `opening` or the path, for a path without files.
     """
-    root = Path(path).expanduser()
-    if root.is_dir():
-        cache = None if cache_dir is None else Path(cache_dir).expanduser().resolve()
-        visible = map(Path.resolve, files_below(root, lambda file: not file.name.startswith(".")))
-        files = [file for file in visible if cache not in file.parents]
-        return files, frozenset(file for file in files if kind_of(file) == "text")
-    is_pattern = bool(GLOB & {*path}) and not root.is_file()
-    names = sorted(glob.glob(str(root), recursive=True)) if is_pattern else [root]
-    files = [Path(name).resolve() for name in names if Path(name).is_file()]
-    if not files:
-        what = "no file matches" if is_pattern else "no such file or directory"
-        raise DataError(f"{source}: {what}. Use the path of a text file or a directory of them.")
-    return files, frozenset()
-
-
-def named_source(paths: Sequence[str], fields: Fields, *, skips_broken: bool) -> Source:
-    """Return the files of several paths, each once. Raises DataError for a path without any."""
-    lists = [files_of(path, path) for path in paths]
-    files = dict.fromkeys(file for files, _ in lists for file in files)
-    unnamed = frozenset().union(*(unnamed for _, unnamed in lists))
-    return Source([*files], unnamed, fields, skips_broken)
+    files, unnamed = dict[Path, None](), set[Path]()
+    for path in paths:
+        root = Path(path).expanduser()
+        if root.is_dir():
+            cache = None if cache_dir is None else Path(cache_dir).expanduser().resolve()
+            visible = map(
+                Path.resolve, files_below(root, lambda each: not each.name.startswith("."))
+            )
+            found = [file for file in visible if cache not in file.parents]
+            unnamed.update(file for file in found if kind_of(file) == "text")
+        else:
+            is_pattern = bool(GLOB & {*path}) and not root.is_file()
+            names = sorted(glob.glob(str(root), recursive=True)) if is_pattern else [root]
+            found = [Path(name).resolve() for name in names if Path(name).is_file()]
+            if not found:
+                what = "no file matches" if is_pattern else "no such file or directory"
+                remedy = "Use the path of a text file or a directory of them."
+                raise DataError(f"{opening or path}: {what}. {remedy}")
+        files |= dict.fromkeys(found)
+    return Source([*files], frozenset(unnamed), fields, skips_broken)
 
 
 def files_below(root: Path, keep: Callable[[Path], bool]) -> list[Path]:

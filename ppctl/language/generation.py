@@ -1,6 +1,6 @@
 """Text that a trained transformer continues: prompts in, tokens out, a batch at a time."""
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -96,25 +96,3 @@ def text_of(
     new = [*new[:-1]] if new and new[-1] in ends else [*new]
     before, whole = tokenizer.decode([*prompt]), tokenizer.decode([*prompt, *new])
     return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)
-
-
-class StreamedText:
-    """Text of new tokens, written as they come; half a letter waits for the next token."""
-
-    def __init__(self, text_of_new: Callable[[Sequence[int]], str], write: Callable[[str], object]):
-        self._text_of_new, self._write, self._written = text_of_new, write, ""
-
-    def add(self, new: Sequence[int]) -> None:
-        """Write the text that the newest token adds."""
-        text = self._text_of_new(new)
-        if not text.endswith(REPLACEMENT):
-            self._put(text)
-
-    def end(self, new: Sequence[int]) -> None:
-        """Write the rest."""
-        self._put(self._text_of_new(new))
-
-    def _put(self, text: str) -> None:
-        if text.startswith(self._written):
-            self._write(text[len(self._written) :])
-            self._written = text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,15 +108,23 @@ def _generate(path: Path, prompts: Sequence[str], options: Namespace) -> int:
     num_positions = generation.positions_for(ids, options.max_tokens)
     decoder, ends = generation.decoder_of(model, devices, num_positions), _ends(model, options)
     # 2. their continuations; the text of a single prompt is printed as it comes
-    text_of, written = partial(generation.text_of, model.tokenizer, ends=ends), None
-    if len(prompts) == 1 and not options.json:
-        put = partial(print, end="", flush=True)
-        put(prompts[0])
-        written = generation.StreamedText(partial(text_of, ids[0]), put)
-    write = (lambda row: None) if written is None else written.add
+    text_of = partial(generation.text_of, model.tokenizer, ends=ends)
+    is_streamed, shown = len(prompts) == 1 and not options.json, ""
+    print(prompts[0] if is_streamed else "", end="", flush=True)
+    new: list[list[int]] = [[] for _ in prompts]
+    is_done = [False for _ in prompts]
     how = {"max_tokens": options.max_tokens, "sampling": sampling, "seed": options.seed}
-    tokens = generation.continuations(decoder, ids, **how)
-    new, is_done = _tokens(tokens, len(prompts), ends, write)
+    for tokens in generation.continuations(decoder, ids, **how):
+        for row, token in enumerate(tokens.tolist()):
+            if not is_done[row]:
+                new[row].append(token)
+                is_done[row] = token in ends
+        text = text_of(ids[0], new[0]) if is_streamed else ""
+        if not text.endswith(generation.REPLACEMENT):  # half a letter waits for the next token
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+        if all(is_done):
+            break
     # 3. the output
     texts = [text_of(prompt, each) for prompt, each in zip(ids, new, strict=True)]
     if options.json:
@@ -126,39 +134,14 @@ def _generate(path: Path, prompts: Sequence[str], options: Namespace) -> int:
         completions = [dict(zip(keys, row, strict=True)) for row in rows]
         show_json({"completions": completions})
         return 0
-    if written is not None:
-        written.end(new[0])
-        print()
+    if is_streamed:
+        print(texts[0][len(shown) :])
     else:
         for prompt, text in zip(prompts, texts, strict=True):
             print(f"{prompt}{text}\n")
     number = sum(map(len, new))
     print(f"{number} tokens of {model.directory}, step {model.step}", file=sys.stderr)
     return 0
-
-
-def _tokens(
-    found: Iterator[Any],
-    num_prompts: int,
-    ends: Container[int],
-    write: Callable[[list[int]], object],
-) -> tuple[list[list[int]], list[bool]]:
-    """Return (new tokens of each prompt, whether its text has ended).
-
-    write: called with the first prompt's tokens after each that does not end it.
-    """
-    new: list[list[int]] = [[] for _ in range(num_prompts)]
-    is_done = [False] * num_prompts
-    for tokens in found:
-        for row, token in enumerate(tokens.tolist()):
-            if not is_done[row]:
-                new[row].append(token)
-                is_done[row] = token in ends
-        if not is_done[0]:
-            write(new[0])
-        if all(is_done):
-            break
-    return new, is_done
 
 
 def _question(model: LanguageModel, prompt: str) -> list[int]:

@@ -34,7 +34,7 @@ def parser() -> Parser:
 def serve(options: Namespace) -> int:
     """Train and write a tokenizer; return 0."""
     from ppctl.data.document_files import Fields
-    from ppctl.data.text_dataset import named_source
+    from ppctl.data.text_dataset import source_of
     from ppctl.data.tokenizer import SPECIAL, train_bpe, write_tokenizer
 
     # 1. the request
@@ -44,7 +44,7 @@ def serve(options: Namespace) -> int:
     # 2. the tokenizer
     began, skips_broken = time.perf_counter(), options.on_error == "skip"
     with written_as(as_option):
-        source = named_source(options.files, Fields(text=options.field), skips_broken=skips_broken)
+        source = source_of(options.files, Fields(text=options.field), skips_broken=skips_broken)
         trained = train_bpe(source, vocab_size, special)
     try:
         write_tokenizer(out, trained.tokenizer, special)
