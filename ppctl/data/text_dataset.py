@@ -22,11 +22,10 @@ GLOB = frozenset("*?[")
 
 
 def stdlib(*, tokenizer: str, end_token: str | None, cache_dir: str, **how: Any) -> DataSet:
-    """Return the data set of this Python's standard library, the same for the same release.
+    """Return the data set of this Python's standard library, without tests and packages.
 
-    how: packing, seq_len, batch_size, seed and eval_fraction, as of all data sets of text. Raises
-    DataError when the library has no sources on disk (zipped, or compiled only) or is too small for
-    a batch. Tests and packages are left out.
+    how: packing, seq_len, batch_size, seed and eval_fraction. Raises DataError for a library
+    without sources (zipped, or compiled only), or too small for a batch.
     """
     version = ".".join(map(str, sys.version_info[:3]))
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -57,10 +56,10 @@ def text(
 ) -> DataSet:
     """Return the data set of a file, of files that match a pattern, or of all below a directory.
 
-    Files are in the order of their paths. Below a directory hidden files and directories, symbolic
-    links to directories, files without text and `cache_dir` are passed over. source: opens
-    messages; how: as of `stdlib`. Raises DataError for a path without files, an unreadable file, a
-    broken document unless on_error=skip, and too little for a batch.
+    Files are in the order of their paths. Hidden files and directories, links to directories, files
+    without text and `cache_dir` are left out. source: opens messages; how: as of `stdlib`. Raises
+    DataError for a path without files, an unreadable file, a broken document unless on_error=skip,
+    and too little for a batch.
     """
     # 1. the files, tokenized once
     source = source or f"data=text data.path={path}"
@@ -108,10 +107,8 @@ def source_of(
         root = Path(path).expanduser()
         if root.is_dir():
             cache = None if cache_dir is None else Path(cache_dir).expanduser().resolve()
-            visible = map(
-                Path.resolve, files_below(root, lambda each: not each.name.startswith("."))
-            )
-            found = [file for file in visible if cache not in file.parents]
+            visible = files_below(root, lambda each: not each.name.startswith("."))
+            found = [file for file in map(Path.resolve, visible) if cache not in file.parents]
             unnamed.update(file for file in found if kind_of(file) == "text")
         else:
             is_pattern = bool(GLOB & {*path}) and not root.is_file()

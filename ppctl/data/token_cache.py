@@ -53,9 +53,9 @@ def cached_tokens(
 ) -> Tokens:
     """Return the documents of files as ids, from the cache or written to it.
 
-    The directory is named after the files' paths, sizes and modification times and all that decides
-    the ids, so a stale one is never met; a damaged one is written again. DataError for a broken
-    document, unless it is skipped, an unreadable file, and a cache that cannot be written.
+    The directory's name is a hash of the files' paths, sizes and times and all that decides the
+    ids; a damaged one is written again. DataError for a broken document, unless it is skipped, an
+    unreadable file, and a cache that cannot be written.
     """
     path = Path(cache_dir).expanduser() / f"{name}-{_key(source, tokenizer, salt)}.tokens"
     tokens = _read(path)

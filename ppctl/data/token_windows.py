@@ -38,17 +38,10 @@ def from_tokens(
     """Return the data set of `tokens` [num_tokens] (integers) in windows of seq_len+1 tokens.
 
     Window i starts at token i*seq_len: the last target of one is the first input of the next, so
-    that each token is predicted once. The windows held out are the last ones; they start one token
-    later, to share none with training.
-
-    Args:
-        source: Names the tokens in messages; `about` is added for people.
-        content: The digest of the tokens.
-        is_learned: [num_tokens], False for tokens that are no targets (NO_TOKEN); None: all are.
-        how: name, vocab_size, batch_size, seed and eval_fraction.
-
-    Raises:
-        DataError: Too few tokens.
+    that each token is predicted once. The held-out windows are the last ones; they start one token
+    later, to share none with training. source: opens messages; about: added for people; content:
+    the digest of the tokens; is_learned: [num_tokens], False for tokens that are no targets. Raises
+    DataError for too few tokens.
     """
     # 1. views of all windows
     gap = 1 if how["eval_fraction"] > 0 else 0
@@ -116,9 +109,8 @@ def tokens(
 ) -> DataSet:
     """Return the data set of a flat integer `.npy`, or a raw `.bin` of `dtype` (native order).
 
-    `vocab_size` None: the largest id plus one. The file is mapped, and read once from end to end to
-    check its ids, unless only the sizes matter. Raises DataError when it is missing, is not what
-    its name says, or holds an id outside 0..vocab_size-1.
+    vocab_size None: the largest id plus one. sizes_only: without reading the ids. Raises DataError
+    for a missing or damaged file, and for an id outside 0..vocab_size-1.
     """
     source = f"data=tokens data.path={path}"
     ids = open_tokens(Path(path).expanduser(), dtype, source)

@@ -5,8 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from itertools import pairwise
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -141,7 +140,19 @@ def _loaded(
     start: list[int] = of_text.encode("", add_special_tokens=True).ids  # from its post-processor
     if start and start[-1] == end:
         start = start[:-1]
+
     # 3. its functions
+    def encode(texts: Sequence[str]) -> list[np.ndarray]:
+        batch = of_text.encode_batch_fast(list(texts), add_special_tokens=False)  # on all cores
+        return [np.asarray(each.ids, np.uint32) for each in batch]
+
+    def encode_chat(chat: str, spans: Spans) -> Encoded:
+        encoding = of_chat.encode(chat, add_special_tokens=False)
+        firsts = np.asarray([first for first, _ in encoding.offsets], np.int64)
+        bounds = np.asarray(spans, np.int64).reshape(-1)  # in order
+        is_learned = np.searchsorted(bounds, firsts, side="right") % 2 == 1
+        return np.asarray(encoding.ids, np.uint32), is_learned
+
     fingerprint = hashlib.sha256(f"{text}\0{end_token}".encode()).hexdigest()
     return Tokenizer(
         name,
@@ -149,8 +160,8 @@ def _loaded(
         end,
         tuple(start),
         fingerprint,
-        partial(_encode_texts, of_text),
-        partial(_encode_chat, of_chat),
+        encode,
+        encode_chat,
         lambda ids: of_text.decode([int(each) for each in ids], skip_special_tokens=False),
         template,
         frozenset(i for i, token in added.items() if token.special),
@@ -169,20 +180,6 @@ def _from_json(name: str, text: str) -> Any:
     library.no_truncation()
     library.no_padding()
     return library
-
-
-def _encode_texts(library: Any, texts: Sequence[str]) -> list[np.ndarray]:
-    batch = library.encode_batch_fast(list(texts), add_special_tokens=False)  # on all cores
-    return [np.asarray(each.ids, np.uint32) for each in batch]
-
-
-def _encode_chat(library: Any, chat: str, spans: Spans) -> Encoded:
-    encoding = library.encode(chat, add_special_tokens=False)
-    firsts = np.asarray([first for first, _ in encoding.offsets], np.int64)
-    bounds = np.asarray([[first, last] for first, last in spans], np.int64).reshape(-1)
-    assert all(a <= b for a, b in pairwise(bounds.tolist())), "spans in order"
-    is_learned = np.searchsorted(bounds, firsts, side="right") % 2 == 1
-    return np.asarray(encoding.ids, np.uint32), is_learned
 
 
 def turn_end(tokenizer: Tokenizer) -> int | None:
