@@ -80,7 +80,11 @@ def _limits(
     """Return the limits of a kernel: (whether it is exceeded, the message)."""
     merges = f"{setting('mesh.cp', cp)} merges parts of a softmax, which {kernel} does not give"
     limits = [(cp > 1 and kernel not in PAIR_KERNELS, merges)]
-    by_dtype, kind, platform = setting("run.dtype", dtype), jnp.dtype(dtype), device.platform
+    by_dtype, kind, platform = (
+        setting("run.dtype", dtype),
+        jnp.dtype(dtype),
+        getattr(device, "platform", ""),
+    )
     if kernel == "pallas":
         shape = f"{head_dim} wide and {num_tokens} tokens long"
         sizes = f"heads and sequences of multiples of {LANES}, and they are {shape}"
