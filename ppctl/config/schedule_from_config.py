@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +13,11 @@ from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.schedule_text import from_csv
+from ppctl.schedule.scheduled_step import ScheduledStep, scheduled_step
 from ppctl.schedule.search.auto_choice import GIB, Choice
 from ppctl.schedule.search.auto_search import choose
 from ppctl.schedule.search.placement_costs import CostsOf
-from ppctl.schedule.tick_lowering import Ticks, ticks
+from ppctl.schedule.tick_lowering import Ticks
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
 
 _PLAIN, _WITH_CHUNKS = (settings.Schedule, settings.Eager1F1B), (settings.Chunked, settings.Hanayo)
@@ -32,13 +32,11 @@ class Requested(NamedTuple):
     choice: Choice | None = None
 
 
-class Pipeline(NamedTuple):
-    """A schedule as an executor runs it, and the relative costs of its tasks."""
+class Planned(NamedTuple):
+    """A requested schedule as its executor runs it."""
 
-    schedule: Schedule
+    step: ScheduledStep
     label: str
-    ticks: Ticks | None  # of executor=spmd
-    costs: Costs
     choice: Choice | None = None  # of schedule=auto
 
 
@@ -97,7 +95,7 @@ def pipeline_of(
     trained: float = 1.0,
     costs_of: CostsOf | None = None,
     in_ticks_bytes: Callable[[Ticks], int] | None = None,
-) -> Pipeline:
+) -> Planned:
     """Return a run's schedule as its executor runs it. ScheduleError, ConfigError if impossible.
 
     trained: the share of the layers' weights that are trained. For schedule=auto, costs_of: costs
@@ -105,11 +103,13 @@ def pipeline_of(
     in lockstep, where bytes are capped.
     """
     # 1. measures of a schedule in lockstep
-    costs, in_ticks = task_costs(executor.remat, trained), executor.ENGINE.in_ticks
+    remat, in_ticks = Remat.of(executor.remat), executor.ENGINE.in_ticks
+    costs = task_costs(remat, trained)
 
-    @lru_cache(2)
     def lower(found: Schedule) -> Ticks:
-        return ticks(found, costs, Remat.of(executor.remat))
+        lowered = scheduled_step(found, executor.ENGINE, remat, trained).ticks
+        assert lowered is not None, "called only in lockstep"
+        return lowered
 
     def makespan_s(found: Schedule) -> float:
         return lower(found).makespan_s(costs if costs_of is None else costs_of(found.rank_of).costs)
@@ -128,8 +128,8 @@ def pipeline_of(
         rank_bytes=None if in_ticks_bytes is None else rank_bytes,
         in_lockstep=in_ticks,
     )
-    in_lockstep = lower(found.schedule) if in_ticks else None
-    return Pipeline(found.schedule, found.label, in_lockstep, costs, found.choice)
+    step = scheduled_step(found.schedule, executor.ENGINE, remat, trained)
+    return Planned(step, found.label, found.choice)
 
 
 def trained_share(model: AnyModel, optim: settings.Optim) -> float:

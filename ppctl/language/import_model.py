@@ -22,7 +22,6 @@ from ppctl.errors import ConfigError
 from ppctl.language.model_files import Tensors, check_new, open_safetensors, writing_to
 from ppctl.language.tensor_names import Named, named_parameters
 from ppctl.language.transformers_config import model_settings
-from ppctl.model.stack import init
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.pipeline import built_in_models as models
 from ppctl.training.run.kept_tokenizer import GENERATION, MODEL_CONFIG, SOURCE, TOKENIZER_FILES
@@ -72,7 +71,7 @@ def import_model(source: Path, out: Path) -> Imported:
     length = min(int(model_config.get("max_position_embeddings") or LONGEST), LONGEST)
     model = replace(settings_from(Transformer, settings, "model"), seq_len=length)
     stack = models.transformer(**settings)
-    shapes = jax.eval_shape(lambda: init(stack, 0))
+    shapes = stack.param_shapes
     wanted = named_parameters(shapes)
     tensors.check(wanted)
     params = _params(shapes, wanted, tensors)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -134,6 +135,11 @@ class Stack:
     def with_options(self, **changes: Any) -> Stack:
         """Return the same model with other `StackOptions`, by their names."""
         return replace(self, options=replace(self.options, **changes))
+
+    @cached_property
+    def param_shapes(self) -> Tree:
+        """The shapes of the parameters that `init` returns."""
+        return jax.eval_shape(lambda: init(self, 0))
 
     def in_shards(self, divided: DividedStack) -> Stack:
         """Return the model for programs of one device, whose functions take its shards."""

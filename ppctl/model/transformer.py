@@ -30,7 +30,7 @@ from ppctl.model.lora import A, B, are_adapters, with_adapters
 from ppctl.model.packed_documents import documents_of, num_rows, split_starts, with_starts
 from ppctl.model.parallel import WHOLE, StageAxes, gather, on_first, own_tokens, scatter
 from ppctl.model.random_keys import dropout, token_keys
-from ppctl.model.stack import DividedStack, Layers, Stack, StackOptions, Tree, VocabularyParts, init
+from ppctl.model.stack import DividedStack, Layers, Stack, StackOptions, Tree, VocabularyParts
 from ppctl.model.transformer_blocks import Block, Drop, new_block, new_norm, normed
 
 EMBED_STD = 0.02
@@ -85,7 +85,7 @@ class _Transformer:
         stack = Stack(*parameters, self.embed, self.layers(), self.head, options)
         if self.sizes.lora is None:
             return stack
-        params = jax.eval_shape(lambda: init(stack, 0))
+        params = stack.param_shapes
         trainable = {"embed_head": False, "layers": are_adapters(params["layers"])}
         return stack.with_options(trainable=trainable)
 
@@ -147,7 +147,7 @@ class _Transformer:
         self.sizes.check_divides(axes)
         part, sharding, parts = replace(self, axes=axes), None, None
         if axes.parts(("pp", "tp")) > 1:
-            params = jax.eval_shape(lambda: init(self.stack, 0))
+            params = self.stack.param_shapes
             sharding = _sharding(params, axes, self.sizes.kv_heads)
         if axes.vocab_parts:
             parts = VocabularyParts(part.embed, part.part_sums, part.part_head)

@@ -48,7 +48,7 @@ def test_every_rank_gets_its_tasks_in_program_order_and_the_host_dispatches_read
     program = case_of(schedule).program()
     for rank, tasks in enumerate(program.ranks):
         assert [op.task for op in ops if op.program and op.rank == rank and op.task] == list(tasks)
-    written = set(engine.given.shapes())
+    written = set(engine.given_shapes)
     for op in ops:
         assert set(op.reads) <= written, op
         written |= set(op.writes)
@@ -86,11 +86,11 @@ def test_with_remat_full_the_last_forward_is_left_to_its_backward():
 def test_nothing_lives_after_its_last_use(schedule):
     engine, ops = ops_of(case_of(schedule))
     kept = engine.plan("step")[1]
-    freed = last_uses(ops, {*kept, *engine.given.shapes()})
+    freed = last_uses(ops, {*kept, *engine.given_shapes})
     live = set()
     for op, drop in zip(ops, freed, strict=True):
         live = (live | set(op.writes)) - set(drop)
-    assert live <= {*kept, *engine.given.shapes()}
+    assert live <= {*kept, *engine.given_shapes}
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_ranks_with_programs_of_their_own_are_given_their_parts():
         embed_head = of_rank["params"]["embed_head"]
         assert (embed_head["embedding"].shape[0], embed_head["head"].shape[1]) == (65, 65)
     entries, _ = pipe.engine.plan("step")
-    values = pipe.engine.runtime.shapes(entries, pipe.engine.given.shapes())
+    values = pipe.engine.runtime.shapes(entries, pipe.engine.given_shapes)
     assert (
         max(size for a in jax.tree.leaves(values) for size in a.shape) < 257
     )  # nothing has all ids

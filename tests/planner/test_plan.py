@@ -16,7 +16,7 @@ from ppctl import cli, config
 from ppctl.cli.commands.plan import plan as run_plan
 from ppctl.executors.model_shapes import shard_bytes, tree_bytes
 from ppctl.planner.show.plan_terminal import costs_text
-from ppctl.training.pipeline.engines.engine_protocol import PARTS
+from ppctl.training.pipeline.engines.step_memory import PARTS
 from ppctl.training.pipeline.job import assemble
 
 COMPILE = config.Plan(compile=True)

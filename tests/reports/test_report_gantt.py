@@ -132,8 +132,8 @@ def test_of_traced_steps_the_median_one_is_drawn_in_the_order_in_which_it_ran(
     run_dir, capsys, copies
 ):
     executor = {"name": "spmd", "remat": "full"}
-    found = pipeline_of(Interleaved(num_microbatches=4), Spmd(remat="full"), 2, 4)
-    timeline = timeline_io.timeline_at(found.schedule, found.ticks, found.costs)
+    found = pipeline_of(Interleaved(num_microbatches=4), Spmd(remat="full"), 2, 4).step
+    timeline = found.timeline(found.costs)
     cell = next(cell for row in found.ticks.cells for cell in row if None not in cell)
     swapped = {}  # within a tick the backward may come first
     middle_s = (

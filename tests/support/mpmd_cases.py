@@ -24,10 +24,9 @@ from ppctl.schedule.costs import task_costs
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.partition.partition import uniform
-from ppctl.schedule.tick_lowering import forward_only
+from ppctl.schedule.scheduled_step import ScheduledStep
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
 from ppctl.training.pipeline import optimizers as optim
-from ppctl.training.pipeline.engines.make_engine import dispatch_order
 from ppctl.training.pipeline.engines.mpmd_engine import Mpmd
 from ppctl.training.pipeline.engines.post_validation import PostValidated
 from ppctl.training.pipeline.engines.train_states import States
@@ -91,18 +90,13 @@ def engine_of(case, stack, params, batch, clip_norm=CLIP_NORM, *, post_validatio
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
     one = stack.in_shards(divided)
     model = model_of(case, layout, one, params, batch, axes, divided.parts)
-    schedules = tuple(
-        (each, dispatch_order(each, task_costs(case.remat)))
-        for each in (schedule, forward_only(schedule))
-    )
+    step = ScheduledStep(schedule, task_costs(case.remat))
     optimizer = make_optimizer(clip_norm)
-    states = States(
-        layout,
-        lambda seed: init_state(
-            jax.tree.map(jnp.asarray, params), optimizer, stack.options.trainable
-        ),
+    start = lambda seed: init_state(
+        jax.tree.map(jnp.asarray, params), optimizer, stack.options.trainable
     )
-    arguments = states, shapes, model, schedules, optimizer, LR_SCHEDULE, COMPILE_FAST
+    states = States(layout, start, jax.eval_shape(lambda: start(0)))
+    arguments = states, shapes, model, step, optimizer, LR_SCHEDULE, COMPILE_FAST
     if post_validation:
         return PostValidated(*arguments, max_norm=clip_norm)
     return Mpmd(*arguments)

@@ -9,7 +9,7 @@ from pathlib import Path
 from ppctl.cli.subcommands.schedule_show import draw
 from ppctl.config import MLP, Config, Costs, Interleaved, Mesh, Mpmd, Regression, ScheduleConfig
 from ppctl.config import Schedule as Plain
-from ppctl.config.schedule_from_config import Pipeline, pipeline_of
+from ppctl.config.schedule_from_config import Planned, pipeline_of
 from ppctl.launch.sweep import sweep_page
 from ppctl.launch.sweep.sweep_jobs import NUMBERS, Job, Result
 from ppctl.planner.make_plan import RequestText, predicted
@@ -131,7 +131,7 @@ def rehearsal() -> str:
 
 
 def recorded(
-    run_dir: Path, num_steps: int, spike: int, pipeline: Pipeline | str = ""
+    run_dir: Path, num_steps: int, spike: int, pipeline: Planned | str = ""
 ) -> RecordedRun:
     """Return a run of so many steps, of which one is ten times as slow, as a report reads it."""
     run_dir.mkdir()

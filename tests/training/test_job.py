@@ -151,14 +151,14 @@ def test_w_costs_what_is_trained_of_the_layers(sizes, targets):
     request = transformer_config(model=small(**sizes), optim=optim, schedule=Schedule("zb_h1", 4))
     share, pipe = trained_share(request.model, optim), assemble(request).pipe
     assert 0 < share < 0.3
-    assert pipe.task_costs == Costs(weight_grad_s=share)
+    assert pipe.scheduled.costs == Costs(weight_grad_s=share)
     assert (
         pipe.ticks
-        == plan(request, request.model.num_layers).ticks
+        == plan(request, request.model.num_layers).step.ticks
         == ticks(pipe.schedule, Costs(weight_grad_s=share), "none")
     )
     assert trained_share(request.model, AdamW()) == 1
-    assert assemble(replace(request, optim=AdamW())).pipe.task_costs == Costs()
+    assert assemble(replace(request, optim=AdamW())).pipe.scheduled.costs == Costs()
     layers, free = (
         jax.eval_shape(lambda: init(pipe.stack, 0))["layers"],
         pipe.stack.trains("layers"),
@@ -264,7 +264,7 @@ def test_a_plan_needs_neither_data_nor_devices():
     data = Data(name="tokens")
     schedule = Schedule(num_microbatches=4)
     request = transformer_config(model=model, data=data, mesh=Mesh(1, 256), schedule=schedule)
-    planned = plan(request, model.num_layers)
+    planned = plan(request, model.num_layers).step
     assert planned.schedule.num_ranks == 256
     assert planned.ticks is not None
     assert planned.ticks.num_ticks >= 256

@@ -17,7 +17,6 @@ from support.selection import full, full_except
 
 import ppctl
 from ppctl.config import Config, Mesh, Run, Schedule, Synthetic, Transformer
-from ppctl.schedule.tick_lowering import ticks
 from ppctl.training.pipeline.job import assemble
 
 TOLERANCE = 1e-10
@@ -164,8 +163,7 @@ def test_a_pipeline_says_what_it_takes():
 
 def test_a_schedule_of_ones_own_is_validated_and_run():
     schedule = ppctl.build_schedule("eager_1f1b", num_ranks=2, num_microbatches=4)
-    for given in (schedule, ticks(schedule, ppctl.Costs(), "none")):
-        assert make(schedule=given).schedule == schedule
+    assert make(schedule=schedule).schedule == schedule
     broken = replace(schedule, ranks=(schedule.ranks[0][1:], schedule.ranks[1]))
     with pytest.raises(ppctl.PpctlError, match=r"[01]F0"):
         make(schedule=broken)
@@ -257,14 +255,6 @@ def of(num_ranks):
             "num_microbatches=8, but the schedule has 4. Leave it out.",
         ),
         ({"schedule": of(2), "num_chunks": 2}, "num_chunks: knobs of a named schedule, .*"),
-        (
-            {"schedule": ticks(of(2), ppctl.Costs(), "layer")},
-            "The ticks were lowered for remat=layer, but remat=none. .*",
-        ),
-        (
-            {"schedule": ticks(of(2), ppctl.Costs(), "none"), "executor": "mpmd"},
-            "Ticks are run by executor=spmd, not .*",
-        ),
         ({"executor": "xla"}, "executor=xla is not one of spmd, mpmd, reference, or a value .*"),
         (
             {"executor": ppctl.spmd(), "remat": "layer"},

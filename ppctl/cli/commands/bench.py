@@ -15,7 +15,7 @@ import jax
 from ppctl.config import Config, Spmd
 from ppctl.reports.terminal_output import OutputConsole, show_json, show_table
 from ppctl.schedule.families.registry import LOOPED_WHOLE
-from ppctl.training.pipeline.engines.engine_protocol import Engine
+from ppctl.training.pipeline.engines.make_engine import Engine
 from ppctl.training.pipeline.job import TrainingJob, assemble, without_pipeline
 from ppctl.training.pipeline.job_checks import check_room
 

@@ -17,7 +17,7 @@ from ppctl.reports.run_files import SCHEDULE_FILE
 from ppctl.reports.terminal_output import replace_file
 
 if TYPE_CHECKING:
-    from ppctl.config.schedule_from_config import Pipeline
+    from ppctl.config.schedule_from_config import Planned
     from ppctl.reports.run_page.read_run import RecordedRun
 
 NOTES = """\
@@ -78,7 +78,7 @@ def _read(name: str, path: Path, *, is_alone: bool) -> RecordedRun:
     return read_run(name, path, old.words, old.command, old.notes, pipeline)
 
 
-def _pipeline(run_dir: Path, recorded: Mapping[str, Any]) -> Pipeline | str:
+def _pipeline(run_dir: Path, recorded: Mapping[str, Any]) -> Planned | str:
     """Return the schedule of a run by its settings, or why it cannot be drawn."""
     try:
         return _pipeline_of(run_dir, recorded)
@@ -89,7 +89,7 @@ def _pipeline(run_dir: Path, recorded: Mapping[str, Any]) -> Pipeline | str:
     return f"The schedule cannot be drawn: {reason}"
 
 
-def _pipeline_of(run_dir: Path, recorded: Mapping[str, Any]) -> Pipeline | str:
+def _pipeline_of(run_dir: Path, recorded: Mapping[str, Any]) -> Planned | str:
     from ppctl.config.schedule_from_config import pipeline_of, trained_share
     from ppctl.reports.charts.html_charts import too_many_tasks
 

@@ -15,7 +15,7 @@ import jax
 from jax.extend import core
 
 from ppctl.model.attention import cudnn_attention
-from ppctl.model.stack import Stack, init
+from ppctl.model.stack import Stack
 from ppctl.model.trainable_parameters import trained_part, with_trained
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.partition.cut_layers import divided_evenly
@@ -76,7 +76,7 @@ def relative_costs(stack: Stack, batch: Tree, dtype: Any, *, recompute: bool) ->
     Embedding look-ups count nothing.
     """
     of = lambda a, first=0: jax.ShapeDtypeStruct(a.shape[first:], dtype)  # noqa: E731
-    params = jax.eval_shape(lambda: init(stack, 0))
+    params = stack.param_shapes
     layer = jax.tree.map(partial(of, first=1), params["layers"])
     embed_head = jax.tree.map(of, params["embed_head"])
     x = jax.eval_shape(stack.embed, embed_head, batch["inputs"])

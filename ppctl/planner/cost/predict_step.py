@@ -32,7 +32,7 @@ from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import BASELINE, build
 from ppctl.schedule.ir import PART_KINDS
 from ppctl.schedule.mesh_axes import COPY_AXES, MeshSizes
-from ppctl.schedule.simulator import MOST_TASKS, Timeline, timeline_at
+from ppctl.schedule.simulator import MOST_TASKS, Timeline
 from ppctl.training.pipeline.job import TrainingJob, model_on
 from ppctl.training.pipeline.known_hardware import described_only, known
 from ppctl.training.pipeline.pipeline import Pipeline
@@ -275,7 +275,7 @@ def timeline_of(pipe: Pipeline, times: OpTimes, costs: Costs | None = None) -> T
     """
     costs = costs or job_costs(pipe, times)
     copies = pipe.mesh.size // pipe.mesh.shape["pp"]
-    return timeline_at(pipe.schedule, pipe.ticks, costs, times.capacity / copies)
+    return pipe.scheduled.timeline(costs, times.capacity / copies)
 
 
 def job_costs(pipe: Pipeline, times: OpTimes) -> Costs:

@@ -37,7 +37,6 @@ from ppctl.planner.rehearsal.timed_runs import examples_of_device, out_of_memory
 from ppctl.schedule.costs import OF_PARTS, Costs
 from ppctl.schedule.ir import PART_KINDS, Kind
 from ppctl.schedule.simulator import Timeline
-from ppctl.training.pipeline.engines.make_engine import dispatch_order
 from ppctl.training.pipeline.job import TrainingJob, assemble, model_flops, unit_of_work
 from ppctl.training.pipeline.mfu import mfu
 
@@ -111,7 +110,7 @@ def rank_parts(job: TrainingJob) -> list[RankPart]:
     pipe, model, has_own = job.pipe, job.pipe.model, job.pipe.model.own_embed_head is None
     stage_roles = roles(pipe.partition, are_alike=pipe.stack.are_alike, have_embed_head=has_own)
     kinds = rank_roles(model, pipe.layout, stage_roles)
-    order = dispatch_order(pipe.schedule, pipe.task_costs)
+    order = pipe.scheduled.order
     entries = task_entries(pipe.schedule, order, stage_roles, keeps_input=model.stage.keeps_input)
     prepare, _ = rank_entries(pipe.layout, kinds, with_grads=True)
     tasks = ([e for e in entries if e.rank == r and e.program] for r in range(len(kinds)))

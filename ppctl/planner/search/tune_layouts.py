@@ -25,7 +25,7 @@ from ppctl.executors.device_mesh import all_devices
 from ppctl.executors.model_shapes import tree_bytes
 from ppctl.executors.stage.jaxpr_flops import relative_costs
 from ppctl.model.parallel import StageAxes
-from ppctl.model.stack import Stack, init
+from ppctl.model.stack import Stack
 from ppctl.model.trainable_parameters import trained_share
 from ppctl.planner.cost.planned_step import Microbatch, PlannedLayout, Step
 from ppctl.planner.cost.predict_step import PipelinePlan, predict_job
@@ -53,7 +53,7 @@ from ppctl.training.pipeline.job import (
     stack_for,
 )
 from ppctl.training.pipeline.known_hardware import described_device, planned_for, resolved
-from ppctl.training.pipeline.optimizers import clipped, init_state
+from ppctl.training.pipeline.optimizers import clipped, state_shapes
 from ppctl.training.pipeline.pipeline_request import divided_stack, with_vocabulary_of
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
@@ -184,7 +184,7 @@ def search_of(
     # 1. the model, and how it may be divided
     assert isinstance(executor, Spmd | Mpmd), "others have one layout"
     machine, dtype, limit = target.machine, jnp.dtype(target.dtype), target.limit
-    state = jax.eval_shape(lambda: init_state(init(stack, 0), optimizer, stack.options.trainable))
+    state = state_shapes(stack, optimizer)
     context = executor.context if isinstance(executor, Mpmd) else "gather"
     axes = StageAxes(sequence_parallel=executor.sequence_parallel, context=context)
     models = device_models(stack, state, batch, dtype, axes)

@@ -9,7 +9,7 @@ from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal, RehearsedRank
 from ppctl.reports.bubble_names import bubble_text
 from ppctl.reports.terminal_output import OutputConsole, show_lines, show_table, size_text
 from ppctl.schedule.partition.partition import ranks_text, stages_text
-from ppctl.training.pipeline.engines.engine_protocol import PARTS
+from ppctl.training.pipeline.engines.step_memory import PARTS
 
 ABOUT = {
     "parameters": "as the optimizer keeps them, sharded",

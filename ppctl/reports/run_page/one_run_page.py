@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ppctl.config.schedule_from_config import Pipeline
+from ppctl.config.schedule_from_config import Planned
 from ppctl.errors import PpctlError
 from ppctl.reports import bubble_names as bubbles
 from ppctl.reports import measured_timeline_file as timelines
@@ -18,7 +18,6 @@ from ppctl.reports.run_files import RUNNING, record_number, setting_changes, tra
 from ppctl.reports.run_page.read_run import SLOW, RecordedRun, versions_of
 from ppctl.reports.run_status import FAILED, FINISHED
 from ppctl.reports.terminal_output import iso_text
-from ppctl.schedule.simulator import timeline_at
 
 MARK = '<main data-by="ppctl report">'  # tells a page of ours from other files
 MOST_SLOW = 5  # steps that are named
@@ -234,7 +233,7 @@ def figures_of(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[str]:
     return drawn
 
 
-def _step_html(run_dir: Path, pipeline: Pipeline | str) -> str:
+def _step_html(run_dir: Path, pipeline: Planned | str) -> str:
     """Return the step of a run: charts below each other on one time axis, or none; and notes.
 
     pipeline: by the run's settings, or why that is unknown.
@@ -245,14 +244,14 @@ def _step_html(run_dir: Path, pipeline: Pipeline | str) -> str:
         return charts_html(measured, notes)
     if isinstance(pipeline, str):
         return charts_html((), [*notes, pipeline])
-    if reason := too_many_tasks(sum(map(len, pipeline.schedule.ranks))):
+    if reason := too_many_tasks(sum(map(len, pipeline.step.schedule.ranks))):
         return charts_html((), [*notes, reason])
-    timeline = timeline_at(pipeline.schedule, pipeline.ticks, pipeline.costs)
-    notes += [HOW, UNITS] if pipeline.ticks is None else [HOW, UNITS, LOCKSTEP]
+    timeline = pipeline.step.timeline(pipeline.step.costs)
+    notes += [HOW, UNITS] if pipeline.step.ticks is None else [HOW, UNITS, LOCKSTEP]
     return charts_html([drawing_of_timeline(f"{pipeline.label}, ideal", timeline)], notes)
 
 
-def _measured(run_dir: Path, pipeline: Pipeline | str, notes: list[str]) -> Sequence[Drawing]:
+def _measured(run_dir: Path, pipeline: Planned | str, notes: list[str]) -> Sequence[Drawing]:
     """Return the step that run.timeline measured or the profiler traced, and its simulation."""
     timed = run_dir / "timeline" / timelines.FILES[0]
     traced = run_dir / "profile" / timelines.TASKS_FILE
@@ -263,12 +262,12 @@ def _measured(run_dir: Path, pipeline: Pipeline | str, notes: list[str]) -> Sequ
             if file == timed:
                 timeline, which = timelines.read_timeline(file, label), "one step"
                 how = "run.timeline=true"
-            elif isinstance(pipeline, str) or pipeline.ticks is None:
+            elif isinstance(pipeline, str) or pipeline.step.ticks is None:
                 continue
             else:
-                timeline, num_steps = timelines.read_profile(file, pipeline.schedule)
+                timeline, num_steps = timelines.read_profile(file, pipeline.step.schedule)
                 which = f"the median one of {num_steps} traced steps, first device of each rank"
-                how, ticks, explained = "run.profile=N", pipeline.ticks, [LOCKSTEP, MEANS]
+                how, ticks, explained = "run.profile=N", pipeline.step.ticks, [LOCKSTEP, MEANS]
         except (OSError, ValueError, PpctlError) as error:
             line = str(error).partition("\n")[0].rstrip(".")
             notes.append(f"{file} cannot be drawn: {line}.")

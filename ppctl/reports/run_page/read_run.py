@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppctl.config.schedule_from_config import Pipeline
+from ppctl.config.schedule_from_config import Planned
 from ppctl.reports import run_status
 from ppctl.reports.foreign_files import from_json, read_file
 from ppctl.reports.measured_timeline_file import measured_bubble
@@ -47,7 +47,7 @@ class RecordedRun:
     measured_bubble: float | None  # 0..1, of its timeline
     starts: Sequence[Mapping[str, Any]]  # from status.jsonl
     problems: Sequence[str]
-    pipeline: Pipeline | str  # by its settings, or the reason why it is unknown
+    pipeline: Planned | str  # by its settings, or the reason why it is unknown
     memory: Sequence[Mapping[str, int]]  # bytes of a device by part, for each rank; or empty
 
     @property
@@ -87,7 +87,7 @@ def read_run(
     words: Sequence[str],
     command: str,
     notes: Sequence[str],
-    pipeline: Pipeline | str,
+    pipeline: Planned | str,
 ) -> RecordedRun:
     """Return the run in a directory; what is wrong with its files is among its problems."""
     # 1. records

@@ -102,7 +102,7 @@ class ModelCosts:
         """Return the states on a placement, memoized."""
         if rank_of not in self._placed:
             layout = replace(self.probe.layout, partition=self.divide(rank_of), rank_of=rank_of)
-            self._placed[rank_of] = States(layout, self.probe.states.init)
+            self._placed[rank_of] = replace(self.probe.states, layout=layout)
         return self._placed[rank_of]
 
     @cached_property

@@ -17,20 +17,20 @@ from ppctl.executors.stage.jaxpr_flops import RelativeCosts, relative_costs
 from ppctl.model.network import Network
 from ppctl.model.stack import Stack, init
 from ppctl.model.trainable_parameters import checked_flags, trained_part, trained_share
-from ppctl.schedule.costs import Costs, task_costs
+from ppctl.schedule.costs import task_costs
 from ppctl.schedule.families.registry import BASELINE
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.tick_lowering import Ticks, ticks
+from ppctl.schedule.scheduled_step import ScheduledStep, scheduled_step
 from ppctl.training.pipeline import optimizers as optim
 from ppctl.training.pipeline import pipeline_request as request
 from ppctl.training.pipeline.call_checks import checked_optimizer, floating, whole_number
 from ppctl.training.pipeline.engines.make_engine import make_engine, model_of
 from ppctl.training.pipeline.engines.train_states import States
-from ppctl.training.pipeline.execution import Execution, check_lowering, execution_of
+from ppctl.training.pipeline.execution import Execution, execution_of
 from ppctl.training.pipeline.layer_optimizers import LayerOptimizer
 from ppctl.training.pipeline.mixing import few_examples
 from ppctl.training.pipeline.network_optimizers import network_optimizer
-from ppctl.training.pipeline.optimizers import ModelOptimizer, init_state
+from ppctl.training.pipeline.optimizers import ModelOptimizer, init_state, state_shapes
 from ppctl.training.pipeline.pipeline import Pipeline
 from ppctl.training.pipeline.unpipelined.head_metrics import Metric, with_metrics
 
@@ -61,7 +61,7 @@ def pipeline(
     Args:
         model: A `Stack`, or a `Network`, cut at its marks, or into `layers` layers by their work.
         mesh: As `ppctl.mesh` makes it.
-        schedule: The name of a family, `ppctl.family(...)`, a `Schedule`, or `Ticks`.
+        schedule: The name of a family, `ppctl.family(...)`, or a `Schedule`.
         num_microbatches: Of a step; required with a name, otherwise the schedule's.
         batch: {"inputs", "targets"}: a global batch, or its shapes and dtypes.
         optimizer: Of optax, for each parameter by itself; sees the author's tree, layer by layer.
@@ -82,33 +82,53 @@ def pipeline(
     plan = request.schedule_for(schedule, mesh, num_microbatches, knobs, shapes)
     stack = request.layered_stack(model, batch, layers, dtype)
     # 2. the order of tasks by their relative costs; layers on stages, stages on devices
-    work = _work(stack, shapes, dtype, schedule, plan, vocab, execution)
-    plan, lowered, execution, costs, costs_of_layers = work
-    layers_of = request.partition_for(partition, stack.num_layers, plan, costs_of_layers)
+    work = _scheduled(stack, shapes, dtype, schedule, plan, vocab, execution)
+    step, execution, of_stages = work
+    layers_of = request.partition_for(partition, stack.num_layers, plan, of_stages)
     counting = with_metrics(stack, metrics or {}, shapes, dtype)
     divided, shards, auto = request.divided(counting, execution, mesh, shapes)
     layout = Layout(mesh, layers_of, plan.rank_of, shards, auto)
     # 3. the state, and the engine that runs its steps
     on_layers = _on_layers(stack, layout, optim.clipped(optimizer, clip_norm), execution)
-    states = States(layout, _initial(stack, on_layers), seed)
+    start = lambda seed: init_state(init(stack, seed), on_layers, stack.options.trainable)  # noqa: E731
+    states = States(layout, start, state_shapes(stack, on_layers), seed)
     shown = model_of(stack, divided, states, shapes, plan.num_microbatches, execution, dtype)
-    request.check_split(stack, plan, layers_of, shown, execution)
-    how = shapes, on_layers, lr_schedule, execution, clip_norm, costs
-    engine = make_engine(shown, states, plan, lowered, *how)
-    parts = states, on_layers, dtype, shapes, engine, shown, lr_schedule
-    return Pipeline(stack, *work, *parts, few_examples(batch, shapes), metrics or {})
+    request.check_split(stack, step.schedule, layers_of, shown, execution)
+    engine = make_engine(shown, states, step, shapes, on_layers, lr_schedule, execution, clip_norm)
+    parts = on_layers, dtype, shapes, engine, shown, lr_schedule, few_examples(batch, shapes)
+    return Pipeline(stack, *work, states, *parts, metrics or {})
 
 
-def _initial(stack: Stack, optimizer: ModelOptimizer) -> Callable[[int], Tree]:
-    """Return the initial state by seed, in natural order."""
-    return lambda seed: init_state(init(stack, seed), optimizer, stack.options.trainable)
+def _scheduled(
+    stack: Stack,
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    dtype: jnp.dtype,
+    requested: request.AnySchedule,
+    plan: Schedule,
+    vocab: str,
+    execution: Execution,
+) -> tuple[ScheduledStep, Execution, Callable[[], RelativeCosts]]:
+    """Return the schedule, with vocab=parallel on all ranks, and the next fields of `Pipeline`."""
+    remat, params = execution.remat, stack.param_shapes
+    checked_flags(params, stack.options.trainable)
+    trained = trained_share(params["layers"], stack.trains("layers"))
+    relative = cache(lambda: relative_costs(stack, shapes, dtype, recompute=remat.recomputes))
+    if vocab != "whole":
+        costs = relative().with_parts(task_costs(remat, trained))
+        plan = request.divided_vocabulary(plan, vocab, requested, execution, costs)
+    step = scheduled_step(plan, execution.engine, remat, trained)
+    execution = replace(execution, axes=request.with_vocabulary_of(plan, execution))
+    if not plan.vocab_parts:
+        return step, execution, relative
+    step = replace(step, costs=relative().with_parts(step.costs))
+    return step, execution, lambda: relative().without_embed_head
 
 
 def _on_layers(
     stack: Stack, layout: Layout, optimizer: optax.GradientTransformation, execution: Execution
 ) -> ModelOptimizer:
     """Return the optimizer of the stack's trained parameters."""
-    params = trained_part(jax.eval_shape(lambda: init(stack, 0)), stack.options.trainable)
+    params = trained_part(stack.param_shapes, stack.options.trainable)
     if stack.options.network is not None:
         return network_optimizer(optimizer, stack.options.network, params, layout)
     on_layers = LayerOptimizer(optimizer, params, layout, stack.options.updates)
@@ -120,31 +140,3 @@ def _on_layers(
             "products of them). Use vocab=whole, or executor=spmd."
         )
     return on_layers
-
-
-def _work(
-    stack: Stack,
-    shapes: Mapping[str, jax.ShapeDtypeStruct],
-    dtype: jnp.dtype,
-    requested: request.AnySchedule,
-    plan: Schedule,
-    vocab: str,
-    execution: Execution,
-) -> tuple[Schedule, Ticks | None, Execution, Costs, Callable[[], RelativeCosts]]:
-    """Return the schedule, with vocab=parallel on all ranks, and the next fields of `Pipeline`."""
-    initial, recompute = jax.eval_shape(lambda: init(stack, 0)), execution.remat.recomputes
-    checked_flags(initial, stack.options.trainable)
-    relative = cache(lambda: relative_costs(stack, shapes, dtype, recompute=recompute))
-    costs = task_costs(execution.remat, trained_share(initial["layers"], stack.trains("layers")))
-    if vocab != "whole" or plan.vocab_parts:
-        costs = relative().with_parts(costs)
-    if vocab != "whole":
-        plan = request.divided_vocabulary(plan, vocab, requested, execution, costs)
-    execution = replace(execution, axes=request.with_vocabulary_of(plan, execution))
-    lowered = requested if isinstance(requested, Ticks) else None
-    if lowered is not None:
-        check_lowering(lowered, execution)
-    elif execution.engine.in_ticks:
-        lowered = ticks(plan, costs, execution.remat)
-    of_stages = (lambda: relative().without_embed_head) if plan.vocab_parts else relative
-    return plan, lowered, execution, costs, of_stages

@@ -16,7 +16,6 @@ from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.schedule.engine_traits import EngineTraits
 from ppctl.schedule.mesh_axes import AXES
 from ppctl.schedule.remat import Remat
-from ppctl.schedule.tick_lowering import Ticks
 
 T = TypeVar("T", bound=Reference)
 EXECUTORS: dict[str, type[Reference]] = {each.name: each for each in (Spmd, Mpmd, Reference)}
@@ -166,16 +165,4 @@ def _check_mesh(execution: Execution, mesh: Mesh) -> None:
         raise ConfigError(
             "executor=reference is the un-pipelined model on one device, but the mesh has "
             f"{mesh.size}. Use ppctl.mesh(), executor=spmd or executor=mpmd."
-        )
-
-
-def check_lowering(lowered: Ticks, execution: Execution) -> None:
-    """Raise ConfigError for ticks that this execution does not run."""
-    if not execution.engine.in_ticks:
-        what = f"Ticks are run by executor=spmd, not by executor={execution.executor}"
-        raise ConfigError(f"{what}. Give it the schedule.")
-    if lowered.remat is not execution.remat:
-        raise ConfigError(
-            f"The ticks were lowered for remat={lowered.remat}, but remat={execution.remat}. Use "
-            f'remat="{lowered.remat}", or give the schedule itself.'
         )

@@ -17,8 +17,7 @@ from jax.sharding import Mesh
 from ppctl import config as settings
 from ppctl.config import Config
 from ppctl.config.code_digests import Sources, sources
-from ppctl.config.schedule_from_config import Pipeline as ScheduledPipeline
-from ppctl.config.schedule_from_config import pipeline_of, trained_share
+from ppctl.config.schedule_from_config import Planned, pipeline_of, trained_share
 from ppctl.data import BUILDERS, DataSet
 from ppctl.errors import DataError, as_setting, written_as
 from ppctl.executors.described_devices import check_gpu_shape, check_size, described_mesh
@@ -27,7 +26,7 @@ from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.reference import reference
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts, matmul_flops, relative_costs
 from ppctl.model.attention.attention_scores import Scoring
-from ppctl.model.stack import Stack, init
+from ppctl.model.stack import Stack
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.families.registry import BASELINE, build
 from ppctl.schedule.partition.partition import Partition, explicit, stages_text, uniform
@@ -39,7 +38,7 @@ from ppctl.training.pipeline import optimizers as optim
 from ppctl.training.pipeline.auto_schedule import ModelCosts
 from ppctl.training.pipeline.build_pipeline import pipeline
 from ppctl.training.pipeline.built_in_models import lora_of, make_stack
-from ppctl.training.pipeline.engines.engine_protocol import Engine
+from ppctl.training.pipeline.engines.make_engine import Engine
 from ppctl.training.pipeline.jax_start import check_memory_fraction, start_jax
 from ppctl.training.pipeline.known_hardware import described_device
 from ppctl.training.pipeline.pipeline import Pipeline
@@ -215,17 +214,17 @@ def assemble(
         planned = plan(config, stack.num_layers, lambda rank_of: Placed(costs))
     elif planned is None:
         planned = plan(config, stack.num_layers)
-    stages = divide(config.partition, stack.num_layers, planned.schedule.rank_of)
-    is_explicit = config.partition.name == "explicit"
-    partition = [*map(len, stages)] if is_explicit else config.partition.name
-    pipe = pipelined(schedule=planned.ticks or planned.schedule, partition=partition)
+    schedule, partition = planned.step.schedule, config.partition.name
+    if partition == "explicit":
+        partition = [*map(len, divide(config.partition, stack.num_layers, schedule.rank_of))]
+    pipe = pipelined(schedule=schedule, partition=partition)
     # 5. the user's code
     parts = {"model": config.model, "data": config.data}
     code = {name: sources(each.target) for name, each in parts.items() if each.name == "custom"}
     return TrainingJob(config, data, pipe, code, choice=planned.choice)
 
 
-def plan(config: Config, num_layers: int, *costs: Any) -> ScheduledPipeline:
+def plan(config: Config, num_layers: int, *costs: Any) -> Planned:
     """Return schedule and ticks of a config, with its partition checked. Starts no JAX.
 
     costs: `costs_of` and `in_ticks_bytes` of `pipeline_of`, where the schedule depends on them.
@@ -233,13 +232,11 @@ def plan(config: Config, num_layers: int, *costs: Any) -> ScheduledPipeline:
     trained = trained_share(config.model, config.optim)
     how = config.schedule, config.executor, config.mesh.pp, num_layers, trained
     planned = pipeline_of(*how, *costs)
-    divide(config.partition, num_layers, planned.schedule.rank_of)
+    divide(config.partition, num_layers, planned.step.schedule.rank_of)
     return planned
 
 
-def plan_auto(
-    config: Config, num_layers: int, pipelined: Callable[..., Pipeline]
-) -> ScheduledPipeline:
+def plan_auto(config: Config, num_layers: int, pipelined: Callable[..., Pipeline]) -> Planned:
     """Return the same for schedule=auto, by the seconds and bytes of the model's stages.
 
     pipelined: makes the request's pipeline of a schedule and a partition.
@@ -345,7 +342,7 @@ def model_flops(job: TrainingJob) -> ModelFlops:
         # FLOPs a pair and unit of width: 4 of scores and their product with values, 8 backward
         masked = 12 * num_examples * model.num_heads * model.head_width * pairs
     loss_and_grads = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype=pipe.dtype)
-    params = jax.eval_shape(lambda: init(stack, 0))
+    params = stack.param_shapes
     full = matmul_flops(loss_and_grads, params, pipe.batch_shapes)
     return ModelFlops(full, full - masked)
 

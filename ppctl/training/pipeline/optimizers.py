@@ -10,7 +10,7 @@ import optax
 
 from ppctl.model.layer_reports import Updates, with_updated, without_counted
 from ppctl.model.random_keys import with_example_keys
-from ppctl.model.stack import NO_DECAY
+from ppctl.model.stack import NO_DECAY, Stack
 from ppctl.model.trainable_parameters import trained_part, with_trained
 from ppctl.training.pipeline.layer_optimizers import STAGED, LayerOptimizer
 from ppctl.training.pipeline.network_optimizers import NetworkOptimizer
@@ -96,6 +96,12 @@ def init_state(params: Tree, optimizer: Optimizer, trainable: Tree = True) -> Tr
     """
     state = optimizer.init(trained_part(params, trainable))
     return {"params": params, "optimizer": state, "step": jnp.zeros((), jnp.int32)}
+
+
+def state_shapes(stack: Stack, optimizer: Optimizer) -> Tree:
+    """Return the shapes of `init_state` of a model."""
+    start = lambda params: init_state(params, optimizer, stack.options.trainable)  # noqa: E731
+    return jax.eval_shape(start, stack.param_shapes)
 
 
 def train_step(

@@ -24,10 +24,11 @@ from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.mesh_axes import DATA_AXES, MeshSizes
 from ppctl.schedule.partition.partition import Partition
-from ppctl.schedule.simulator import simulate
+from ppctl.schedule.scheduled_step import ScheduledStep
 from ppctl.schedule.tick_lowering import Ticks
 from ppctl.training.pipeline.call_checks import StateChecks, check_natural, on_host, whole_number
-from ppctl.training.pipeline.engines.engine_protocol import Engine, Footprint
+from ppctl.training.pipeline.engines.make_engine import Engine
+from ppctl.training.pipeline.engines.step_memory import Footprint
 from ppctl.training.pipeline.engines.step_programs import StepPrograms
 from ppctl.training.pipeline.engines.train_states import States, shardings_of
 from ppctl.training.pipeline.execution import Execution
@@ -49,10 +50,8 @@ class Pipeline:
     """
 
     stack: Stack
-    schedule: Schedule
-    ticks: Ticks | None  # the schedule in ticks; None unless executor=spmd
+    scheduled: ScheduledStep
     execution: Execution
-    task_costs: Costs  # relative; F = I = W = 1, plus recomputation, W of the trained share
     costs_of_layers: Callable[[], RelativeCosts]
     states: States
     optimizer: ModelOptimizer
@@ -65,6 +64,15 @@ class Pipeline:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 
     # its parts
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.scheduled.schedule
+
+    @property
+    def ticks(self) -> Ticks | None:
+        """The schedule in ticks; None unless executor=spmd."""
+        return self.scheduled.ticks
 
     @property
     def mesh(self) -> Mesh:
@@ -320,11 +328,8 @@ class Pipeline:
     def bubble(self, costs: Costs | None = None) -> float | None:
         """Return the idle share of all ranks that the schedule predicts for this executor, 0..1.
 
-        costs: seconds of tasks; None: `task_costs`, in equal stages. None without a pipeline.
+        costs: seconds of tasks; None: relative ones, in equal stages. None without a pipeline.
         """
         if not self.execution.engine.is_pipelined:
             return None
-        costs = self.task_costs if costs is None else costs
-        if self.ticks is not None:
-            return self.ticks.bubble_fraction(costs)
-        return simulate(self.schedule, costs).bubble_fraction
+        return self.scheduled.bubble_fraction(self.scheduled.costs if costs is None else costs)

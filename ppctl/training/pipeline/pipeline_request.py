@@ -26,21 +26,20 @@ from ppctl.executors.stage.jaxpr_flops import RelativeCosts
 from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.network import Network
 from ppctl.model.parallel import WHOLE, StageAxes
-from ppctl.model.stack import DividedStack, Stack, init, num_examples, over_ranks
+from ppctl.model.stack import DividedStack, Stack, num_examples, over_ranks
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FamilyWithKnobs, family
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.mesh_axes import DATA_AXES, SHARD_AXES, MeshSizes, axes_dividing, product_text
 from ppctl.schedule.partition.divisibility import check_sequences
 from ppctl.schedule.partition.partition import Partition, explicit, uniform
-from ppctl.schedule.tick_lowering import Ticks
 from ppctl.schedule.validation import validate
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
 from ppctl.training.pipeline.call_checks import arrays_of, check_values, named, whole_number
 from ppctl.training.pipeline.execution import Execution
 
 Tree = Any
-AnySchedule = str | FamilyWithKnobs | Schedule | Ticks
+AnySchedule = str | FamilyWithKnobs | Schedule
 XLA_AXES = axes_dividing("weights")  # over which XLA can divide a model by its sharding
 
 
@@ -81,7 +80,7 @@ def _schedule_for(
             name, example = schedule.name, 2 * num_ranks
             raise ConfigError(f"schedule={name} needs num_microbatches, such as {example}.")
         return schedule.build(num_ranks, num_microbatches)
-    if not isinstance(schedule, FamilyWithKnobs | Schedule | Ticks):
+    if not isinstance(schedule, FamilyWithKnobs | Schedule):
         raise ConfigError(
             f"schedule={schedule} is no schedule. Use the name of a family, ppctl.family(name), or "
             "a ppctl.Schedule."
@@ -91,7 +90,7 @@ def _schedule_for(
         call = f'ppctl.family("{schedule.name}", {name}={value!r})'
         raise ConfigError(f"{name}={value} is a setting of the schedule. Use schedule={call}.")
     # 2. a schedule that is made already
-    plan = schedule.schedule if isinstance(schedule, Ticks) else validate(schedule)
+    plan = validate(schedule)
     if knobs:
         why = f"knobs of a named schedule, but {plan.name} is made already"
         raise ConfigError(f"{', '.join(knobs)}: {why}. Leave it out.")
@@ -247,7 +246,7 @@ def shards_in_stages(
     """
     if axes.parts(("pp", *SHARD_AXES)) == 1:
         return {}, ()
-    params, by_xla = jax.eval_shape(lambda: init(stack, 0)), divided_by_xla(stack, axes)
+    params, by_xla = stack.param_shapes, divided_by_xla(stack, axes)
     specs = _checked_specs(params, divided.sharding, axes, is_padded=not by_xla)
     return shards_of(params, specs, axes), by_xla
 

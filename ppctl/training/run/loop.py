@@ -24,7 +24,7 @@ from ppctl.reports.bubble_names import shared_cores_text
 from ppctl.reports.run_status import WARM_UP_STEPS
 from ppctl.schedule.simulator import Timeline
 from ppctl.training.checkpoint.checkpoint import Checkpoints
-from ppctl.training.pipeline.engines.engine_protocol import Footprint
+from ppctl.training.pipeline.engines.step_memory import Footprint
 from ppctl.training.pipeline.job import ModelFlops, TrainingJob, evaluate, model_flops, unit_of_work
 from ppctl.training.pipeline.mfu import mfu, mfu_peak_flops
 from ppctl.training.run import profiler

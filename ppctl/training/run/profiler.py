@@ -32,7 +32,7 @@ from ppctl.schedule.ir import Kind, Schedule, Task
 from ppctl.schedule.mesh_axes import RANK_AXES
 from ppctl.schedule.simulator import Timeline, simulate
 from ppctl.schedule.tick_lowering import Ticks
-from ppctl.training.pipeline.engines.engine_protocol import TimedEngine
+from ppctl.training.pipeline.engines.mpmd_engine import Mpmd
 
 Tree = Any
 DEVICE = re.compile(r"/device:(?:GPU|TPU):(\d+)")
@@ -85,7 +85,7 @@ class Window:
 
 
 def timed_step(
-    engine: TimedEngine, schedule: Schedule, state: Tree, batch: Tree
+    engine: Mpmd, schedule: Schedule, state: Tree, batch: Tree
 ) -> tuple[Tree, Tree, Timeline]:
     """Run one step alone to its end; return (next state, metrics, measured timeline)."""
     with tempfile.TemporaryDirectory() as folder:

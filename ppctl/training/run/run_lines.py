@@ -41,7 +41,8 @@ def describe(job: TrainingJob, start: int) -> Iterator[str]:
 
 
 def _schedule_lines(job: TrainingJob) -> Iterator[str]:
-    pipe, schedule, ticks = job.pipe, job.pipe.schedule, job.pipe.ticks
+    pipe, step = job.pipe, job.pipe.scheduled
+    schedule, ticks, costs = step.schedule, step.ticks, step.costs
     # 1. the schedule
     if not pipe.execution.engine.is_pipelined:
         yield f"executor  reference (no pipeline), {schedule.num_microbatches} microbatches"
@@ -62,7 +63,7 @@ def _schedule_lines(job: TrainingJob) -> Iterator[str]:
         programs = "a program for each stage and kind of task, dispatched by the host"
         yield f"executor  mpmd: {programs}{barrier}"
     if ticks is not None:
-        stretch = ticks.makespan_s(pipe.task_costs) / simulate(schedule, pipe.task_costs).makespan_s
+        stretch = ticks.makespan_s(costs) / simulate(schedule, costs).makespan_s
         if stretch > LOCKSTEP_NOTICE:
             yield (
                 f"note      {schedule.name} takes {stretch:.2f} times as long in the lockstep "

@@ -19,7 +19,7 @@ from ppctl.data import DataSet
 from ppctl.data.dataset import described
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.executors.reference import outputs_of, reference
-from ppctl.model.stack import Stack, init
+from ppctl.model.stack import Stack
 from ppctl.reports import run_status
 from ppctl.reports.foreign_files import read_settings
 from ppctl.reports.run_files import read_lines
@@ -165,7 +165,7 @@ class SavedRun:
     def _fitting(self, step: int, natural: Tree) -> Stack:
         """Return the model. CheckpointError if its parameters differ from those of a checkpoint."""
         stack = self._stack
-        wanted = jax.eval_shape(lambda: init(stack, 0))
+        wanted = stack.param_shapes
         unlike = differences(array_types(natural), array_types(wanted))
         if unlike:
             raise CheckpointError(

@@ -28,7 +28,7 @@ from ppctl.reports.run_status import FINISHED, INTERRUPTED, HeldError, RunStatus
 from ppctl.reports.terminal_output import OutputConsole, replace_file, show_lines
 from ppctl.schedule.schedule_text import to_csv
 from ppctl.training.checkpoint.checkpoint import Checkpoints
-from ppctl.training.pipeline.engines.engine_protocol import Footprint
+from ppctl.training.pipeline.engines.step_memory import Footprint
 from ppctl.training.pipeline.jax_start import start_jax
 from ppctl.training.pipeline.job import DEFAULT_DTYPE, TrainingJob, assemble
 from ppctl.training.pipeline.job_checks import check_job

@@ -14,12 +14,8 @@ from ppctl.executors.parameter_layout import Layout, layer_specs, shapes_on_devi
 from ppctl.executors.reference import reference
 from ppctl.executors.spmd.spmd_program import spmd, spmd_bytes
 from ppctl.model.stack import DividedStack, Stack, num_examples
-from ppctl.schedule.costs import Costs
-from ppctl.schedule.ir import Schedule, Task
 from ppctl.schedule.mesh_axes import DATA_AXES, MeshSizes
-from ppctl.schedule.simulator import simulate
-from ppctl.schedule.tick_lowering import Ticks, forward_only, ticks
-from ppctl.training.pipeline.engines.engine_protocol import Engine
+from ppctl.schedule.scheduled_step import ScheduledStep
 from ppctl.training.pipeline.engines.mpmd_engine import Mpmd
 from ppctl.training.pipeline.engines.one_program import OneProgram
 from ppctl.training.pipeline.engines.post_validation import PostValidated
@@ -28,46 +24,43 @@ from ppctl.training.pipeline.execution import Execution
 from ppctl.training.pipeline.optimizers import LossAndGrads, ModelOptimizer
 
 Tree = Any
+Engine = OneProgram | Mpmd
 Loss = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]  # params, batch -> loss, number
 
 
 def make_engine(
     model: Model,
     states: States,
-    schedule: Schedule,
-    lowered: Ticks | None,
+    step: ScheduledStep,
     shapes: Tree,
     optimizer: ModelOptimizer,
     lr_schedule: optax.Schedule | None,
     execution: Execution,
     clip_norm: float | None,
-    costs: Costs,
 ) -> Engine:
-    """Return the engine that runs a schedule.
+    """Return the engine that runs a step.
 
     model: as one device computes it; shapes: of a global batch; clip_norm: of the optimizer's
-    clipping; costs: relative, of tasks.
+    clipping.
     """
     how = optimizer, lr_schedule
     # 1. mpmd
     if execution.engine.dispatches_tasks:
-        both = schedule, forward_only(schedule)
-        training, evaluation = ((each, dispatch_order(each, costs)) for each in both)
-        arguments = states, shapes, model, (training, evaluation), *how, dict(execution.xla_flags)
+        arguments = states, shapes, model, step, *how, dict(execution.xla_flags)
         if execution.post_validation:
             return PostValidated(
                 *arguments, max_norm=clip_norm, guards_finite=optimizer.guards_finite
             )
         return Mpmd(*arguments)
     # 2. the reference
-    if lowered is None:
+    if step.ticks is None:
         functions, held = _by_reference(model, states.layout, execution), {}
     # 3. spmd
     else:
-        evaluation = ticks(forward_only(schedule), costs, execution.remat)
-        in_ticks = partial(spmd, model, states.layout)
-        functions = in_ticks(lowered), in_ticks(evaluation)
-        held = spmd_bytes(model, states.layout, lowered, states.staged["params"]["layers"])
+        in_ticks, evaluation = partial(spmd, model, states.layout), step.evaluation.ticks
+        assert evaluation is not None, "lowered as the step is"
+        functions = in_ticks(step.ticks), in_ticks(evaluation)
+        held = spmd_bytes(model, states.layout, step.ticks, states.staged["params"]["layers"])
     options = execution.xla_flags, model.stack.takes_key
     return OneProgram(states, shapes, *functions, *how, held, *options)
 
@@ -123,9 +116,3 @@ def _by_reference(model: Model, layout: Layout, execution: Execution) -> tuple[L
     how = {"num_microbatches": model.num_microbatches, "remat": execution.remat}
     of = partial(reference, model.stack, **how, dtype=model.dtype)
     return gradients, lambda params, batch: of(with_grads=False)(layout.to_natural(params), batch)
-
-
-def dispatch_order(schedule: Schedule, costs: Costs) -> list[Task]:
-    """Return the tasks by their start on free-running ranks, each after those that it reads."""
-    start_s = simulate(schedule, costs).start_s  # in an order that ranks can run: ties keep it
-    return sorted(start_s, key=start_s.__getitem__)

@@ -13,8 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import DictKey
 
-from ppctl.executors.model_shapes import Model, shard_shapes
+from ppctl.executors.model_shapes import Model, shard_bytes, shard_shapes
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, Walk, transfer_entry
 from ppctl.executors.mpmd.mpmd_runtime import Runtime
 from ppctl.executors.mpmd.plan_tasks import roles, task_entries
@@ -24,19 +27,21 @@ from ppctl.model.layer_inputs import LOSS
 from ppctl.model.random_keys import SEED, key_of_seed
 from ppctl.model.stack import metric_means, number_of
 from ppctl.model.trainable_parameters import trained_part
-from ppctl.schedule.ir import Schedule, Task
-from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporaries, by_part
-from ppctl.training.pipeline.engines.plan_inputs import STATE, Given
+from ppctl.schedule.ir import Task
+from ppctl.schedule.mesh_axes import DATA_AXES
+from ppctl.schedule.scheduled_step import ScheduledStep
+from ppctl.training.pipeline.engines.step_memory import Footprint, Temporaries, by_part
 from ppctl.training.pipeline.engines.step_programs import StepPrograms, dispatched_programs
 from ppctl.training.pipeline.engines.train_states import PlacedBatches, States
 from ppctl.training.pipeline.engines.update_programs import UpdatePrograms
 from ppctl.training.pipeline.optimizers import Optimizer
 
 Tree = Any
+STATE = ("params", "optimizer", "step")  # names in a rank's state
 
 
 class Mpmd:
-    """An `Engine`. schedules: training and evaluation, each with its tasks in dispatch order."""
+    """An `Engine` that dispatches a step in the order of its schedule."""
 
     step_plan = "step"  # the name of a train step's plan
 
@@ -45,7 +50,7 @@ class Mpmd:
         states: States,
         batch_shapes: Tree,
         model: Model,
-        schedules: tuple[tuple[Schedule, Sequence[Task]], tuple[Schedule, Sequence[Task]]],
+        scheduled: ScheduledStep,
         optimizer: Optimizer,
         lr_schedule: optax.Schedule | None = None,
         compiler_options: Mapping[str, Any] | None = None,  # XLA's, as for jax.jit
@@ -53,7 +58,7 @@ class Mpmd:
         # 1. the request
         self.layout = layout = states.layout
         self.states, self.batch_shapes, self.model = states, batch_shapes, model
-        self.training, self.evaluation = schedules
+        self.scheduled = scheduled
         rate = ("lr",) if lr_schedule is not None else ()
         metrics = jax.eval_shape(metric_means, model.losses[1])
         self.metric_names = (LOSS, "grad_norm", *rate, *model.inputs.losses, *metrics)
@@ -71,24 +76,11 @@ class Mpmd:
         library = UpdatePrograms(self, optimizer, lr_schedule).library
         self.runtime = Runtime(self.division.submeshes, library, compiler_options)
         self.vocab_parts = model.axes.vocab_parts
-        readers = {"inputs": [self.first], "targets": [self.last]}
-        self.given = Given(
-            *(self.division, self.runtime, states.staged, batch_shapes),
-            dict.fromkeys(readers, self.ranks) if self.vocab_parts else readers,
-            *(model.num_microbatches, self.vocab_parts),
-            self._key_numbers(),
-        )
+        readers = {"inputs": [self.first], "targets": [self.last]}  # the ranks that read them
+        self.readers = dict.fromkeys(readers, self.ranks) if self.vocab_parts else readers
         # 4. the rank whose copy of a step's numbers this process reads
         self.read_at = next(r for r in (self.last, *self.ranks) if self.runtime.is_mine[r])
         self.walks: dict[str, Walk] = {}
-
-    def _key_numbers(self) -> dict[Key, np.ndarray]:
-        """Return the numbers from which ranks make keys: the seed's key, layers in the model."""
-        if not self.model.inputs.has_key:
-            return {}
-        numbers, seed = self.layout.numbers, key_of_seed(self.states.seed)
-        layers = {("layer_numbers", r): numbers[:, r : r + 1] for r in self.ranks}
-        return layers | {(SEED, r): seed for r in self.ranks}
 
     # states
 
@@ -112,7 +104,7 @@ class Mpmd:
         return jax.block_until_ready(whole())
 
     def share(self, rank: int) -> Tree:
-        shapes = self.given.shapes()
+        shapes = self.given_shapes
         return shard_shapes({name: shapes[name, rank] for name in STATE})
 
     def params(self, state: Tree) -> Tree:
@@ -122,13 +114,69 @@ class Mpmd:
 
     @cached_property
     def state_shapes(self) -> Tree:
-        shapes, placed = self.given.shapes(), self.runtime.placed
+        shapes, placed = self.given_shapes, self.runtime.placed
         of_rank = lambda r: {name: placed(r, shapes[name, r]) for name in STATE}  # noqa: E731
         return tuple(of_rank(r) if self.runtime.is_mine[r] else None for r in self.ranks)
 
-    @property
+    # the values that plans start from, by key: (name, rank), or (name, rank, microbatch)
+
+    @cached_property
     def batches(self) -> PlacedBatches:
-        return self.given.batches
+        submeshes = self.division.submeshes
+        pairs = ((name, rank) for name, ranks in self.readers.items() for rank in ranks)
+        shardings = {(name, r): NamedSharding(submeshes[r], P(DATA_AXES)) for name, r in pairs}
+        return PlacedBatches(self.batch_shapes, shardings)
+
+    @cached_property
+    def _numbers(self) -> dict[Key, np.ndarray]:
+        """Numbers of microbatches, of parts of the vocabulary, and those that make keys."""
+        has_key = self.model.inputs.has_key
+        readers = {rank for ranks in self.readers.values() for rank in ranks}
+        found: dict[Key, np.ndarray] = {
+            ("m", r, m): np.asarray(m, np.int32)
+            for r in (self.ranks if has_key else readers)
+            for m in range(self.model.num_microbatches)
+        }
+        if self.vocab_parts:
+            found |= {("part", r): np.asarray(r, np.int32) for r in self.ranks}
+        if has_key:
+            numbers, seed = self.layout.numbers, key_of_seed(self.states.seed)
+            found |= {("layer_numbers", r): numbers[:, r : r + 1] for r in self.ranks}
+            found |= {(SEED, r): seed for r in self.ranks}
+        return found
+
+    @cached_property
+    def _placed_numbers(self) -> dict[Key, jax.Array | None]:
+        return {key: self.runtime.numbers(value, key[1]) for key, value in self._numbers.items()}
+
+    def given(self, state: Tree, batch: Mapping[Key, Tree]) -> dict[Key, Tree]:
+        """Return the values of a state, a batch and numbers."""
+        return {**batch} | self.of_state(state) | self._placed_numbers
+
+    def of_state(self, state: Tree) -> dict[Key, Tree]:
+        """Return the values of a state: a tree for each rank."""
+        return {(name, r): tree for r, each in enumerate(state) for name, tree in each.items()}
+
+    @cached_property
+    def given_shapes(self) -> dict[Key, Tree]:
+        """Their shapes, with shardings on a submesh."""
+        shape, described = self.runtime.shape, self.division.described
+        shapes: dict[Key, Tree] = {
+            key: shape(self.batch_shapes[key[0]], P(DATA_AXES)) for key in self.batches.shardings
+        }
+        for name, tree in self.states.staged.items():
+            path = (DictKey(name),)
+            shapes |= {(name, r): shape(*described(tree, r, path)) for r in self.ranks}
+        return shapes | {key: shape(value, P()) for key, value in self._numbers.items()}
+
+    @property
+    def _given_bytes(self) -> list[dict[str, int]]:
+        """The bytes of each rank's state and batch on one device, by name."""
+        found: list[dict[str, int]] = [{} for _ in self.ranks]
+        for (name, rank, *_), shapes in self.given_shapes.items():
+            if name in STATE or name in self.readers:
+                found[rank][name] = shard_bytes(shapes)
+        return found
 
     # steps
 
@@ -136,7 +184,7 @@ class Mpmd:
         step = self.walk(self.step_plan)
         if evaluate:
             self.walk("loss")
-        state_and_batch = (sum(held.values()) for held in self.given.bytes())
+        state_and_batch = (sum(held.values()) for held in self._given_bytes)
         terms = zip(state_and_batch, step.peak_bytes, self.runtime.is_mine, strict=True)
         return Footprint(max(step.peak_bytes), tuple((a + b) * mine for a, b, mine in terms), "")
 
@@ -144,13 +192,13 @@ class Mpmd:
         ops, kept = self.plan(self.step_plan)
         of = lambda program: 0 if program is None or temporaries is None else temporaries(program)  # noqa: E731
         temps = None if temporaries is None else [of(op.program) for op in ops]
-        held = self.runtime.memory_breakdown(ops, self.given.shapes(), kept, temps)
-        pairs = zip(self.given.bytes(), held, strict=True)
+        held = self.runtime.memory_breakdown(ops, self.given_shapes, kept, temps)
+        pairs = zip(self._given_bytes, held, strict=True)
         return tuple(by_part(given | of_rank) for given, of_rank in pairs)
 
     def programs(self) -> StepPrograms:
         ops, _ = self.plan(self.step_plan)
-        return dispatched_programs(self.runtime, ops, self.given.shapes())
+        return dispatched_programs(self.runtime, ops, self.given_shapes)
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         return self.run_step(self.walk(self.step_plan), state, batch)
@@ -158,19 +206,22 @@ class Mpmd:
     def step_by_step(
         self, state: Tree, batch: Tree
     ) -> tuple[Tree, dict[str, jax.Array], dict[Task, float]]:
+        """Run `step`, one program at a time; return also the seconds of each task."""
         seconds: dict[Task, float] = {}
         walk = self.walk(self.step_plan).timed(seconds)
         return *self.run_step(walk, state, batch), seconds
 
     def run_step(self, walk: Walk, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         """Return (next state, metrics) of a compiled plan of a step."""
-        found = walk.run(self.given.values(state, batch))
+        found = walk.run(self.given(state, batch))
         return self.state_of(found), self.metrics_of(found)
 
     def dispatched(self) -> list[list[tuple[str, Task | None]]]:
+        """Return for each rank the programs of a step in order: (module name, task or None)."""
         return self.walk(self.step_plan).programs
 
     def devices(self) -> list[int]:
+        """Return for each rank the id of its first device."""
         return [submesh.devices.flat[0].id for submesh in self.division.submeshes]
 
     def state_of(self, found: Mapping[Key, Tree], prefix: str = "") -> Tree:
@@ -182,11 +233,11 @@ class Mpmd:
         return {name: found["numbers", self.read_at][name] for name in self.metric_names}
 
     def loss(self, state: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
-        found = self.walk("loss").run(self.given.values(state, batch))
+        found = self.walk("loss").run(self.given(state, batch))
         return found["loss", self.read_at], number_of(found["number", self.read_at])
 
     def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
-        found = self.walk("grads").run(self.given.values(state, batch))
+        found = self.walk("grads").run(self.given(state, batch))
         of_ranks = [found["mean_grads", r] for r in self.ranks]
         shapes = trained_part(self.states.staged["params"], self.model.stack.options.trainable)
         to_natural, join = jax.jit(self.layout.to_natural), self.division.join
@@ -195,7 +246,7 @@ class Mpmd:
     def walk(self, what: str) -> Walk:
         """Return the compiled plan of that name."""
         if what not in self.walks:
-            given = self.given.shapes()
+            given = self.given_shapes
             if what == "redo":
                 tried = self.walk("try").shapes
                 of_state = {key: shape for key, shape in given.items() if key[0] in STATE}
@@ -215,13 +266,13 @@ class Mpmd:
         # 1. the tasks
         if what == "redo":
             return self._updates("update", "numbers"), self.state_keys
-        schedule, order = self.evaluation if what == "loss" else self.training
         inputs, has_step = self.model.inputs, what != "loss"
+        step = self.scheduled if has_step else self.scheduled.evaluation
         before, after = rank_entries(self.layout, self.roles, with_grads=has_step, inputs=inputs)
         how = {"keeps_input": self.model.remat.keeps_input_only}
         how["with_keys"] = has_step and inputs.has_key
         sums = reductions(self.roles, self.stage_roles) if has_step else ()
-        tasks = task_entries(schedule, order, self.stage_roles, **how, reductions=sums)
+        tasks = task_entries(step.schedule, step.order, self.stage_roles, **how, reductions=sums)
         ops = [*before, *tasks, *self._mean()]
         # 2. a loss, or a step
         if what == "loss":

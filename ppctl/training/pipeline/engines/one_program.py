@@ -16,7 +16,7 @@ from ppctl.executors.model_shapes import shard_bytes, shard_shapes
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.random_keys import SEED, key_of_seed, with_example_keys
 from ppctl.schedule.mesh_axes import DATA_AXES
-from ppctl.training.pipeline.engines.engine_protocol import Footprint, Temporaries
+from ppctl.training.pipeline.engines.step_memory import Footprint, Temporaries
 from ppctl.training.pipeline.engines.step_programs import StepPrograms, one_program
 from ppctl.training.pipeline.engines.train_states import PlacedBatches, States, shardings_of
 from ppctl.training.pipeline.optimizers import Optimizer, train_step
@@ -27,7 +27,10 @@ STATE_PARTS = {"parameters": "params", "optimizer": "optimizer"}
 
 @dataclass(frozen=True)
 class OneProgram:
-    """An `Engine` with a staged state; `loss_and_grads_of` and `loss_of` take staged parameters."""
+    """An `Engine` with a staged state; `loss_and_grads_of` and `loss_of` take staged parameters.
+
+    Every engine has the public methods of this one down to `loss_and_grads`.
+    """
 
     states: States
     batch_shapes: Tree  # shapes and dtypes of a global batch
@@ -41,31 +44,34 @@ class OneProgram:
     compiled: dict[str, jax.stages.Compiled] = field(default_factory=dict)
 
     def new_state(self, seed: int | None = None) -> Tree:
+        """Return the initial state: a function of model and seed. None: the seed of the request."""
         return self.states.new(seed)
 
     def to_natural(self, state: Tree) -> Tree:
+        """Return a state in natural order on the whole mesh, as checkpoints hold it."""
         return self.states.to_natural(state)
 
     def from_natural(self, state: Tree) -> Tree:
+        """Return the engine's state from one in natural order."""
         return self.states.to_staged(state)
 
     def share(self, rank: int) -> Tree:
+        """Return the shapes of one device's share of a rank's {"params", "optimizer", "step"}."""
         del rank  # all ranks hold equal shares
         return shard_shapes(self.states.staged)
 
     def params(self, state: Tree) -> Tree:
+        """Return a state's parameters in natural order on the whole mesh."""
         return self.states.params_to_natural(state["params"])
 
     @property
     def state_shapes(self) -> Tree:
+        """Shapes, dtypes and shardings of a state; None in place of other processes' ranks."""
         return self.states.staged
 
-    @property
-    def batches(self) -> PlacedBatches:
-        return self._batches
-
     @cached_property
-    def _batches(self) -> PlacedBatches:
+    def batches(self) -> PlacedBatches:
+        """The placing of global batches for `step`, and this process's examples of them."""
         sharding = NamedSharding(self.states.layout.mesh, P(DATA_AXES))
         return PlacedBatches(self.batch_shapes, dict.fromkeys(self.batch_shapes, sharding))
 
@@ -98,6 +104,7 @@ class OneProgram:
         return self.trace_train_step().lower()
 
     def compile(self, *, evaluate: bool) -> Footprint:
+        """Compile the train step, and with `evaluate` the programs of `loss`."""
         self.compiled["step"] = step = self.compile_program(self.lower_train_step())
         if evaluate:
             lowered = jax.jit(self.loss_of).lower(self.states.staged["params"], self.placed_batch)
@@ -110,7 +117,10 @@ class OneProgram:
         return lowered.compile(dict(self.flags) or None)
 
     def memory(self, temporaries: Temporaries | None = None) -> tuple[dict[str, int], ...]:
-        """Return bytes by part, equal for all ranks; compiled temporaries are the rest."""
+        """Return for each rank the bytes of one device by part, from shapes.
+
+        temporaries: those of each program; None: as compiled, if it is, the rest of all.
+        """
         staged, step = self.states.staged, self.compiled.get("step")
         of_rank = {name: shard_bytes(staged[key]) for name, key in STATE_PARTS.items()}
         of_rank |= {**self.held, "batch": shard_bytes(self.placed_batch)}
@@ -124,16 +134,23 @@ class OneProgram:
         return (of_rank,) * self.states.layout.mesh.shape["pp"]
 
     def programs(self) -> StepPrograms:
+        """Return the traced programs of a step."""
         mesh = self.states.layout.mesh.shape
         return one_program(self.trace_train_step(), mesh, self.compile_program)
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        """Return (next state, {"loss", attached losses, "grad_norm", and "lr" if known}).
+
+        After `compile`; takes the memory of the state.
+        """
         return self.compiled["step"](state, batch | self._seed_key)
 
     def loss(self, state: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        """Return (mean loss of a batch, number of losses); after `compile(evaluate=True)`."""
         return self.compiled["loss"](state["params"], batch)
 
     def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        """Return (mean loss, gradients in natural order) of a batch."""
         batch = jax.jit(with_example_keys)(batch | self._seed_key, state["step"])
         losses, grads = jax.jit(self.loss_and_grads_of)(state["params"], batch)
         return losses[LOSS], jax.jit(self.states.layout.to_natural)(grads)

@@ -15,8 +15,8 @@ import jax
 
 from ppctl.executors.mpmd.dispatch_plan import Walk
 from ppctl.schedule.ir import Task
-from ppctl.training.pipeline.engines.engine_protocol import Footprint
 from ppctl.training.pipeline.engines.mpmd_engine import Mpmd
+from ppctl.training.pipeline.engines.step_memory import Footprint
 
 Tree = Any
 
@@ -81,7 +81,7 @@ class PostValidated(Mpmd):
     def run_step(
         self, walk: Walk, state: Tree, batch: Tree
     ) -> tuple[Attempt, dict[str, jax.Array]]:
-        found = walk.run(self.given.values(state, batch))
+        found = walk.run(self.given(state, batch))
         metrics = self.metrics_of(found)
         outcome = {key: found[key] for key in self.outcome}
         return Attempt(self.state_of(found, "next_"), state, outcome, metrics["grad_norm"]), metrics
@@ -101,7 +101,7 @@ class PostValidated(Mpmd):
             if not (math.isfinite(norm) or self.guards_finite):
                 attempt.state = attempt.before
             elif not math.isfinite(norm) or self.clips(norm):
-                given = self.given.of_state(attempt.before) | attempt.outcome
+                given = self.of_state(attempt.before) | attempt.outcome
                 attempt.state = self.state_of(self.walk("redo").run(given))
             attempt.before = attempt.outcome = None
         return attempt.state

@@ -17,34 +17,34 @@ Tree = Any
 
 @dataclass(frozen=True)
 class States:
-    """The states of a model on a mesh; `init` makes the first in natural order."""
+    """The states of a model on a mesh."""
 
     layout: Layout
-    init: Callable[[int], Tree]  # seed -> state
+    init: Callable[[int], Tree]  # seed -> the first state, in natural order
+    shapes: Tree  # those of `init`
     seed: int = 0
-
-    def init_staged(self, seed: int | None = None) -> Tree:
-        return self.layout.to_staged(self.init(self.seed if seed is None else seed))
 
     @cached_property
     def natural(self) -> Tree:
         """Shapes, dtypes and shardings of the state as checkpoints hold it."""
-        return self._described(lambda: self.init(self.seed), self.layout.natural_specs)
+        return self._described(self.shapes, self.layout.natural_specs)
 
     @cached_property
     def staged(self) -> Tree:
         """Shapes, dtypes and shardings of the state by stage."""
-        return self._described(self.init_staged, self.layout.staged_specs)
+        shapes = jax.eval_shape(self.layout.to_staged, self.shapes)
+        return self._described(shapes, self.layout.staged_specs)
 
-    def _described(self, function: Callable[[], Tree], specs: Callable[[Tree], Tree]) -> Tree:
-        shapes: Tree = jax.eval_shape(function)
+    def _described(self, shapes: Tree, specs: Callable[[Tree], Tree]) -> Tree:
         shardings = self.layout.shardings(specs(shapes))
         shape = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)  # noqa: E731
         return jax.tree.map(shape, shapes, shardings)
 
     def new(self, seed: int | None = None) -> Tree:
         """Return the initial state, staged, never whole on one device of several."""
-        return jax.jit(lambda: self.init_staged(seed), out_shardings=shardings_of(self.staged))()
+        seed = self.seed if seed is None else seed
+        staged = lambda: self.layout.to_staged(self.init(seed))  # noqa: E731
+        return jax.jit(staged, out_shardings=shardings_of(self.staged))()
 
     @cached_property
     def to_natural(self) -> Callable[[Tree], Tree]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.errors import ConfigError
-from ppctl.model.stack import Stack, init
+from ppctl.model.stack import Stack
 from ppctl.training.pipeline.user_code import call_user_code
 
 Tree = Any
@@ -49,7 +49,7 @@ def with_metrics(
         sums = {n: metric_sums(n, f, found, targets, dtype) for n, f in metrics.items()}
         return loss, {"number": number} | sums
 
-    embed_head = jax.eval_shape(lambda: init(stack, 0)["embed_head"])
+    embed_head = stack.param_shapes["embed_head"]
     x = jax.eval_shape(stack.embed, embed_head, shapes["inputs"])
     jax.eval_shape(head, embed_head, x, shapes["targets"])
     return replace(stack, head=head)

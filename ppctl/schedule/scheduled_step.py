@@ -1,0 +1,59 @@
+"""A schedule as an executor runs it: made once, and carried by all that run, time or draw it."""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import inf
+
+from ppctl.schedule.costs import Costs, task_costs
+from ppctl.schedule.engine_traits import EngineTraits
+from ppctl.schedule.ir import Schedule, Task
+from ppctl.schedule.remat import Remat
+from ppctl.schedule.simulator import Timeline, simulate, timeline_at
+from ppctl.schedule.tick_lowering import Ticks, forward_only, ticks
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """The schedule of a step, as one executor runs it."""
+
+    schedule: Schedule
+    costs: Costs  # relative, of its tasks, see `task_costs`
+    ticks: Ticks | None = None  # None where ranks run freely
+
+    @cached_property
+    def order(self) -> list[Task]:
+        """The tasks by their start on free-running ranks, each after those that it reads."""
+        start_s = simulate(self.schedule, self.costs).start_s  # ranks can run it: ties keep it
+        return sorted(start_s, key=start_s.__getitem__)
+
+    @cached_property
+    def evaluation(self) -> "ScheduledStep":
+        """The forwards of the step, for an evaluation."""
+        schedule, lowered = forward_only(self.schedule), None
+        if self.ticks is not None:
+            lowered = ticks(schedule, self.costs, self.ticks.remat)
+        return ScheduledStep(schedule, self.costs, lowered)
+
+    def timeline(self, costs: Costs, capacity: float = inf) -> Timeline:
+        """Return when each task runs at these costs, on ranks that share `capacity`."""
+        return timeline_at(self.schedule, self.ticks, costs, capacity)
+
+    def bubble_fraction(self, costs: Costs) -> float:
+        """Return the idle share of all ranks at these costs, 0..1."""
+        if self.ticks is not None:
+            return self.ticks.bubble_fraction(costs)
+        return simulate(self.schedule, costs).bubble_fraction
+
+
+@lru_cache(4)
+def scheduled_step(
+    schedule: Schedule, engine: EngineTraits, remat: Remat, trained: float = 1.0
+) -> ScheduledStep:
+    """Return the schedule of a step; trained: the share of the layers' weights, see `task_costs`.
+
+    ScheduleError for a schedule that the executor cannot run.
+    """
+    costs = task_costs(remat, trained)
+    return ScheduledStep(
+        schedule, costs, ticks(schedule, costs, remat) if engine.in_ticks else None
+    )

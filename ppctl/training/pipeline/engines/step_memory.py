@@ -1,0 +1,46 @@
+"""The memory of a step: compiled, and by part."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ppctl.executors.mpmd.dispatch_plan import ProgramId
+from ppctl.executors.mpmd.rank_programs import SHARED
+
+PARTS = (
+    *("parameters", "optimizer", "weights", "gradients", "activations", "transfers", "batch"),
+    "temporaries",
+)
+SUMS = ("acc", "acc_embed_head", "sum", "grads", *SHARED)
+NAMES = {  # parts by the names of values in a plan of executor=mpmd
+    **dict.fromkeys(("params", "next_params"), "parameters"),
+    **dict.fromkeys(("optimizer", "next_optimizer"), "optimizer"),
+    **dict.fromkeys(("inputs", "targets"), "batch"),
+    **dict.fromkeys(("w", "embed_head"), "weights"),
+    **dict.fromkeys(SUMS, "gradients"),
+    **dict.fromkeys(("x", "y", "gx", "gy"), "transfers"),
+    **dict.fromkeys(("stash", "pending", "logits"), "activations"),
+}
+Temporaries = Callable[[ProgramId | None], int]  # bytes on one device; None: one whole step
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory of a step's compiled programs on top of state and batch."""
+
+    temp_bytes: int  # bytes of the device that needs most
+    total_bytes: tuple[int, ...]  # bytes of a device of each rank, all included; 0: others' rank
+    text: str  # text of the compiled program; "" for a step of many programs
+
+
+def by_part(held: Mapping[str, int]) -> dict[str, int]:
+    """Return bytes by part, in the order of PARTS, from bytes by the names of values.
+
+    >>> by_part({"params": 8, "stash": 2, "temporaries": 1})["activations"]
+    2
+    """
+    found: dict[str, int] = dict.fromkeys(PARTS[:-1], 0)
+    for name, size in held.items():
+        # a few numbers have no part
+        part = name if name in PARTS else NAMES.get(name, "transfers")
+        found[part] = found.get(part, 0) + size
+    return found
