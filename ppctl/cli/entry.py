@@ -39,6 +39,7 @@ from ppctl.errors import (
     PpctlError,
     as_setting,
     error_document,
+    one_line,
     written_as,
 )
 from ppctl.launch.local_processes import launch, leave_error
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     except ElsewhereError as error:
         return error.exit_code
     except PpctlError as error:
-        show_error(error.kind, _one_line(str(error)), argv)
+        show_error(error.kind, one_line(error), argv)
         return error.exit_code
     except KeyboardInterrupt:
         show_error(INTERRUPTED, "interrupted.", argv)
@@ -79,7 +80,7 @@ def _show_unexpected(error: Exception, argv: list[str]) -> None:
         show_error(OUTPUT, f"the output cannot be written: {os.strerror(errno.ENOSPC)}.", argv)
         return
     traceback.print_exc()
-    what = f"{type(error).__name__}: {_one_line(str(error))}"
+    what = f"{type(error).__name__}: {one_line(error)}"
     report = f"Please report it with the lines above and: ppctl {' '.join(argv)}"
     show_error(BUG, f"this is a bug in ppctl, not in your request: {what}. {report}", argv)
 
@@ -237,10 +238,6 @@ def refuse_inapplicable(command: str, config: Config) -> None:
             names = f"{', '.join(others)} and {last}" if others else last
             or_use = f", or use {name}={default_option(name)}" if name in PARTS else ""
             raise ConfigError(f"{changed}: applies to {names} only. Leave it out{or_use}.")
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def show_error(kind: str, message: str, words: Sequence[str], *, in_handler: bool = False) -> None:

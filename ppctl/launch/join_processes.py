@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, one_line
 
 JOIN_S = 300  # seconds until all processes have started: nodes of a cluster may boot containers
 LEAVE_S = 30  # seconds that a process which is done waits for the others
@@ -57,7 +57,7 @@ def join(
     who = "the processes" if process_id is None else f"process {process_id}"
     where = "what the cluster says" if coordinator is None else f"run.coordinator={coordinator}"
     if failure:
-        reason = " ".join(str(failure[0]).split()).rstrip(".")
+        reason = one_line(failure[0]).rstrip(".")
         raise ConfigError(
             f"run.distributed: {who} cannot join by {where}: {reason}. Use run.distributed="
             "explicit with run.coordinator=HOST:PORT, run.num_processes=N and run.process_id=I."

@@ -15,6 +15,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
+from ppctl.errors import one_line
 from ppctl.reports.foreign_files import open_file, read_file
 
 FILE = "status.jsonl"
@@ -73,7 +74,7 @@ class RunStatus:
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
         if error is not None and self._has_begun and not self._has_ended:
             with suppress(OSError):  # a full disk may be what failed
-                self.end(FAILED, reason=" ".join(str(error).split()) or type(error).__name__)
+                self.end(FAILED, reason=one_line(error) or type(error).__name__)
         if not self._has_begun:
             self._leave_no_trace()
         self._file.close()

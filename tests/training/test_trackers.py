@@ -39,7 +39,7 @@ class Recorder:
             raise RuntimeError("the server\nis gone")
         self.records.append((step, dict(values)))
 
-    def end(self, *, is_finished):
+    def end(self, is_finished):
         self.ending = is_finished
 
 

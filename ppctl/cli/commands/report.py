@@ -12,7 +12,7 @@ from ppctl.cli.choices import schema_of
 from ppctl.cli.command_options import Parser
 from ppctl.cli.commands.runs import run_named
 from ppctl.config import Auto, Csv, Mesh
-from ppctl.errors import ConfigError, PpctlError
+from ppctl.errors import ConfigError, PpctlError, one_line
 from ppctl.reports.run_files import SCHEDULE_FILE
 from ppctl.reports.terminal_output import replace_file
 
@@ -83,7 +83,7 @@ def _pipeline(run_dir: Path, recorded: Mapping[str, Any]) -> Planned | str:
     try:
         return _pipeline_of(run_dir, recorded)
     except PpctlError as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
     except (KeyError, TypeError, ValueError, AttributeError, OSError):
         reason = "the settings of the run are not such as there are now."
     return f"The schedule cannot be drawn: {reason}"

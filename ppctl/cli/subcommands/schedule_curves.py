@@ -10,7 +10,7 @@ from typing import Literal
 from ppctl import config as settings
 from ppctl.cli.subcommands.schedule_show import check_size, costs_on, costs_text, deliver
 from ppctl.config.schedule_from_config import label, schedule_of
-from ppctl.errors import ConfigError, ScheduleError
+from ppctl.errors import ConfigError, ScheduleError, one_line
 from ppctl.reports.charts.image_charts import FORMS, Panel, panels
 from ppctl.reports.charts.schedule_drawing import number_text
 from ppctl.reports.terminal_output import OutputConsole, show_lines, show_table
@@ -64,7 +64,7 @@ def curve_grid(
         try:
             cells[p, m] = _point(sized)
         except ScheduleError as error:
-            refused[p, m] = " ".join(str(error).split())
+            refused[p, m] = one_line(error)
     # 2. the lines
     if not cells:
         why = next(iter(refused.values()))

@@ -13,7 +13,7 @@ from typing import Any
 
 from ppctl import config as settings
 from ppctl.config.schedule_from_config import read, schedule_of
-from ppctl.errors import ScheduleError
+from ppctl.errors import ScheduleError, one_line
 from ppctl.reports.charts.draw_schedule import DRAWN_AS
 from ppctl.reports.charts.html_charts import schedules_page
 from ppctl.reports.charts.image_charts import FORMS, image
@@ -78,7 +78,7 @@ def list_families(
             drawings.append(draw(one))
             rows.append(table_row(drawings[-1], *_formulas(one)))
         except ScheduleError as error:
-            refused[one.schedule.name] = " ".join(str(error).split())
+            refused[one.schedule.name] = one_line(error)
     stated = {row["schedule"]: formulas(row["schedule"]) for row in rows}
     # 2. their table, or charts
     if form == "json":

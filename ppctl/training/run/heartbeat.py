@@ -151,20 +151,18 @@ def late_text(
     'process 1 is slow: reading the data of step 8 for 61 s; 1 of 2 processes wait.'
     """
 
-    def place(process: int) -> tuple[int, int]:
-        note = notes[process]
-        return (-1, 0) if note is None else (note["step"], list(DOING).index(note["doing"]))
-
-    # 1. the processes that are last; if all are, those without a sign of life
-    least = min(map(place, notes))
-    behind = [process for process in notes if place(process) == least]
-    silent = [p for p in behind if (note := notes[p]) is None or now - note["at"] > silent_after_s]
-    if len(behind) == len(notes) and silent:
-        behind = silent
+    # 1. the processes that are last; among them, those without a sign of life
+    places = {}
+    for process, note in notes.items():
+        is_alive = note is not None and now - note["at"] <= silent_after_s
+        step, doing = (-1, "compile") if note is None else (note["step"], note["doing"])
+        places[process] = (step, list(DOING).index(doing), is_alive)
+    least = min(places.values())
+    behind = [process for process in notes if places[process] == least]
     # 2. what they do, and how many wait for them
     note = notes[behind[0]]
     doing = "nothing yet" if note is None else f"{note_text(note)} for {now - note['since']:.0f} s"
-    if note is not None and behind[0] in silent:
+    if note is not None and not least[2]:
         doing += f", without a sign of life for {now - note['at']:.0f} s"
     if len(behind) == len(notes):
         if note is not None and note["doing"] == "compile":

@@ -27,6 +27,7 @@ from ppctl.errors import (
     ElsewhereError,
     LostError,
     PpctlError,
+    one_line,
 )
 from ppctl.executors.device_mesh import all_devices
 from ppctl.launch import join_processes as distributed
@@ -184,7 +185,3 @@ def _lost_contact(error: BaseException) -> str | None:
             return one_line(link)[:150].rstrip(".")
         link = link.__cause__
     return None
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import yaml
 
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, one_line
 from ppctl.reports.foreign_files import from_json, read_file
 from ppctl.reports.recorded_settings import setting_names, setting_value
 from ppctl.reports.run_files import TRACKERS_FILE
@@ -33,16 +33,6 @@ END_S = 30.0  # seconds in which a tracker must take the last records
 Values = Mapping[str, float]
 
 
-class Tracker(Protocol):
-    """A run at a tracker's. All calls come from one thread; any may raise."""
-
-    id: str | None  # key by which a later start continues the same run
-    place: str | None  # printed
-
-    def log(self, values: Values, step: int) -> None: ...
-    def end(self, *, is_finished: bool) -> None: ...
-
-
 class RunFacts(NamedTuple):
     """The facts by which a tracker opens a run."""
 
@@ -53,105 +43,98 @@ class RunFacts(NamedTuple):
     id: str | None = None  # of an earlier start's run
 
 
-class TensorBoardRun:
-    """TensorBoard's log of one start of a run: scalars, and the settings as text.
+class Tracker(NamedTuple):
+    """A run at a tracker's. All calls come from one thread; any may raise."""
+
+    log: Callable[[Values, int], object]  # takes values by tag, and the step
+    end: Callable[[bool], object]  # takes whether the run is finished
+    id: str | None = None  # key by which a later start continues the same run
+    place: str | None = None  # printed
+
+
+def tensorboard(run: RunFacts) -> Tracker:
+    """Open TensorBoard's log of one start of a run: scalars, and the settings as text.
 
     A kill loses ten seconds. TensorBoard hides records of earlier starts from first_step on.
     """
+    from tensorboardX import SummaryWriter
 
-    id: str | None = None
-    place: str | None = None
+    step = run.first_step
+    suffix = f".{step}"  # a resume within the same second must not overwrite
+    how: Any = {"purge_step": step, "flush_secs": 10, "filename_suffix": suffix}
+    writer = SummaryWriter(str(run.run_dir / "tensorboard"), **how)
+    text = textwrap.indent(yaml.safe_dump(dict(run.settings), sort_keys=False), "    ")
+    writer.add_text("run/config", text, step)  # indented: a block of Markdown
 
-    def __init__(self, run: RunFacts):
-        from tensorboardX import SummaryWriter
-
-        step = run.first_step
-        suffix = f".{step}"  # a resume within the same second must not overwrite
-        how: Any = {"purge_step": step, "flush_secs": 10, "filename_suffix": suffix}
-        self._writer = SummaryWriter(str(run.run_dir / "tensorboard"), **how)
-        text = textwrap.indent(yaml.safe_dump(dict(run.settings), sort_keys=False), "    ")
-        self._writer.add_text("run/config", text, step)  # indented: a block of Markdown
-
-    def log(self, values: Values, step: int) -> None:
+    def log(values: Values, step: int) -> None:
         for tag, value in values.items():
-            self._writer.add_scalar(tag, value, step)
+            writer.add_scalar(tag, value, step)
 
-    def end(self, *, is_finished: bool) -> None:
-        del is_finished
-        self._writer.close()
+    return Tracker(log, lambda _: writer.close())
 
 
-class WandbRun:
-    """A run of Weights & Biases: offline, unless WANDB_MODE or a stored key is set."""
+def wandb(run: RunFacts) -> Tracker:
+    """Open a run of Weights & Biases: offline, unless WANDB_MODE or a stored key is set."""
+    import wandb
 
-    def __init__(self, run: RunFacts):
-        import wandb
-
-        mode: Any = os.environ.get("WANDB_MODE")
-        mode = mode or ("online" if wandb.login(prompt=False) else "offline")
-        where = {"project": os.environ.get("WANDB_PROJECT", PROJECT), "dir": run.run_dir}
-        how = {"mode": mode, "id": run.id, "resume": "allow", "name": run.name}
-        quiet = wandb.Settings(silent=True, console="off", init_timeout=WANDB_S)
-        self._run = wandb.init(**where, **how, config=dict(run.settings), settings=quiet)
-        # a step metric: steps that a resumed run repeats are no error then
-        self._run.define_metric("*", step_metric="step")
-        self.id, offline = self._run.id, Path(self._run.dir).parent
-        self.place = str(self._run.url or mode)
-        if mode == "offline":
-            self.place = f"offline in {offline}: wandb sync {offline}"
-
-    def log(self, values: Values, step: int) -> None:
-        self._run.log({**values, "step": step})
-
-    def end(self, *, is_finished: bool) -> None:
-        self._run.finish(exit_code=0 if is_finished else 1)
+    mode: Any = os.environ.get("WANDB_MODE")
+    mode = mode or ("online" if wandb.login(prompt=False) else "offline")
+    where = {"project": os.environ.get("WANDB_PROJECT", PROJECT), "dir": run.run_dir}
+    how = {"mode": mode, "id": run.id, "resume": "allow", "name": run.name}
+    quiet = wandb.Settings(silent=True, console="off", init_timeout=WANDB_S)
+    opened = wandb.init(**where, **how, config=dict(run.settings), settings=quiet)
+    # a step metric: steps that a resumed run repeats are no error then
+    opened.define_metric("*", step_metric="step")
+    folder = Path(opened.dir).parent
+    offline = f"offline in {folder}: wandb sync {folder}"
+    return Tracker(
+        log=lambda values, step: opened.log({**values, "step": step}),
+        end=lambda is_finished: opened.finish(exit_code=0 if is_finished else 1),
+        id=opened.id,
+        place=offline if mode == "offline" else str(opened.url or mode),
+    )
 
 
-class MlflowRun:
-    """A run of MLflow, at MLFLOW_TRACKING_URI or in a database in the run directory."""
+def mlflow(run: RunFacts) -> Tracker:
+    """Open a run of MLflow, at MLFLOW_TRACKING_URI or in a database in the run directory."""
+    from mlflow.entities import Metric, Param
+    from mlflow.tracking import MlflowClient
 
-    def __init__(self, run: RunFacts):
-        from mlflow.entities import Param
-        from mlflow.tracking import MlflowClient
-
-        # 1. the server or database, and the experiment
-        local = f"sqlite:///{(run.run_dir / 'mlflow.db').absolute()}"
-        self.place = os.environ.get("MLFLOW_TRACKING_URI") or local
-        self._client = client = MlflowClient(tracking_uri=self.place)
-        project = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        experiment = client.get_experiment_by_name(project)
-        files = (run.run_dir / "mlflow").absolute().as_uri() if self.place == local else None
-        # 2. the run
-        if run.id is not None:
-            self.id = run.id
-            client.update_run(self.id, status="RUNNING")
-            return  # MLflow refuses a parameter with another value
-        where = experiment.experiment_id if experiment else client.create_experiment(project, files)
-        self.id = client.create_run(where, run_name=run.name).info.run_id
+    # 1. the server or database, and the experiment
+    local = f"sqlite:///{(run.run_dir / 'mlflow.db').absolute()}"
+    place, id = os.environ.get("MLFLOW_TRACKING_URI") or local, run.id
+    client = MlflowClient(tracking_uri=place)
+    project = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+    experiment = client.get_experiment_by_name(project)
+    files = (run.run_dir / "mlflow").absolute().as_uri() if place == local else None
+    # 2. the run; MLflow refuses a parameter with another value
+    if id is None:
+        known = experiment and experiment.experiment_id
+        where = known or client.create_experiment(project, files)
+        id = client.create_run(where, run_name=run.name).info.run_id
         names = setting_names(run.settings)
         params = [Param(name, str(setting_value(run.settings, name))) for name in names]
         for first in range(0, len(params), MOST_PARAMS):
-            self._client.log_batch(self.id, params=params[first : first + MOST_PARAMS])
+            client.log_batch(id, params=params[first : first + MOST_PARAMS])
+    else:
+        client.update_run(id, status="RUNNING")
 
-    def log(self, values: Values, step: int) -> None:
-        from mlflow.entities import Metric
-
+    def log(values: Values, step: int) -> None:
         now_ms = int(time.time() * 1000)
         metrics = [Metric(key, value, now_ms, step) for key, value in values.items()]
-        self._client.log_batch(self.id, metrics)
+        client.log_batch(id, metrics)
 
-    def end(self, *, is_finished: bool) -> None:
-        self._client.set_terminated(self.id, "FINISHED" if is_finished else "KILLED")
+    end = lambda is_finished: client.set_terminated(id, "FINISHED" if is_finished else "KILLED")  # noqa: E731
+    return Tracker(log, end, id, place)
 
 
-OPTIONAL: dict[str, Callable[..., Any]] = {"wandb": WandbRun, "mlflow": MlflowRun}  # by package
-TRACKERS: dict[str, Callable[..., Any]] = {"tensorboard": TensorBoardRun, **OPTIONAL}
+TRACKERS = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow}
 
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raise ConfigError for a tracker whose package is not installed."""
     for name in names:
-        if name in OPTIONAL and find_spec(name) is None:
+        if name != "tensorboard" and find_spec(name) is None:
             raise ConfigError(
                 f"run.trackers={','.join(names)} needs the package {name}, which is not installed. "
                 f"Use pip install 'ppctl[{name}]', or leave {name} out."
@@ -187,7 +170,7 @@ class BackgroundTracker:
     def _work(self, run: RunFacts) -> None:
         try:
             known = _known_ids(run.run_dir).get(self.name)
-            tracker: Tracker = TRACKERS[self.name](run._replace(id=known))
+            tracker = TRACKERS[self.name](run._replace(id=known))
             if tracker.id is not None:
                 with _ids_lock:
                     ids = _known_ids(run.run_dir) | {self.name: tracker.id}
@@ -196,9 +179,9 @@ class BackgroundTracker:
                 self._note(f"{self.name:<9} {tracker.place}")
             while (record := self._records.get()) is not None:
                 tracker.log(*record)
-            tracker.end(is_finished=self._is_finished)
+            tracker.end(self._is_finished)
         except (Exception, SystemExit) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = one_line(error) or type(error).__name__
             self._note(f"note      {self.name} failed: {reason[:200]}. Training goes on without it")
 
 

@@ -8,8 +8,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from ppctl.config import Config
 from ppctl.errors import ConfigError
 from ppctl.executors.compiler_options import text_of
 from ppctl.launch import join_processes as distributed
+from ppctl.launch.supervisor import STOP_SIGNALS, handling
 from ppctl.reports import run_status
 from ppctl.reports.run_files import MEMORY_FILE, SCHEDULE_FILE, check_run_dir
 from ppctl.reports.run_status import FINISHED, INTERRUPTED, HeldError, RunStatus
@@ -41,7 +42,6 @@ from ppctl.training.run.process_group import compare, process_group
 from ppctl.training.run.resume import Resumed, resume, state_from
 from ppctl.training.run.run_environment import environment, writing
 from ppctl.training.run.run_lines import StepPrediction, describe
-from ppctl.training.run.stop_requests import stop_requests
 from ppctl.training.run.trackers import check_trackers
 
 Predict = Callable[[TrainingJob], StepPrediction]  # called before anything is compiled
@@ -113,7 +113,7 @@ def _train(
         with _metrics(job, start, console) as metrics, StepClock() as clock:
             how = checkpoints, metrics, heartbeat, prediction, clock
             loop = Loop(job, footprint, compile_time_s, *how)
-            with stop_requests(console) as stop_requested:
+            with _stop_requests(console) as stop_requested:
                 exit_code = loop.run(state, start, stop_requested)
             metrics.is_finished = exit_code == 0
         if status is not None:
@@ -122,6 +122,38 @@ def _train(
     # 5. sum up
     _sum_up(loop, exit_code, say, as_json=as_json and is_lead)
     return exit_code
+
+
+@contextmanager
+def _stop_requests(console: OutputConsole) -> Iterator[Callable[[int], int | None]]:
+    """Yield (finished steps) -> the signal that requests the run to end, or None.
+
+    The second signal of a kind ends the process at once. In a run of several processes JAX hears
+    SIGTERM and brings all to the same step; SIGINT is handled so too, and SIGPIPE, sent when the
+    reader of the output has gone.
+    """
+    received: list[int] = []
+    is_joined = distributed.is_joined()
+
+    def handle(number: int, _frame: Any) -> None:
+        received.append(number)
+        if number != signal.SIGPIPE:  # Python's handler would still wait for the step and the save
+            signal.signal(number, signal.SIG_DFL)
+        if is_joined:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def stop_requested(finished: int) -> int | None:
+        if is_joined:
+            return signal.SIGTERM if distributed.stop_requested(finished) else None
+        return received[0] if received else None
+
+    numbers = (signal.SIGINT,) if is_joined else STOP_SIGNALS
+    console.when_reader_gone = lambda: handle(signal.SIGPIPE, None)
+    try:
+        with handling(numbers, handle):
+            yield stop_requested
+    finally:
+        console.when_reader_gone = None
 
 
 def _sum_up(loop: Loop, exit_code: int, say: Say, *, as_json: bool) -> None:
