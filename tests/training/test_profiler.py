@@ -10,7 +10,6 @@ import jax
 import pytest
 from support.traced_run import traced_run
 
-from ppctl.training.run import profiler
 from ppctl.training.run.metrics import Metrics
 
 
@@ -69,25 +68,3 @@ def test_a_run_interrupted_in_the_window_leaves_a_readable_trace(tmp_path, monke
         for event in line.events
     ]
     assert "train" in events
-
-
-def test_an_exception_in_the_window_ends_the_trace(tmp_path):
-    window = profiler.Window(tmp_path, range(5))
-
-    def interrupted():
-        with window, window.step(0):
-            jax.block_until_ready(jax.numpy.ones(3) + 1)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert not window.running
-    assert planes(tmp_path)
-
-
-def test_without_a_window_nothing_is_traced(tmp_path):
-    window = profiler.Window(tmp_path / "profile", range(0))
-    with window, window.step(0):
-        assert not window.running
-    assert not window.is_due(5)
-    assert not (tmp_path / "profile").exists()

@@ -21,7 +21,6 @@ from ppctl.schedule.families.registry import build
 from ppctl.schedule.ir import Task
 from ppctl.training.pipeline.engines import make_engine as make
 from ppctl.training.pipeline.job import assemble
-from ppctl.training.run import profiler
 from ppctl.training.run.profiler import task_bodies, write_tasks
 
 
@@ -124,8 +123,7 @@ def test_operations_of_another_program_are_no_tasks(tmp_path):
     shapes = engine.states.staged, engine.placed_batch
     programs = [jax.jit(f).lower(*shapes).compile() for f in (engine.train_step, other)]
     state, batch = engine.new_state(), engine.batches.put(next(job.data.batches()))
-    window = profiler.Window(tmp_path, range(1))
-    with window, window.step(0):
+    with jax.profiler.trace(str(tmp_path)):
         for program in programs:
             jax.block_until_ready(program(state, batch))
     path = write_tasks(tmp_path, programs[0].as_text(), job.pipe.ticks, job.pipe.mesh, 1)
@@ -161,13 +159,10 @@ def traced(tmp_path_factory):
         text = job.pipe.engine.compile(evaluate=False).text
     engine, batches = job.pipe.engine, job.data.batches()
     state = engine.new_state()
-    window = profiler.Window(directory, range(NUM_STEPS))
-    with window:
-        for step in range(NUM_STEPS):
-            with window.step(step):
-                state, _ = jax.block_until_ready(
-                    engine.step(state, engine.batches.put(next(batches)))
-                )
+    with jax.profiler.trace(str(directory)):
+        for _ in range(NUM_STEPS):
+            batch = engine.batches.put(next(batches))
+            state, _ = jax.block_until_ready(engine.step(state, batch))
     return SimpleNamespace(directory=directory, text=text, ticks=job.pipe.ticks, mesh=job.pipe.mesh)
 
 

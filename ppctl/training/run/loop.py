@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -116,20 +116,29 @@ class Loop:
         batches = self.job.data.batches(start, engine.batches.examples)
         self.last = {"step": start}
         traced = config.profile_steps if distributed.is_lead() else None
-        with profiler.Window(Path(config.dir) / "profile", traced or range(0)) as window:
+        if traced is not None and traced.start < start:
+            traced = None
+        with ExitStack() as trace:  # its end writes a trace that still runs
             for step in range(start, config.num_steps):
                 # 1. train
                 finished = step + 1
+                if traced is not None and step == traced.start:
+                    self._read()  # no step before the window in its trace
+                    directory = Path(config.dir) / "profile"
+                    directory.mkdir(parents=True, exist_ok=True)
+                    recording = jax.profiler.trace(str(directory), create_perfetto_trace=True)
+                    trace.enter_context(recording)
                 self.heartbeat.note("read", finished)
                 batch = engine.batches.put(next(batches))
                 self.heartbeat.note("run", finished)
-                state = self._train_step(state, batch, step, window, is_measured=step == measured)
+                state = self._train_step(state, batch, step, is_measured=step == measured)
                 # 2. look after the save under way, the trace and evaluations
                 with self._saving(finished):
                     self.checkpoints.poll()
-                if window.is_due(finished):
+                if traced is not None and finished == traced.stop:
                     self._read()
-                    self._show_profile(window)
+                    trace.close()
+                    self._show_profile(len(traced))
                 if eval_every is not None and finished % eval_every == 0:
                     self._evaluate(state, finished)
                 # 3. save, and stop
@@ -141,20 +150,16 @@ class Loop:
                     return 0 if stop_signal is None else 128 + stop_signal
         return 0
 
-    def _train_step(
-        self, state: Tree, batch: Tree, step: int, window: profiler.Window, *, is_measured: bool
-    ) -> Tree:
+    def _train_step(self, state: Tree, batch: Tree, step: int, *, is_measured: bool) -> Tree:
         """Dispatch a step, read the one before, return the state; a measured step runs alone."""
         pipe, engine = self.job.pipe, self.job.pipe.engine
-        if window.begins_at(step):
-            self._read()  # no step before the window in its trace
         dispatched_s, measured = time.perf_counter(), None
         if is_measured:
             self._read()
             timed: Any = engine  # config.check lets only one whose tasks are programs be measured
             state, numbers, measured = profiler.timed_step(timed, pipe.schedule, state, batch)
         else:
-            with window.step(step):
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 state, numbers = engine.step(state, batch)
         done = self.clock.watch(numbers)
         self._read()
@@ -295,11 +300,11 @@ class Loop:
         if shared is not None:
             self.metrics.note(f"note      {shared}")
 
-    def _show_profile(self, window: profiler.Window) -> None:
-        """Write the trace, print where it is; write its tasks where the trace has them."""
-        directory, pipe, tasks = window.finish(), self.job.pipe, ""
+    def _show_profile(self, num_steps: int) -> None:
+        """Print where the trace of num_steps steps is; write its tasks where the trace has them."""
+        directory, pipe, tasks = Path(self.job.config.run.dir) / "profile", self.job.pipe, ""
         if pipe.ticks is not None:
-            how = pipe.ticks, pipe.mesh, len(window.steps)
+            how = pipe.ticks, pipe.mesh, num_steps
             file = profiler.write_tasks(directory, self.footprint.text, *how)
             tasks = "" if file is None else f"; tasks by rank for Perfetto in {file}"
         self.metrics.note(f"profile   {directory} (xprof, Perfetto){tasks}")

@@ -1,4 +1,4 @@
-"""What the profiler measures: traces of a window of steps, tasks of a trace, one step's timeline.
+"""What traces of the profiler show: the tasks of steps, and one step's timeline.
 
 executor=spmd: the compiled program names the instructions that a tick runs for each kind of task
 (T: S and T of a part of the vocabulary), and those that run once a task; the schedule names the
@@ -15,11 +15,10 @@ import tempfile
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -40,47 +39,6 @@ PART_COLUMNS: dict[Kind, str] = {"E": "embedded", "T": "head", "G": "embedding_g
 OPS_LINES = ("XLA Ops", "Stream ")  # lines of instructions on a TPU, of kernels on a GPU
 
 
-class Window:
-    """A trace of these steps (0-based) below `directory`; use `step` around each.
-
-    As a context it writes, at its end, a trace that still runs, as of an interrupted run.
-    """
-
-    def __init__(self, directory: Path, steps: range):
-        self.directory, self.steps = directory, steps
-        self.running = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.running:
-            self.finish()
-
-    def begins_at(self, step: int) -> bool:
-        return bool(self.steps) and step == self.steps.start
-
-    def step(self, step: int) -> AbstractContextManager[object]:
-        """Return a context for the dispatch of one step."""
-        if self.begins_at(step):
-            self.directory.mkdir(parents=True, exist_ok=True)
-            jax.profiler.start_trace(str(self.directory), create_perfetto_trace=True)
-            self.running = True
-        if self.running:
-            return jax.profiler.StepTraceAnnotation("train", step_num=step)
-        return nullcontext()
-
-    def is_due(self, num_finished: int) -> bool:
-        """Return whether the trace should end now, all its steps having finished."""
-        return self.running and num_finished >= self.steps.stop
-
-    def finish(self) -> Path:
-        """Write the trace, and return its directory."""
-        jax.profiler.stop_trace()
-        self.running = False
-        return self.directory
-
-
 # --- a step of executor=mpmd ----------------------------------------------------------------------
 
 
@@ -89,11 +47,8 @@ def timed_step(
 ) -> tuple[Tree, Tree, Timeline]:
     """Run one step alone to its end; return (next state, metrics, measured timeline)."""
     with tempfile.TemporaryDirectory() as folder:
-        jax.profiler.start_trace(folder)
-        try:
+        with jax.profiler.trace(folder):
             state, metrics = jax.block_until_ready(engine.step(state, batch))
-        finally:
-            jax.profiler.stop_trace()
         spans = traced_spans(Path(folder), engine.dispatched(), engine.devices())
     if spans is not None:
         return state, metrics, measured_timeline(schedule, spans)
@@ -110,15 +65,12 @@ def traced_spans(
     """
     # 1. the operations of each run of a program
     runs: dict[tuple, list[Span]] = defaultdict(list)
-    for file in directory.rglob("*.xplane.pb"):
-        for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-            for line in plane.lines:
-                for event in line.events:
-                    stats = dict(event.stats)
-                    if {"hlo_module", "run_id", "device_ordinal"} <= stats.keys():
-                        key = int(stats["device_ordinal"]), stats["hlo_module"], stats["run_id"]
-                        end_ns = event.start_ns + event.duration_ns
-                        runs[key].append((event.start_ns / 1e9, end_ns / 1e9))
+    for _, _, event in chain.from_iterable(map(_recorded, directory.rglob("*.xplane.pb"))):
+        stats = dict(event.stats)
+        if {"hlo_module", "run_id", "device_ordinal"} <= stats.keys():
+            key = int(stats["device_ordinal"]), stats["hlo_module"], stats["run_id"]
+            end_ns = event.start_ns + event.duration_ns
+            runs[key].append((event.start_ns / 1e9, end_ns / 1e9))
     # 2. the n-th run of a program is the n-th task that was dispatched to it
     task_spans: dict[Task, Span] = {}
     for device, of_rank in zip(devices, programs, strict=True):
@@ -130,6 +82,14 @@ def traced_spans(
                 return None
             task_spans |= zip(tasks, spans, strict=True)
     return task_spans
+
+
+def _recorded(file: Path) -> Iterator[tuple[str, str, Any]]:
+    """Yield (plane's name, line's name, event) of a trace."""
+    for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+        for line in plane.lines:
+            for event in line.events:
+                yield plane.name, line.name, event
 
 
 # --- tasks of executor=spmd -----------------------------------------------------------------------
@@ -257,26 +217,24 @@ def _events(file: Path, instructions: set[str], module: str, mesh: Mesh) -> dict
     kernels = {re.sub(r"\W", "_", name): name for name in instructions}
     here = {device.local_hardware_id: device.id for device in mesh.local_devices}
     found: dict[int, list[_Event]] = {device.id: [] for device in mesh.devices.flat}
-    for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-        on_device = DEVICE.fullmatch(plane.name)
-        for line in plane.lines:
-            if on_device is not None and not line.name.startswith(OPS_LINES):
-                continue
-            for event in line.events:
-                said = event.name.removeprefix("%").partition(" = ")[0]
-                if on_device is None and said not in instructions:
-                    continue
-                stats = dict(event.stats)
-                if stats.get("hlo_module", module) != module:
-                    continue  # an evaluation in the window has operations of the same names
-                names = said, stats.get("hlo_op"), kernels.get(said)
-                name = next((name for name in names if name in instructions), None)
-                device = stats.get("device_ordinal")
-                if on_device is not None:
-                    device = here.get(int(on_device[1]))
-                if name is not None and device in found:
-                    end_ns = event.start_ns + event.duration_ns
-                    found[device].append(_Event(name, event.start_ns, end_ns))
+    for plane, line, event in _recorded(file):
+        on_device = DEVICE.fullmatch(plane)
+        if on_device is not None and not line.startswith(OPS_LINES):
+            continue
+        said = event.name.removeprefix("%").partition(" = ")[0]
+        if on_device is None and said not in instructions:
+            continue
+        stats = dict(event.stats)
+        if stats.get("hlo_module", module) != module:
+            continue  # an evaluation in the window has operations of the same names
+        names = said, stats.get("hlo_op"), kernels.get(said)
+        name = next((name for name in names if name in instructions), None)
+        device = stats.get("device_ordinal")
+        if on_device is not None:
+            device = here.get(int(on_device[1]))
+        if name is not None and device in found:
+            end_ns = event.start_ns + event.duration_ns
+            found[device].append(_Event(name, event.start_ns, end_ns))
     return found
 
 

@@ -30,15 +30,6 @@ class Resumed(NamedTuple):
     state: Tree | None  # in natural order; None: a new run
     changed: Sequence[Change] = ()  # settings since the checkpoint
 
-    def lines(self) -> Iterator[str]:
-        """Yield a line for each setting that has changed."""
-        for change in self.changed:
-            yield f"changed   since step {self.step}: {change.arrow}"
-
-    def records(self) -> list[dict[str, Any]]:
-        """Return the changes as status.jsonl has them."""
-        return [change._asdict() for change in self.changed]
-
 
 def resume(job: TrainingJob, checkpoints: Checkpoints, say: Callable[[str], None]) -> Resumed:
     """Return where to go on from; a damaged checkpoint is set aside for the one before it.

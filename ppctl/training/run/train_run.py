@@ -99,7 +99,8 @@ def _train(
             return 0
         # 2. describe and record the start
         prediction = predict(job)
-        for line in (*describe(job, start), *resumed.lines(), prediction.line()):
+        changed = [f"changed   since step {start}: {each.arrow}" for each in resumed.changed]
+        for line in (*describe(job, start), *changed, prediction.line()):
             say(line)
         if status is not None:
             _record_start(job, status, resumed, overrides)
@@ -194,7 +195,7 @@ def _record_start(
     facts = environment(job.pipe.mesh) | {"xla_flags": text_of(job.pipe.execution.xla_flags)}
     facts |= {run_status.DIRECTORY: os.getcwd(), run_status.OVERRIDES: [*overrides]}
     if start.changed:
-        facts[run_status.CHANGED] = start.records()
+        facts[run_status.CHANGED] = [each._asdict() for each in start.changed]
     with writing(run_dir):
         (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
         if job.choice is not None:
