@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.parameter_layout import gather_shards, is_spec, sharded_over, tree_specs
+from ppctl.executors.parameter_layout import gather_shards, sharded_over
 from ppctl.executors.stage.stage import Stage
 from ppctl.model.layer_inputs import LayerInputs, without_attached
 from ppctl.model.layer_reports import cast_layers, check_reports
@@ -57,7 +57,7 @@ class Model:
     @property
     def auto(self) -> tuple[str, ...]:
         """The axes over which XLA divides."""
-        specs = [] if self.auto_specs is None else tree_specs(self.auto_specs)
+        specs = [] if self.auto_specs is None else jax.tree.leaves(self.auto_specs)
         return tuple(dict.fromkeys(name for spec in specs for name in sharded_over(spec)))
 
     @cached_property
@@ -71,7 +71,7 @@ class Model:
         def shard(spec: P, a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(a.shape), a.dtype)
 
-        return jax.tree.map(shard, self.auto_specs, whole, is_leaf=is_spec)
+        return jax.tree.map(shard, self.auto_specs, whole)
 
     @cached_property
     def x(self) -> jax.ShapeDtypeStruct:

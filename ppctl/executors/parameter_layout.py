@@ -27,15 +27,6 @@ from ppctl.schedule.partition.partition import Partition
 Tree = Any
 
 
-def is_spec(a: Any) -> bool:
-    return isinstance(a, P)
-
-
-def tree_specs(tree: Tree) -> list[P]:
-    """Return the PartitionSpecs of a tree."""
-    return jax.tree.leaves(tree, is_leaf=is_spec)
-
-
 def without_axes(specs: Tree, axes: tuple[str, ...]) -> Tree:
     """Return a tree of specs without some axes.
 
@@ -48,7 +39,7 @@ def without_axes(specs: Tree, axes: tuple[str, ...]) -> Tree:
         kept = (tuple(name for name in names if name not in axes) for names in dims)
         return P(*(names[0] if len(names) == 1 else names or None for names in kept))
 
-    return jax.tree.map(one, specs, is_leaf=is_spec) if axes else specs
+    return jax.tree.map(one, specs) if axes else specs
 
 
 class Shard(NamedTuple):
@@ -76,7 +67,7 @@ def shards_of(params: Tree, sharding: Tree, axes: StageAxes) -> dict[tuple[str, 
     params: shapes {"embed_head", "layers"}, natural; sharding: their PartitionSpecs, of one layer.
     """
     found = {}
-    paths, specs = jax.tree_util.tree_flatten_with_path(params)[0], tree_specs(sharding)
+    paths, specs = jax.tree_util.tree_flatten_with_path(params)[0], jax.tree.leaves(sharding)
     for (path, leaf), spec in zip(paths, specs, strict=True):
         over_ranks = axes.vocab_parts > 0 and not is_layer(path)
         names = ("pp",) * over_ranks + sharded_over(spec)
@@ -300,7 +291,7 @@ class Layout:
 
     def shardings(self, specs: Tree) -> Tree:
         """Return the NamedSharding of each PartitionSpec."""
-        return jax.tree.map(partial(NamedSharding, self.mesh), specs, is_leaf=is_spec)
+        return jax.tree.map(partial(NamedSharding, self.mesh), specs)
 
 
 def shapes_on_device(params: Tree, shards: Mapping[tuple[str, ...], Shard]) -> Tree:
@@ -343,7 +334,7 @@ def own_shards(tree: Tree, specs: Tree) -> Tree:
 def layer_specs(staged: Tree, *, are_stacked: bool = False) -> Tree:
     """Return the PartitionSpecs of one layer (or of a chunk's, stacked) from the staged ones."""
     first = 2 if are_stacked else 3
-    return jax.tree.map(lambda spec: P(*spec[first:]), staged, is_leaf=is_spec)
+    return jax.tree.map(lambda spec: P(*spec[first:]), staged)
 
 
 def scatter_sums(tree: Tree, specs: Tree, replicated: tuple[str, ...]) -> Tree:

@@ -86,7 +86,8 @@ def place_of_loss(name: str) -> jax.Array:
 
 
 @contextmanager
-def _placing(place_of: Place) -> Iterator[None]:
+def placing(place_of: Place) -> Iterator[None]:
+    """Let losses attached in the body, a trace of layers, have these places."""
     token = _place_of.set(place_of)
     try:
         with _trace_number(next(_traces)):
@@ -95,18 +96,13 @@ def _placing(place_of: Place) -> Iterator[None]:
         _place_of.reset(token)
 
 
-def placing(places: Mapping[str, jax.Array]) -> AbstractContextManager[None]:
-    """Let losses attached in the body, a trace of layers, have these places."""
-    return _placing(places.__getitem__)
-
-
 def without_attached(where: str) -> AbstractContextManager[None]:
     """Refuse attached losses in the body, a trace of embedding or head, with a ConfigError."""
 
     def refuse(name: str) -> jax.Array:
         raise outside_of_layers(name, where)
 
-    return _placing(refuse)
+    return placing(refuse)
 
 
 def outside_of_layers(name: str, where: str) -> ConfigError:
@@ -125,7 +121,7 @@ def attached_in(function: Callable, *args: Any) -> tuple[str, ...]:
         found[name] = None
         return jnp.zeros(())
 
-    with _placing(record):
+    with placing(record):
         jax.eval_shape(function, *args)
     return tuple(found)
 
@@ -217,7 +213,7 @@ def _with_inputs(layer: Callable) -> Callable:
         given = {"key": wrapped(key) if key is not None and key.ndim else None} if has_key else {}
         if not w[LOSSES]:
             return layer(w[PARAMS], x, **given)
-        with placing(w[LOSSES]):
+        with placing(w[LOSSES].__getitem__):
             return layer(w[PARAMS], x, **given)
 
     return run

@@ -150,7 +150,7 @@ class _Transformer:
             params = self.stack.param_shapes
             sharding = _sharding(params, axes, self.sizes.kv_heads)
         if axes.vocab_parts:
-            parts = VocabularyParts(part.embed, part.part_sums, part.part_head)
+            parts = VocabularyParts(part.embed, part.part_sums, part.head)
         return DividedStack(part.embed, part.layers(), part.head, sharding, parts)
 
     # layers
@@ -209,33 +209,20 @@ class _Transformer:
         return logits_MV.reshape(x_BTD.shape[0], -1, self.sizes.vocab_size)
 
     def head(
-        self, embed_head: Tree, x_BTD: jax.Array, targets_BT: jax.Array
+        self, embed_head: Tree, x_BTD: jax.Array, targets_BT: jax.Array, *known: Any
     ) -> tuple[jax.Array, jax.Array]:
-        (x_MD, w), targets_M = self._normed(embed_head, x_BTD), self._own_targets(targets_BT)
-        loss = cross_entropy(gather(x_MD, self.axes), w, targets_M, self._head)
-        return loss, self._number(targets_M, loss)
-
-    def _own_targets(self, targets_BT: jax.Array) -> jax.Array:
-        return own_tokens(targets_BT, self.axes, fill=NO_TOKEN).reshape(-1)
-
-    def _number(self, targets_M: jax.Array, loss: jax.Array) -> jax.Array:
-        return on_first((targets_M != NO_TOKEN).sum().astype(loss.dtype), self.axes)
-
-    # a part of the vocabulary, see `VocabularyParts`
+        """known: of a part, see `VocabularyParts`: log sums [M], logits [M, V] or None, number."""
+        (x_MD, w), axes = self._normed(embed_head, x_BTD), self.axes
+        targets_M = own_tokens(targets_BT, axes, fill=NO_TOKEN).reshape(-1)
+        loss = cross_entropy(gather(x_MD, axes), w, targets_M, self._head, *known)
+        number = on_first((targets_M != NO_TOKEN).sum().astype(loss.dtype), axes)
+        return loss, jnp.where(known[2] == 0, number, 0) if known else number  # it counts once
 
     def part_sums(
         self, embed_head: Tree, x_BTD: jax.Array, part: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
         x_MD, w = self._normed(embed_head, x_BTD)
         return part_log_sums(gather(x_MD, self.axes), w, part, self._head)
-
-    def part_head(
-        self, embed_head: Tree, x_BTD: jax.Array, targets_BT: jax.Array, *known: Any
-    ) -> tuple[jax.Array, jax.Array]:
-        """known: log sums [M], logits [M, V] or None, the number of the part."""
-        (x_MD, w), targets_M = self._normed(embed_head, x_BTD), self._own_targets(targets_BT)
-        loss = cross_entropy(gather(x_MD, self.axes), w, targets_M, self._head, *known)
-        return loss, jnp.where(known[2] == 0, self._number(targets_M, loss), 0)  # it counts once
 
 
 def _looked_up(

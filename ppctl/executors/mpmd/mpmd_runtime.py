@@ -41,7 +41,7 @@ from ppctl.executors.mpmd.transfers import (
     parts_of,
     processes,
 )
-from ppctl.executors.parameter_layout import is_spec, without_axes
+from ppctl.executors.parameter_layout import without_axes
 
 Tree = Any
 MOST_STARTED = 32  # programs of a device in flight in XLA on CPU
@@ -116,11 +116,7 @@ class Runtime:
             shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)  # noqa: E731
             return jax.tree.map(shape, part)
 
-        return jax.tree.map(one, specs, tree, is_leaf=is_spec)
-
-    def on(self, rank: int, shapes: Tree) -> Tree:
-        """Return the shardings of `shapes` on the devices of a rank."""
-        return jax.tree.map(lambda a: a.sharding, self.placed(rank, shapes))
+        return jax.tree.map(one, specs, tree)
 
     def placed(self, rank: int, shapes: Tree) -> Tree:
         """Return `shapes` with their shardings on the devices of a rank."""
@@ -248,7 +244,7 @@ class Runtime:
         donated = programs.donated(program)
         donate = tuple(i for i, name in enumerate(program.reads, 1) if name in donated)
         sharding = partial(NamedSharding, self.abstract)
-        shardings = jax.tree.map(sharding, (P(), *out_specs), is_leaf=is_spec)
+        shardings = jax.tree.map(sharding, (P(), *out_specs))
         jitted = jax.jit(whole, donate_argnums=donate, out_shardings=shardings)
         traced = jitted.trace(self.shape(jax.ShapeDtypeStruct((), np.int32), P()), *reads)
         written = tuple(map(self.shape, traced.out_info[1:], out_specs))
@@ -323,7 +319,7 @@ class Runtime:
 
             return in_turn
         # 2. a move inside this process, to one device (70 us, not 110) or a sharding
-        there = self.on(rank, shapes[entry.reads[0]])
+        there = jax.tree.map(lambda a: a.sharding, self.placed(rank, shapes[entry.reads[0]]))
         assert sender is not None, "an entry without a program is a move"
         if not self._crosses(entry):
             if len(set(processes(self.submeshes[rank]))) == 1:

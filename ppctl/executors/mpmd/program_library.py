@@ -22,7 +22,6 @@ from ppctl.executors.mpmd.rank_programs import (
     without_shared,
 )
 from ppctl.executors.mpmd.task_programs import joined, run_part, run_task
-from ppctl.executors.parameter_layout import is_spec
 from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.ir import PART_KINDS
 from ppctl.schedule.mesh_axes import DATA_AXES, RANK_AXES
@@ -92,7 +91,7 @@ class ProgramLibrary:
 
     def _with_devices(self, specs: Tree) -> Tree:
         """Return the specs of sums with an entry a device, from those of their parameters."""
-        return jax.tree.map(lambda spec: P(self.device_axes, *spec), specs, is_leaf=is_spec)
+        return jax.tree.map(lambda spec: P(self.device_axes, *spec), specs)
 
     def all_specs(self, program: ProgramId, names: Sequence[str]) -> list[Tree]:
         """Return the specs of all values that a program reads, or of all that it writes."""
@@ -115,7 +114,7 @@ class ProgramLibrary:
         if one is None:
             return P()
         one = model.inputs.extended(one, P(), P())
-        stacked = jax.tree.map(lambda spec: P(None, *spec), one, is_leaf=is_spec)
+        stacked = jax.tree.map(lambda spec: P(None, *spec), one)
         specs = stacked if number > model.unroll else [one] * number
         return specs if name == "w" else self._with_devices(model.trained_weights(specs))
 
@@ -124,7 +123,7 @@ class ProgramLibrary:
         """The specs of a stage's reduced sums of gradients, stacked."""
         layers = next(iter(self.param_specs.values()))["layers"]
         staged = self.model.trained_weights(self.model.inputs.extended(layers, P(), P()))
-        return jax.tree.map(lambda spec: P(*spec[2:]), staged, is_leaf=is_spec)
+        return jax.tree.map(lambda spec: P(*spec[2:]), staged)
 
     def function(self, program: ProgramId) -> Callable[..., tuple]:
         """Return a program's function of one device, from the values of its reads to its writes."""

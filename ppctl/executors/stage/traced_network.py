@@ -124,7 +124,7 @@ class TracedNetwork:
         given: dict[str, Any] = {"key": None} if self.has_key else {}
         if len(leaves) > self._key_leaf:
             given = {"key": wrapped(leaves[self._key_leaf])}
-        with placing(dict(zip(self.losses, places, strict=True))):
+        with placing(dict(zip(self.losses, places, strict=True)).__getitem__):
             return self.network.apply(jax.tree.unflatten(self.treedef, params), inputs, **given)
 
     @property

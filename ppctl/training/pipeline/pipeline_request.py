@@ -13,15 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError, setting
 from ppctl.executors.model_shapes import Model
-from ppctl.executors.parameter_layout import (
-    Shard,
-    is_layer,
-    is_spec,
-    sharded_dim,
-    sharded_over,
-    shards_of,
-    tree_specs,
-)
+from ppctl.executors.parameter_layout import Shard, is_layer, sharded_dim, sharded_over, shards_of
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts
 from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.network import Network
@@ -297,12 +289,12 @@ def _spread(sharding: Tree, params: Tree) -> list[P]:
 
     ConfigError where the trees differ.
     """
-    is_leaf = lambda a: a is None or is_spec(a)  # noqa: E731
+    is_none = lambda a: a is None  # noqa: E731
     spread = lambda spec, part: jax.tree.map(lambda _: P() if spec is None else spec, part)  # noqa: E731
     try:
-        return tree_specs(jax.tree.map(spread, sharding, params, is_leaf=is_leaf))
+        return jax.tree.leaves(jax.tree.map(spread, sharding, params, is_leaf=is_none))
     except ValueError as error:
-        given, expected = (jax.tree.structure(tree, is_leaf=is_leaf) for tree in (sharding, params))
+        given, expected = (jax.tree.structure(tree, is_leaf=is_none) for tree in (sharding, params))
         raise ConfigError(
             f"sharding is no tree of PartitionSpecs like that of the parameters: it is {given}, "
             f"they are {expected}. Give each parameter a PartitionSpec over tp; one, or None, "
@@ -312,7 +304,7 @@ def _spread(sharding: Tree, params: Tree) -> list[P]:
 
 def _check_spec(name: str, shape: tuple[int, ...], spec: Any) -> None:
     """Raise ConfigError if a parameter of this shape cannot have this spec, axes of any size."""
-    if not is_spec(spec):
+    if not isinstance(spec, P):
         raise ConfigError(
             f"sharding of {name} is {spec!r}; it must be a jax.sharding.PartitionSpec, such as "
             "P(None, 'tp')."

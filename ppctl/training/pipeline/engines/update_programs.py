@@ -12,7 +12,7 @@ from jax.tree_util import DictKey
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
 from ppctl.executors.mpmd.program_library import ProgramLibrary
 from ppctl.executors.mpmd.rank_programs import with_shared
-from ppctl.executors.parameter_layout import sharded_over, tree_specs
+from ppctl.executors.parameter_layout import sharded_over
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.layer_reports import divided_by, without_counted
 from ppctl.model.stack import divisor, metric_means
@@ -85,7 +85,7 @@ class UpdatePrograms:
 
     def _squares(self, program: ProgramId, grads: Tree) -> tuple:
         updates = self.engine.model.stack.options.updates
-        specs = tree_specs(without_counted(self.library.specs(program, "grads"), updates))
+        specs = jax.tree.leaves(without_counted(self.library.specs(program, "grads"), updates))
         grads = without_counted(grads, updates)
         shards: dict[tuple[str, ...], list] = {}
         for leaf, spec in zip(jax.tree.leaves(grads), specs, strict=True):
