@@ -165,10 +165,7 @@ class Layout:
         return tuple(slots)
 
     def shard(self, path: tuple, shape: tuple[int, ...]) -> Shard | None:
-        """Return the division in a stage of a leaf of this shape (within one layer), or None.
-
-        State of another shape than its parameter, such as a row's mean, is not divided.
-        """
+        """Return the division of a leaf of this shape, in one layer, or None: also a row's mean."""
         shard = self.shards.get(parameter_of(path))
         if shard is None or shard.num_dims != len(shape):
             return None
@@ -210,10 +207,7 @@ class Layout:
         return self.unpadded(jax.tree_util.tree_map_with_path(convert, tree), 1)
 
     def padded(self, tree: Tree, num_stacked: int) -> Tree:
-        """Return a tree with zeros up to the sizes that tp divides.
-
-        num_stacked: leading dims of the leaves of layers.
-        """
+        """Return a tree with zeros up to sizes that tp divides; num_stacked: dims before layers'."""
         return self._resized(tree, num_stacked, lambda shard: shard.padded)
 
     def unpadded(self, tree: Tree, num_stacked: int) -> Tree:

@@ -129,10 +129,7 @@ def loss_and_slopes(
     first: jax.Array,
     head: HeadForm,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (this device's part of the loss, slopes [C, V] of the whole loss in products x @ w).
-
-    log_sums: over all ids; first: of this device's ids.
-    """
+    """Return (the loss of this device's ids, slopes [C, V] of the whole in products x @ w)."""
     is_token_C = targets_C != NO_TOKEN
     ids_CV = first + jax.lax.broadcasted_iota(targets_C.dtype, logits_CV.shape, 1)
     are_targets_CV = targets_C[:, None] == ids_CV
@@ -208,10 +205,7 @@ def _computed(
 
 
 def _there(*args: Any) -> tuple[jax.Array, tuple[jax.Array | None, jax.Array | None]]:
-    """Return the loss, and its gradients in x and w (None: frozen w), all known in the forward.
-
-    Arguments are values and whether their gradients are requested.
-    """
+    """Return the loss, and its gradients in x and w (None: frozen w), known in the forward."""
     value = lambda a: a.value  # noqa: E731
     is_leaf = lambda a: hasattr(a, "perturbed")  # noqa: E731
     values = [jax.tree.map(value, each, is_leaf=is_leaf) for each in args[:6]]

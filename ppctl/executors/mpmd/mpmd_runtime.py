@@ -252,10 +252,7 @@ class Runtime:
         return written
 
     def _backend(self) -> AbstractContextManager:
-        """Return a context in which abstract meshes are lowered for the backend of these devices.
-
-        JAX takes the default device's backend, and a described device is never the default.
-        """
+        """Return a context to lower for these devices: described ones are never JAX's default."""
         first = self.submeshes[0].devices.flat[0]
         return jax.default_device(first) if self.is_described else nullcontext()
 

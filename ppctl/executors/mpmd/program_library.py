@@ -55,10 +55,7 @@ class ProgramLibrary:
         self.device_axes = tuple(axis for axis in RANK_AXES if axis not in model.auto)
 
     def auto_axes(self, program: ProgramId) -> tuple[str, ...]:
-        """Return the axes over which XLA divides a program.
-
-        All of a program on whole arrays; those of the model's functions in tasks.
-        """
+        """Return the axes over which XLA divides a program: all of whole arrays, or the model's."""
         if program.kind in self.whole_arrays:
             return RANK_AXES
         return self.auto if program.kind in TASKS else ()

@@ -27,10 +27,7 @@ Tree = Any
 
 
 class Division:
-    """The division of staged trees: parameters, gradients, or a state that mirrors parameters.
-
-    embed_head: parameters of embedding and head; holders: the ranks that hold each of its leaves.
-    """
+    """The division of staged trees; holders: the ranks that hold each leaf of `embed_head`."""
 
     def __init__(self, layout: Layout, embed_head: Tree, holders: Sequence[tuple[int, ...]]):
         mesh, kinds = layout.mesh, (AxisType.Auto,) * len(RANK_AXES)
@@ -104,10 +101,7 @@ class Division:
         return found
 
     def join(self, trees: Sequence[Tree], shapes: Tree) -> Tree:
-        """Return the staged tree of the ranks' trees; layers share memory.
-
-        shapes: shapes and shardings of its leaves, None for leaves that no rank has.
-        """
+        """Return the staged tree, of these shapes, of the ranks' trees; layers share memory."""
         pairs, is_leaf = zip(trees, self.submeshes, strict=True), lambda a: a is None
         leaves = [jax.tree.leaves(tree, is_leaf) for tree, submesh in pairs if is_mine(submesh)]
 

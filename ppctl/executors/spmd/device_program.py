@@ -83,10 +83,7 @@ class Device:
         return [[take(v, 0, k) for k in range(num_layers)] for v in range(num_chunks)]
 
     def chunk(self, v: int, m: Any = 0) -> tuple[Any, LayerSlots | None]:
-        """Return (layers, their slots) of chunk v, the first arguments of a task of microbatch m.
-
-        m: of a function's shapes, any.
-        """
+        """Return (layers, their slots) of chunk v for a task of microbatch m; of shapes, any m."""
         keys = self.microbatch(KEYS, m) if KEYS in self.microbatches else None
         return self.model.inputs.with_keys(self.chunks[v], keys), self.layer_slots[v]
 

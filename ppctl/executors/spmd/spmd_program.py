@@ -118,10 +118,7 @@ class _Alone(Device):
 
 
 def spmd_bytes(model: Model, layout: Layout, ticks: Ticks, layers: Tree) -> dict[str, int]:
-    """Return the bytes on one device of "weights", "gradients", "activations" and "transfers".
-
-    layers: all layers in staged form, sharded.
-    """
+    """Return the bytes on one device, by use; layers: all layers in staged form, sharded."""
     # 1. parameters and sums of gradients
     num_layers, parts = int(layout.counts.max()), ("embed_head", "layers")  # of a chunk, padded
     held = layout.num_chunks * num_layers
@@ -143,10 +140,7 @@ def spmd_bytes(model: Model, layout: Layout, ticks: Ticks, layers: Tree) -> dict
 
 
 def waiting_bytes(model: Model, num_layers: int, *, with_pending: bool) -> tuple[int, int]:
-    """Return the bytes of a microbatch's stash and pending values of num_layers layers on a device.
-
-    For layers that XLA divides (executor=mpmd) both count whole.
-    """
+    """Return the bytes of a microbatch's stash and pending values, if XLA divides them whole."""
     stage, w = model.stage, [model.computed_layer] * num_layers
     pending = lambda: tree_bytes(stage.pending_shapes(w)) if with_pending else 0  # noqa: E731
     return model.traced(lambda: (tree_bytes(stage.stash_shapes(w)), pending()))

@@ -131,10 +131,7 @@ class TickBody:
             return carry | {self.act: write_arrival(carry[self.act], *arrival)}
 
     def _head_part(self, at: dict[str, At], outs: Tree, carry: Tree) -> tuple[Tree, Tree]:
-        """Return (outputs, carry) with the gradient of the last stage's output, and the sums.
-
-        S and T in one: apart, ranks in lockstep would only wait longer.
-        """
+        """Return (outputs, carry) after S and T in one: apart, ranks would only wait longer."""
         device, y, m = self.device, outs[self.act], at["F"]["head"]
         trains, is_last = device.ticks.has_backward, self._is_at(at, "F", "last")
 
@@ -160,10 +157,7 @@ class TickBody:
     # embedding and head on the first and the last stage
 
     def _input(self, at: At, carry: Tree) -> jax.Array:
-        """Return the input of a stage: the first's tokens embedded, else the arrived activation.
-
-        With a divided vocabulary, the embedded tokens are in a slot too.
-        """
+        """Return a stage's input: the first embeds tokens, unless in parts; others receive it."""
         slots, embed = carry[self.act], lambda: self.device.embed(at["microbatch"])
         arrived = lambda: read_slot(slots, at["act"])  # noqa: E731
         if self.has_parts:
@@ -173,10 +167,7 @@ class TickBody:
     def _head(
         self, at: At, y: jax.Array, otherwise: Callable | None, ends: Tree
     ) -> tuple[jax.Array, Tree]:
-        """Return (gradient of the loss, ends with it) on the last stage, else (otherwise(), ends).
-
-        otherwise=None: the only stage.
-        """
+        """Return (gradient of the loss, new ends) on the last stage, else (otherwise(), ends)."""
         run = lambda ends: self.device.add_head(y, at["microbatch"], ends)  # noqa: E731
         return (
             run(ends) if otherwise is None else self.device.run_if(at["last"], run, otherwise, ends)
@@ -238,10 +229,7 @@ class TickBody:
     def _in_backward(
         self, at: At, carry: Tree, name: str, run: Callable[..., tuple]
     ) -> tuple[jax.Array, Tree]:
-        """Return (gx, carry), where run(chunk, value, stash, cotangent) -> (gx, value, new ends).
-
-        name: of the carried value that it updates.
-        """
+        """Return (gx, carry), where run(chunk, carry[name], ...) -> (gx, the new one, new ends)."""
         # 1. the stash, and where the cotangent comes from; new ends are () if they do not change
         device, grads = self.device, carry[self.grad]
         arrived = lambda: read_slot(grads, at["grad"])  # noqa: E731

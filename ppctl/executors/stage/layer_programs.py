@@ -247,10 +247,7 @@ def add_embedding_grad(
     total: Tree,
     trainable: Tree = True,
 ) -> Tree:
-    """Return `total` with the gradient of `embed_head` added, from that of x = embed(...).
-
-    The gradient of an embedding table goes into the sum row by row: see `add_outputs`.
-    """
+    """Return `total` with the gradient of x = embed(...) added, row by row: see `add_outputs`."""
     if not jax.tree.leaves(total):
         return total
 

@@ -54,10 +54,7 @@ class Split:
 
 
 def split(pull: Callable, w: Tree, saved: Tree, gy: Shape) -> Split:
-    """Return the two halves of gx, dw = pull(w, saved, gy). The arguments give shapes and dtypes.
-
-    ConfigError if an inseparable loop, branch or kernel yields both gx and dw.
-    """
+    """Return the halves of gx, dw = pull(w, saved, gy). ConfigError if one loop yields both."""
     closed, (gx_shape, dw_shape) = jax.make_jaxpr(pull, return_shape=True)(w, saved, gy)
     flat = flatten(closed)
     num_w, num_gx = len(jax.tree.leaves(w)), len(jax.tree.leaves(gx_shape))

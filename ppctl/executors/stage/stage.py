@@ -137,10 +137,7 @@ class Stage:
         reverse: bool = False,
         first: Tree = None,
     ) -> tuple[Tree, Any, Tree]:
-        """Return `fold` over (layer number, parameters, *others), and the last gathered layer.
-
-        first: the first layer, if gathered already.
-        """
+        """Return `fold` over (layer number, parameters, *others), and the last gathered layer."""
         if self.gather is None:
             return *fold(body, carry, numbered(w, *others), reverse=reverse), None
         return fold_gathered(body, carry, w, others, self.gather, reverse=reverse, first=first)
@@ -294,10 +291,7 @@ class Stage:
         sums: Any,
         last: Tree = None,
     ) -> tuple[jax.Array, Any]:
-        """Return the gradients of the stage's input and of w, the latter added to any sums.
-
-        kept: residuals, or with remat=layer each layer's input. last: the last layer, if gathered.
-        """
+        """Return the gradients of the input and of w, from residuals or (remat=layer) inputs."""
         how: Backward = "redo" if self.remat.keeps_layer_inputs else "pull"
         barrier = self._barrier(w)
 

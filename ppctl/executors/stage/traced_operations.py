@@ -200,10 +200,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class NetworkCuts:
-    """A traced network to be cut into layers: at its marks, or with `auto` by work.
-
-    num_parameters: the first leaves of the trace.
-    """
+    """A traced network to be cut: at its marks, or with `auto` by work; parameters come first."""
 
     trace: Trace
     num_layers: int

@@ -89,20 +89,14 @@ def rotate_at(x_BTNH: jax.Array, rope: Rope, first: jax.Array, num_positions: in
 
 
 def _turned(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Return the turned halves of heads, without slices and concatenations.
-
-    Accelerators make arrays of those, in the gradient too.
-    """
+    """Return the turned halves of heads, without slices, of which accelerators make arrays."""
     halves = x_BTNH.reshape(*x_BTNH.shape[:-1], 2, -1)
     return (halves * cos + jax.lax.rev(halves, (halves.ndim - 2,)) * sin).reshape(x_BTNH.shape)
 
 
 @lru_cache(8)  # each layer reads them in several traces
 def _tables(rope: Rope, num_tokens: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return cosines [T, 1, 1, H/2] and signed sines [T, 1, 2, H/2] of all tokens.
-
-    NumPy's, since ticks would recompute JAX's.
-    """
+    """Return cosines [T, 1, 1, H/2], signed sines [T, 1, 2, H/2]: NumPy's, so not recomputed."""
     angles = np.arange(num_tokens)[:, None, None, None] * rope.frequencies(head_dim)
     cos, sin = np.cos(angles) * rope.magnitude, np.sin(angles) * rope.magnitude
     return cos, np.concatenate([-sin, sin], axis=-2)
