@@ -76,17 +76,12 @@ def _is_known(name: str, value: Value) -> bool:
 
 def temp_bytes(program: jax.stages.Compiled) -> int:
     """Return a program's temporary bytes on one device, without its arguments and results."""
-    return _memory(program).temp_size_in_bytes
+    memory: Any = program.memory_analysis()
+    return memory.temp_size_in_bytes
 
 
 def total_bytes(program: jax.stages.Compiled) -> int:
     """Return a program's bytes on one device: arguments, unshared results, temporaries."""
-    memory = _memory(program)
+    memory: Any = program.memory_analysis()
     made = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes + made + memory.temp_size_in_bytes
-
-
-def _memory(program: jax.stages.Compiled) -> Any:
-    memory = program.memory_analysis()
-    assert memory is not None, "every backend of ours reports memory"
-    return memory

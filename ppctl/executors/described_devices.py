@@ -1,8 +1,7 @@
 """Devices, not attached but described well enough to compile for: TPUs and NVIDIA GPUs.
 
-Source: jax.experimental.topologies. libtpu knows each kind of TPU. XLA's plugin for CUDA takes a
-description of the GPU (a GpuTargetConfigProto as text) and needs no driver; it then measures
-nothing, and does not report arrays too large for the device.
+Source: jax.experimental.topologies. XLA's plugin for CUDA takes a description of the GPU as text
+and needs no driver; it measures nothing, and does not report arrays too large for the device.
 """
 
 import os

@@ -1,8 +1,7 @@
 """The text of compiled HLO: its computations, what each calls, and its collectives.
 
-The text states the trip count of every loop that the compiler knows, as of every scan, and the
-devices that communicate, numbered as in the mesh. Collectives have kinds, axes, bytes and a number
-of runs.
+It states the trip count of loops that the compiler knows, such as scans, and the devices that
+communicate, numbered as in the mesh.
 """
 
 import re

@@ -102,6 +102,12 @@ class Model:
         place, number = (jax.ShapeDtypeStruct((), dtype) for dtype in (self.master, jnp.int32))
         return self.inputs.extended(layer, place, number)
 
+    def computed_params(self, params: Tree, numbers: Any) -> Tree:
+        """Return staged parameters in the compute dtype, the layers with their inputs."""
+        places = jnp.zeros(jax.tree.leaves(params["layers"])[0].shape[:3], self.master)
+        extended = params | {"layers": self.inputs.extended(params["layers"], places, numbers)}
+        return self.inputs.computed(extended, self.dtype, self.stack.options.updates)
+
     @cached_property
     def stage(self) -> Stage:
         """The stage in a step."""

@@ -1,12 +1,10 @@
 """The layout of parameters: chunks of layers on ranks, and the sharding of each array.
 
 natural: leaf [L, ...], layers in model order, as in checkpoints.
-staged: leaf [V, P, K, ...]: chunk v of rank p holds K layers, padded with zeros up to the largest
-stage. So every device keeps parameters, gradients, optimizer state and stash slots of that size.
-Executors compute no padded layer, but clear its slots and add zero gradients.
 
-Where axes inside a stage, such as tp, divide a dim of a leaf, staged form pads it with zeros to a
-multiple of their size.
+staged: leaf [V, P, K, ...]: chunk v of rank p holds K layers, padded with zeros up to the largest
+stage: every device has parameters, gradients, optimizer state and stash slots of that size. Where
+axes inside a stage, such as tp, divide a dim, zeros pad it to a multiple of their size.
 """
 
 from collections.abc import Callable, Mapping
@@ -207,7 +205,7 @@ class Layout:
         return self.unpadded(jax.tree_util.tree_map_with_path(convert, tree), 1)
 
     def padded(self, tree: Tree, num_stacked: int) -> Tree:
-        """Return a tree with zeros up to sizes that tp divides; num_stacked: dims before layers'."""
+        """Return a tree with zeros up to the sizes that tp divides."""
         return self._resized(tree, num_stacked, lambda shard: shard.padded)
 
     def unpadded(self, tree: Tree, num_stacked: int) -> Tree:

@@ -1,7 +1,6 @@
-"""The reference executor: the un-pipelined model, microbatches accumulated in one program.
+"""The reference executor: the un-pipelined model, by plain autodiff, microbatches in one program.
 
-The oracle of every other executor, by plain autodiff through the whole model. It shares no code
-with them.
+The oracle of every other executor. It shares no code with them.
 """
 
 from collections.abc import Callable

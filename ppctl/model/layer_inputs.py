@@ -26,11 +26,7 @@ from ppctl.model.random_keys import layer_keys, names_key, without_key, wrapped
 Tree = Any
 Place = Callable[[str], jax.Array]  # name of a loss -> its place
 LOSS = "loss"  # the name of the loss that is trained, among the losses of a step
-PARAMS, LOSSES, KEY = (
-    "ppctl_params",
-    "ppctl_losses",
-    "ppctl_key",
-)  # parts of a layer's tree with inputs
+PARAMS, LOSSES, KEY = "ppctl_params", "ppctl_losses", "ppctl_key"  # of a layer with inputs
 # names of other numbers of a step
 RESERVED = re.compile(r"loss|grad_norm|lr|step|number|eval_.*|.*_(s|bytes|fraction)")
 

@@ -1,11 +1,10 @@
 """Counts of layers, such as of tokens by expert, and the parameters that are updated by them.
 
 A count has the place of a gradient: `report` is the identity on a parameter, whose "gradient" is
-the counts. So executors sum them as they sum gradients: over microbatches and devices, and once
-however often a forward is recomputed. They are not divided by the number of losses. The parameters
-are declared in `StackOptions.updates`: they keep their dtype, stay out of the global norm and the
-optimizer, and after a step each becomes update(parameter, counts). Source: flax's
-`_overwrite_with_gradient`.
+the counts. So executors sum them as gradients, once however often a forward is recomputed; they are
+not divided by the number of losses. Parameters in `StackOptions.updates` keep their dtype, stay out
+of the global norm and the optimizer, and after a step each becomes update(parameter, counts).
+Source: flax's `_overwrite_with_gradient`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

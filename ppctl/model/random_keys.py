@@ -1,9 +1,8 @@
 """Random keys of examples, layers and tokens, and dropout drawn with them.
 
 A key is a function of seed, step, example of the global batch, layer and position of a token, never
-of the layout: a device draws only for its own examples and tokens, and a recomputed forward draws
-the same again. Keys are Threefry's, whatever JAX's default is. Source: dropout, Srivastava et al.
-2014.
+of the layout: a recomputed forward draws the same again. Keys are Threefry's, whatever JAX's
+default is. Source: dropout, Srivastava et al. 2014.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,9 +1,8 @@
 """The stack protocol: all that the executors know of a model.
 
-A model is an embedding and a head, which may share weights (`embed_head`), around `num_layers`
-layers, whose parameters have the same shapes. Parameters are `{"embed_head": tree, "layers":
-tree}`; every leaf of "layers" has a leading axis of length L in model order. Layers that differ,
-such as the parts of a network, are padded to the largest.
+Parameters are {"embed_head": tree, "layers": tree}; every leaf of "layers" has a leading axis of
+length L in model order. Layers that differ, such as the parts of a network, are padded to the
+largest.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The programs of a rank once a step: prepare parameters, reduce each stage's gradients, join them.
-
-They communicate over all axes of the rank's submesh; tasks over those inside a stage, and over fsdp
-where they gather layers.
-"""
+"""The programs of a rank once a step: prepare parameters, reduce stages' gradients, join them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +15,6 @@ from ppctl.executors.mpmd.plan_tasks import Role
 from ppctl.executors.mpmd.task_programs import drop_device_dim
 from ppctl.executors.parameter_layout import Layout, gather_shards, scatter_sums
 from ppctl.model.layer_inputs import LayerInputs
-from ppctl.model.layer_reports import cast_layers
 from ppctl.model.random_keys import KEYS, SEED, example_keys
 from ppctl.schedule.mesh_axes import DATA_AXES
 
@@ -152,13 +147,9 @@ def prepare_rank(
     """
     # 1. the rank's parameters in the compute dtype
     v = dict(zip(program.reads, values, strict=True))
-    params, inputs = v["params"], model.inputs
-    places = jnp.zeros(jax.tree.leaves(params["layers"])[0].shape[:3], model.master)
+    params = model.computed_params(v["params"], v.get("layer_numbers"))
+    embed_head, layers = gather_shards(params["embed_head"], specs["embed_head"]), params["layers"]
     zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros((1, *a.shape), model.master), tree)  # noqa: E731
-    shards = jax.tree.map(lambda a: a.astype(model.dtype), params["embed_head"])
-    embed_head = gather_shards(shards, specs["embed_head"])
-    layers = cast_layers(params["layers"], model.dtype, model.stack.options.updates)
-    layers = inputs.extended(layers, places, v.get("layer_numbers"))
 
     def stages(layers: Tree) -> list[Any]:
         take = lambda *index: jax.tree.map(lambda a: a[index], layers)  # noqa: E731
@@ -168,7 +159,8 @@ def prepare_rank(
             for v, n in enumerate(count)
         ]
 
-    whole = lambda: stages(gather_shards(layers, inputs.extended(specs["layers"], P(), P())))  # noqa: E731
+    of_layers = model.inputs.extended(specs["layers"], P(), P())
+    whole = lambda: stages(gather_shards(layers, of_layers))  # noqa: E731
     # 2. the values by name, and the sums of their gradients
     found: dict[str, list] = {
         "w": whole() if model.layer_specs is None else stages(layers),

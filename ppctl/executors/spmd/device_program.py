@@ -13,7 +13,6 @@ from ppctl.executors.parameter_layout import Layout, gather_shards, layer_specs
 from ppctl.executors.stage.layer_programs import add_embedding_grad, add_head_grads, zeros_like
 from ppctl.executors.stage.stage import LayerSlots
 from ppctl.model.layer_inputs import LOSS
-from ppctl.model.layer_reports import cast_layers
 from ppctl.model.random_keys import KEYS
 from ppctl.model.stack import Stack
 from ppctl.model.trainable_parameters import trained_part
@@ -61,16 +60,14 @@ class Device:
         chunks = range(self.num_chunks)
         slots = [_layer_slots(self.stack, layout, v, counts[v, 0], numbers[v, 0]) for v in chunks]
         self.layer_slots, self.are_sharded = slots, layout.mesh.shape["fsdp"] > 1
-        # 2. embedding and head gathered, where the vocabulary is divided a rank's part
-        shards = jax.tree.map(lambda a: a.astype(model.dtype), params["embed_head"])
-        self.embed_head = gather_shards(shards, specs["embed_head"])
-        # 3. the layers with their inputs, gathered here or by the stage
-        places, by_rank = jnp.zeros(numbers.shape, model.master), P(None, "pp")
-        shards = cast_layers(params["layers"], model.dtype, self.stack.options.updates)
-        shards = model.inputs.extended(shards, places, numbers)
+        # 2. parameters, gathered here or, of layers, by the stage
+        shards, by_rank = model.computed_params(params, numbers), P(None, "pp")
+        self.embed_head = gather_shards(shards["embed_head"], specs["embed_head"])
         layers = model.inputs.extended(specs["layers"], by_rank, by_rank)
-        self.specs, by_layer = specs | {"layers": layers}, model.layer_specs is not None
-        self.chunks = self._chunks(shards if by_layer else gather_shards(shards, layers))
+        self.specs, is_whole = specs | {"layers": layers}, model.layer_specs is None
+        self.chunks = self._chunks(
+            gather_shards(shards["layers"], layers) if is_whole else shards["layers"]
+        )
 
     # parameters and data
 

@@ -1,9 +1,8 @@
 """One stage: its layers forward, its stash, and its layers backward, for each remat setting.
 
 A stage's parameters `w` are a list of layers (unrolled in the program) or one stacked tree
-(scanned). `fold` hides the difference; `fold_gathered` takes shards, and gathers each layer one
-ahead of its use. `LayerSlots` tells the layers where they matter: padding passes x through, and
-layers that differ run their own programs.
+(scanned). `LayerSlots` tells the layers where they matter: padding passes x through, and layers
+that differ run their own programs.
 
 remat  | the stash of a microbatch                                  | the backward recomputes
 none   | all but attention scores and element-wise results          | those
