@@ -112,23 +112,21 @@ def _layer_inputs(stack: Stack, params: Tree, microbatch: Tree) -> LayerInputs:
     return LayerInputs.of(stack, layer, x)
 
 
-def outputs_of(
-    stack: Stack, *, dtype: Any, unroll: int = MOST_UNROLLED
-) -> Callable[[Tree, jax.Array], Tree]:
+def outputs_of(stack: Stack, *, dtype: Any) -> Callable[[Tree, jax.Array], Tree]:
     """Return the function (params, inputs) -> outputs; arguments as in `reference`."""
     outputs = stack.options.outputs
     assert outputs is not None, "a stack that states no outputs"
 
     def predict(params: Tree, inputs: jax.Array) -> Tree:
         params = LayerInputs().computed(params, dtype, stack.options.updates)
-        x = _before_head(stack, params, inputs, stack.layer_of, unroll)
+        x = _before_head(stack, params, inputs, stack.layer_of)
         return outputs(params["embed_head"], x)
 
     return predict
 
 
 def by_example(
-    stack: Stack, *, dtype: Any, unroll: int = MOST_UNROLLED
+    stack: Stack, *, dtype: Any
 ) -> Callable[[Tree, Tree], tuple[jax.Array, jax.Array, Tree]]:
     """Return the function (params, batch) -> (losses, numbers of losses, outputs) by example.
 
@@ -138,7 +136,7 @@ def by_example(
     def run(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array, Tree]:
         params = LayerInputs().computed(params, dtype, stack.options.updates)
         embed_head = params["embed_head"]
-        x = _before_head(stack, params, batch["inputs"], stack.layer_of, unroll)
+        x = _before_head(stack, params, batch["inputs"], stack.layer_of)
         outputs = None if stack.options.outputs is None else stack.options.outputs(embed_head, x)
         losses = jax.vmap(lambda x, target: stack.head(embed_head, x[None], target[None]))
         return *losses(x, batch["targets"]), outputs
@@ -151,7 +149,7 @@ def _before_head(
     params: Tree,
     inputs: jax.Array,
     layer: Callable[[int], Callable[[Tree, jax.Array], Any]],
-    unroll: int,
+    unroll: int = MOST_UNROLLED,
 ) -> jax.Array:
     """Return x after the last layer."""
     x = stack.embed(params["embed_head"], inputs)

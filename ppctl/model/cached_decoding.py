@@ -106,7 +106,7 @@ class Decoder:
             place(params["embed_head"], d) if s in ends else None for s, d in enumerate(devices)
         ]
         # 3. programs of stages
-        program = partial(jax.jit, donate_argnums=1, static_argnames="wants_all")
+        program = partial(jax.jit, donate_argnums=1)
         self._stages = [program(partial(self._stage, s)) for s in range(num_stages)]
 
     def empty(self, batch: int) -> Cache:
@@ -117,15 +117,9 @@ class Decoder:
         return [[make(device) for _ in layers] for layers, device in pairs]
 
     def read(
-        self,
-        tokens_BT: jax.Array,
-        cache: Cache,
-        first: int,
-        starts_B: jax.Array,
-        *,
-        wants_all: bool = False,
+        self, tokens_BT: jax.Array, cache: Cache, first: int, starts_B: jax.Array
     ) -> tuple[jax.Array, Cache]:
-        """Return (logits after the last token [B, V], or each (wants_all) [B, T, V]; new cache).
+        """Return (logits after the last token [B, V], new cache).
 
         Do not use the given cache again. first + T <= num_positions.
         """
@@ -133,7 +127,7 @@ class Decoder:
         for s, device in enumerate(self.devices):
             piece = Piece(jnp.int32(first), jax.device_put(starts_B, device))
             params, x = (self._embed_head[s], self._layers[s]), jax.device_put(x, device)
-            x, of_stage = self._stages[s](params, cache[s], x, piece, wants_all=wants_all)
+            x, of_stage = self._stages[s](params, cache[s], x, piece)
             kept.append(of_stage)
         return x, kept
 
@@ -144,8 +138,6 @@ class Decoder:
         kept: Sequence,
         x: jax.Array,
         piece: Piece,
-        *,
-        wants_all: bool,
     ) -> tuple[jax.Array, list]:
         embed_head, layers = params
         self._attention.piece = piece
@@ -159,5 +151,4 @@ class Decoder:
         if s < len(self.devices) - 1:
             return x, now
         assert self._stack.options.outputs is not None, "transformers have outputs"
-        logits = self._stack.options.outputs(embed_head, x if wants_all else x[:, -1:])
-        return (logits if wants_all else logits[:, 0]), now
+        return self._stack.options.outputs(embed_head, x[:, -1:])[:, 0], now

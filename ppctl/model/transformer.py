@@ -1,12 +1,19 @@
 """Decoder-only transformer on the stack protocol.
 
-Models: Llama 2 and 3, Qwen 2, 2.5 and 3, Mistral, SmolLM 2, Gemma 2 and 3. Shape suffixes: B batch,
-T tokens, M = B*T, D d_model, V vocabulary.
+Models: Llama 2 and 3, Qwen 2, 2.5 and 3, Mistral, SmolLM 2, Gemma 2 and 3.
+
+Documents packed into a sequence: inputs write the first token of a document as its complement, ~id.
+Layers see only activations, so the embedding appends the starts as ceil(T / D) more rows of zeros
+and ones, one for each of T tokens: exact in any dtype, and carried wherever activations are sent,
+kept or recomputed. Positions need not start anew: rotary ones count by differences.
+
+Shape suffixes: B batch, T tokens, M = B*T, D d_model, V vocabulary, R a device's rows, E of starts.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import jax
@@ -27,7 +34,6 @@ from ppctl.model.cross_entropy import (
     part_log_sums,
 )
 from ppctl.model.lora import A, B, are_adapters, with_adapters
-from ppctl.model.packed_documents import documents_of, num_rows, split_starts, with_starts
 from ppctl.model.parallel import WHOLE, StageAxes, gather, on_first, own_tokens, scatter
 from ppctl.model.random_keys import dropout, token_keys
 from ppctl.model.stack import DividedStack, Layers, Stack, StackOptions, Tree, VocabularyParts
@@ -51,8 +57,8 @@ def transformer(
     are trained.
     inputs and targets: int32 [B, T], tokens below vocab_size; x: [B, T, d_model]; any T. Targets
     NO_TOKEN count neither in the sum of losses nor in their number.
-    packed: inputs may hold several documents, see `ppctl.model.packed_documents`; x has rows with
-    their starts. Layers are one function, or one of two if only some have the window.
+    packed: inputs may hold several documents; x has rows with their starts. Layers are one
+    function, or one of two if only some have the window.
     mix: attention on a stage's axes; rotate: rotary positions.
     The loss is cross-entropy in nats, one a token, in at least float32. Sizes that do not fit fail
     in tracing, with the error of the operation; sizes that tp does not divide raise ConfigError.
@@ -255,3 +261,42 @@ def _sharding(params: Tree, axes: StageAxes, num_kv_heads: int) -> Tree:
         return P(*found[1:]) if names[-1] == "bias" else found
 
     return jax.tree_util.tree_map_with_path(spec, params)
+
+
+# packed documents
+
+
+def split_starts(inputs_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (token ids, whether each is the first of a document).
+
+    >>> ids, is_first = split_starts(jnp.array([[5, ~7, 8]]))
+    >>> ids.tolist(), is_first.tolist()
+    ([[5, 7, 8]], [[False, True, False]])
+    """
+    is_first_BT = inputs_BT < 0
+    return jnp.where(is_first_BT, ~inputs_BT, inputs_BT), is_first_BT
+
+
+def with_starts(x_BRD: jax.Array, is_first_BT: jax.Array) -> jax.Array:
+    """Return activations with the rows of document starts appended."""
+    (B, T), D = is_first_BT.shape, x_BRD.shape[-1]
+    marks_BED = jnp.pad(is_first_BT, ((0, 0), (0, -T % D))).reshape(B, -1, D)
+    return jnp.concatenate([x_BRD, marks_BED.astype(x_BRD.dtype)], axis=1)
+
+
+def num_rows(shape: tuple[int, ...], divided_by: int = 1) -> int:
+    """Return R of the shape of activations with such rows, for divided_by * R tokens.
+
+    >>> num_rows((2, 9, 4))  # 7 tokens and 2 rows
+    7
+    >>> num_rows((2, 5, 4), divided_by=2)  # 6 tokens on two devices, and 2 rows
+    3
+    """
+    _, total, D = shape
+    return next(total - e for e in count(1) if -(-(total - e) * divided_by // D) == e)
+
+
+def documents_of(marks_BED: jax.Array, num_tokens: int) -> jax.Array:
+    """Return the number of each token's document in its sequence, int32 [B, T]."""
+    is_first_BT = marks_BED.reshape(marks_BED.shape[0], -1)[:, :num_tokens]
+    return jnp.cumsum(jax.lax.stop_gradient(is_first_BT) > 0.5, axis=1, dtype=jnp.int32)

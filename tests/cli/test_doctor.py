@@ -13,7 +13,6 @@ import pytest
 from ppctl import config
 from ppctl.cli.commands import doctor
 from ppctl.errors import ConfigError
-from ppctl.executors import link_speeds as links
 from ppctl.training.pipeline.known_hardware import known
 
 TINY = config.Config(
@@ -166,9 +165,9 @@ def test_devices_that_are_only_described_are_for_plan(monkeypatch, tmp_path):
 
 
 def test_numbers_that_arrive_changed_are_the_reason(ask, monkeypatch):
-    true = links.measure_link
+    true = doctor.measure_link
     monkeypatch.setattr(
-        links, "measure_link", lambda a, b: replace(true(a, b), is_right=(a.id, b.id) != (0, 2))
+        doctor, "measure_link", lambda a, b: replace(true(a, b), is_right=(a.id, b.id) != (0, 2))
     )
     code, found = ask()
     assert code == 1
@@ -176,8 +175,8 @@ def test_numbers_that_arrive_changed_are_the_reason(ask, monkeypatch):
 
 
 def test_an_exchange_that_loses_a_message_is_not_right(monkeypatch):
-    monkeypatch.setattr(links.jax.lax, "ppermute", lambda x, axis, pairs: x)  # nothing moves
-    assert not links.measure_link(*jax.devices()[:2]).is_right
+    monkeypatch.setattr(doctor.jax.lax, "ppermute", lambda x, axis, pairs: x)  # nothing moves
+    assert not doctor.measure_link(*jax.devices()[:2]).is_right
 
 
 def test_a_link_without_an_answer_ends_the_process_with_a_line():
@@ -195,9 +194,9 @@ def test_a_link_without_an_answer_ends_the_process_with_a_line():
 def test_of_many_devices_one_of_each_process_is_probed():
     Device = namedtuple("Device", "id process_index")
     devices = [Device(i, i // 4) for i in range(32)]
-    assert [device.id for device in links.probe_devices(devices)] == [0, 4, 8, 12, 16, 20, 24, 28]
-    assert links.probe_devices(devices[:16]) == devices[:16]
-    assert links.probe_devices([Device(i, 0) for i in range(64)]) == [
+    assert [device.id for device in doctor.probe_devices(devices)] == [0, 4, 8, 12, 16, 20, 24, 28]
+    assert doctor.probe_devices(devices[:16]) == devices[:16]
+    assert doctor.probe_devices([Device(i, 0) for i in range(64)]) == [
         Device(i, 0) for i in range(16)
     ]
 

@@ -24,7 +24,7 @@ IDS = np.random.default_rng(0).integers(0, 32, (2, 8))
 
 
 def logits(stack, params):
-    return outputs_of(stack, unroll=0, dtype=jnp.float64)(params, IDS)
+    return outputs_of(stack, dtype=jnp.float64)(params, IDS)
 
 
 def test_a_model_begins_as_it_is_without_adapters():

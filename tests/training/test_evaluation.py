@@ -63,7 +63,7 @@ def pipeline_of(executor, schedule, axes, **how):
 def losses_of(pipe, state, batch):
     """The loss of each target, in numpy from the logits."""
     params = jax.device_get(pipe.to_natural(state)["params"])
-    logits = np.asarray(outputs_of(pipe.stack, unroll=4, dtype="float64")(params, batch["inputs"]))
+    logits = np.asarray(outputs_of(pipe.stack, dtype="float64")(params, batch["inputs"]))
     likelihoods = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     is_target = batch["targets"] != NO_TOKEN
     picked = np.take_along_axis(

@@ -10,9 +10,11 @@ import json
 import os
 import shutil
 import socket
+import statistics
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -21,13 +23,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ppctl.config import Config, Run
 from ppctl.errors import ConfigError, PpctlError
-from ppctl.executors import link_speeds
 from ppctl.executors.device_mesh import all_devices
-from ppctl.executors.link_speeds import MeasuredLink
 from ppctl.launch import join_processes as distributed
 from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, size_text
 from ppctl.training.pipeline.jax_start import is_gpu, memory_share, start_jax
@@ -37,6 +39,9 @@ from ppctl.training.pipeline.known_hardware import described_only, of_device, st
 from ppctl.training.run.process_group import process_group
 
 T = TypeVar("T")
+# (float32 of a message, exchanges of a run); odd numbers, so that contents change places
+SMALL, LARGE = (1, 65), (1 << 20, 9)
+RUNS = 5  # timed runs after a warm-up; the median counts
 ANSWER_WITHIN_S = 60.0  # a device that takes longer to exchange a few messages does not answer
 SHARE_TOLERANCE = 0.02  # between the requested and the actual share of a GPU's memory
 
@@ -182,15 +187,26 @@ def _together() -> Finding:
 # --- links
 
 
+@dataclass(frozen=True)
+class MeasuredLink:
+    """The measured exchange between two devices. Ids are those of `jax.Device`."""
+
+    first: int
+    second: int
+    latency_s: float  # seconds of a message of 4 bytes, one way
+    bytes_per_s: float  # bytes a second of a message of 4 MiB, each way at the same time
+    is_right: bool  # received equals sent
+
+
 def _measured(mesh: Mesh) -> list[MeasuredLink]:
     """Return the links between devices, alike on all processes."""
     own = jax.process_index()
     links = []
-    for a, b in combinations(link_speeds.probe_devices(list(mesh.devices.flat)), 2):
+    for a, b in combinations(probe_devices(list(mesh.devices.flat)), 2):
         if own in (a.process_index, b.process_index):
             ends = f"device {a.id} (process {a.process_index}) and {b.id} ({b.process_index})"
             with _answering(f"exchange of {ends}"):
-                links.append(link_speeds.measure_link(a, b))
+                links.append(measure_link(a, b))
     found: dict[tuple[int, int], MeasuredLink] = {}
     for link in itertools.chain(*_gathered(MeasuredLink, links)):  # both ends of each
         ends = link.first, link.second
@@ -214,6 +230,50 @@ def _of_links(links: Sequence[MeasuredLink]) -> list[Finding]:
         f"(devices {farthest.first} and {farthest.second})"
     )
     return [Finding("links", True, text)]
+
+
+def probe_devices(devices: Sequence[Any], most: int = 16) -> list[Any]:
+    """Return up to `most` devices: all, the first of each process, or the first of one process."""
+    if len(devices) <= most:
+        return list(devices)
+    firsts = {device.process_index: device for device in reversed(devices)}
+    return [firsts[i] for i in sorted(firsts)] if len(firsts) > 1 else list(devices[:most])
+
+
+def measure_link(a: Any, b: Any) -> MeasuredLink:
+    """Measure the link between two devices; their processes call this in the same order."""
+    mesh = Mesh(np.array([a, b]), ("pair",), axis_types=(AxisType.Auto,))
+    latency_s, right = _exchanges(mesh, *SMALL)
+    large_s, large_right = _exchanges(mesh, *LARGE)
+    moving_s = max(large_s - latency_s, 1e-9)
+    return MeasuredLink(a.id, b.id, latency_s, LARGE[0] * 4 / moving_s, right and large_right)
+
+
+def _exchanges(mesh: Mesh, length: int, number: int) -> tuple[float, bool]:
+    """Return (seconds of one exchange of float32 [length], whether contents changed places).
+
+    Both devices send repeatedly inside one program, as pipeline ranks do, so that times exclude the
+    host and the start of a program.
+    """
+
+    def local(x: jax.Array) -> jax.Array:
+        swap = lambda _, x: jax.lax.ppermute(x, "pair", [(0, 1), (1, 0)])  # noqa: E731
+        return jax.lax.fori_loop(0, number, swap, x)
+
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("pair"), out_specs=P("pair")))
+    numbers, placed = (
+        np.repeat(np.arange(2, dtype=np.float32), length),
+        NamedSharding(mesh, P("pair")),
+    )
+    sent = jax.make_array_from_callback(numbers.shape, placed, numbers.__getitem__)
+    received, seconds = jax.block_until_ready(run(sent)), []
+    for _ in range(RUNS):
+        began = time.perf_counter()
+        received = jax.block_until_ready(run(sent))
+        seconds.append(time.perf_counter() - began)
+    wanted, shards = numbers[::-1], received.addressable_shards
+    right = all(np.array_equal(shard.data, wanted[shard.index]) for shard in shards)
+    return statistics.median(seconds) / number, right
 
 
 @contextmanager

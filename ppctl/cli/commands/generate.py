@@ -96,10 +96,9 @@ def _prompts(options: Namespace) -> list[str]:
 def _generate(path: Path, prompts: Sequence[str], options: Namespace) -> int:
     from ppctl.language import generation
     from ppctl.language.language_model import LanguageModel, open_language_model
-    from ppctl.model.token_sampling import Sampling
 
     # 1. the model and its prompts
-    sampling = Sampling(options.temperature, options.top_k, options.top_p)
+    sampling = generation.Sampling(options.temperature, options.top_k, options.top_p)
     sampling.check()
     devices = start_devices(options.devices)
     model = open_language_model(path, options.dtype)
