@@ -1,10 +1,9 @@
 """Cross-entropy of a language model's head without the logits of all tokens at once.
 
-Many tokens are taken chunk by chunk, and each chunk's gradient is computed with its loss: logits in
-float32 exist only for one chunk at a time, their gradient never, and nothing is computed twice.
-
-With a vocabulary divided over the ranks of a pipeline, a rank knows each token's sum over its ids;
-loss and gradient need the sum over all. Few logits are kept until then, many computed again.
+Many tokens are taken chunk by chunk, and each chunk's gradient is computed with its loss: no
+chunk's logits are kept, and nothing is computed twice. With a vocabulary divided over the ranks of
+a pipeline, loss and gradient need each token's sum over all parts. Few logits are kept until then,
+many computed again.
 
 Shape suffixes: M tokens, K chunks, C tokens of a chunk, D d_model, V vocabulary, or this device's
 ids.

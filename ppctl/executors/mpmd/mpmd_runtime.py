@@ -1,9 +1,8 @@
 """Programs on submeshes: traced and lowered once, compiled in threads, dispatched by the host.
 
 A program is lowered for an abstract submesh and compiled for the devices of each rank that runs it.
-JAX has no public way to load one executable on other devices, so ranks share the trace, and the
-stages of one rank the executable. For devices that are only described (`plan.topology`) each
-program is compiled once, and nothing can run.
+JAX has no public way to load one executable on other devices, so ranks share only the trace. For
+devices that are only described (`plan.topology`) each program is compiled once, and none can run.
 
 Several processes walk the same plan. Each program takes the turn made by the program before it on
 its rank, so that every device runs its programs in the plan's order. docs/executors-internals.md,

@@ -67,10 +67,8 @@ def task_program(
 ) -> ProgramId | None:
     """Return the program of a task, or None if it has nothing to run.
 
-    with_keys: whether layers get keys, as in a step if they have any.
-    keeps_input (remat=full): the stash is the stage's input, and the backward runs the stage again.
-    So the last stage's forward is part of its backward, with the head, and the first stage's
-    backward embeds its input again.
+    keeps_input (remat=full): the stash is the stage's input. So the last stage's forward is part of
+    its backward, with the head, and the first stage's backward embeds its input again.
     """
     # 1. values that depend on the stage's place
     embedding = ("embed_head", "inputs", "m") if role.is_first else ("x",)
@@ -140,7 +138,6 @@ def task_entries(
 ) -> list[PlanEntry]:
     """Return the tasks of `schedule` in `order`, by their start, with moves between ranks.
 
-    role: of each stage. A schedule of only forwards keeps nothing. with_keys: of `task_program`.
     reductions: of each stage, from ("acc", stage) to ("sum", stage). One comes once the sums are
     complete, right before its rank's next task, so that moves of the last task's values come first;
     those of stages without layers, whose zeros would take memory early, come last.

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from ppctl.executors.model_shapes import Model, is_none
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, transfer_entry
 from ppctl.executors.mpmd.plan_tasks import Role
-from ppctl.executors.mpmd.task_programs import drop_device_dim
 from ppctl.executors.parameter_layout import Layout, gather_shards, scatter_sums
 from ppctl.model.layer_inputs import LayerInputs
 from ppctl.model.random_keys import KEYS, SEED, example_keys
@@ -87,7 +86,6 @@ def rank_entries(
 ) -> tuple[list[PlanEntry], list[PlanEntry]]:
     """Return the entries before the tasks, from ("params", rank), and after, to ("grads", rank).
 
-    inputs: of layers; attached losses are then ("attached", rank), keys of examples ("keys", rank).
     Gradients of shared leaves go from the ranks that give them to the one that adds; the whole sum
     goes back as ("shared", rank).
     """
@@ -227,6 +225,10 @@ def with_shared(embed_head: Tree, shared: Tree) -> Tree:
     """Return embedding and head with the shared leaves, None in it."""
     fill = lambda a, b: b if a is None else a  # noqa: E731
     return jax.tree.map(fill, embed_head, shared, is_leaf=is_none)
+
+
+def drop_device_dim(tree: Tree) -> Tree:
+    return jax.tree.map(lambda a: a[0], tree)
 
 
 def _stacked(model: Model, num_layer_slots: int, acc: Any) -> Tree:

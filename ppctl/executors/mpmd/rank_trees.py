@@ -1,9 +1,9 @@
 """From a staged tree on the whole mesh to a tree for each rank on its submesh, and back.
 
-A rank's layers [V, 1, K, ...], parts of leaves divided over ranks and counts are its devices'
-shards of the staged form, so neither way copies them. Other leaves of embedding and head reach the
-ranks that use them by way of all ranks, one at a time: with several processes only programs of the
-whole mesh can do that. Ranks of other processes have None throughout.
+Layers, parts of leaves and counts are the ranks' shards of the staged form, so neither way copies
+them. Other leaves of embedding and head reach the ranks that use them by way of all ranks, one at a
+time: with several processes only programs of the whole mesh can do that. Ranks of other processes
+have None throughout.
 """
 
 from collections.abc import Sequence

@@ -28,9 +28,10 @@ SCOPES: dict[Kind, str] = {
     "B": "tick_backward",
     "I": "tick_input_grad",
     "W": "tick_weight_grad",
+    "E": "tick_embedding",
+    "T": "tick_head",  # S and T
+    "G": "tick_embedding_grad",
 }
-PART_SCOPES: dict[Kind, str] = {"E": "tick_embedding", "T": "tick_head", "G": "tick_embedding_grad"}
-# "T": S and T
 
 
 class Device:

@@ -2,9 +2,8 @@
 
 Forward-backward ticks ("fb"), an F and then a B, for looped schedules of whole backwards: one ring
 permute each way, and slots for activations and gradients apart. Single-op ticks, one task of any
-kind, for split backwards and turning placements (V): the one output, an activation or a gradient,
-stays on the rank or hops to either neighbour. The program has only the kinds and hops of the
-schedule. A rank without a task branches round it.
+kind, for split backwards and turning placements (V): the one output stays on the rank or hops to
+either neighbour. The program has only the kinds and hops of the schedule.
 
 Tried and rejected: one switch over the kinds. If a branch reads slots that another branch writes,
 the compiler copies all slots in every tick: on CPU that doubled the step.
@@ -18,14 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.executors.spmd.device_program import (
-    PART_SCOPES,
-    SCOPES,
-    Device,
-    read_slot,
-    write_arrival,
-    write_slot,
-)
+from ppctl.executors.spmd.device_program import SCOPES, Device, read_slot, write_arrival, write_slot
 from ppctl.executors.stage.layer_programs import zeros_like
 from ppctl.schedule.ir import KINDS, Kind
 from ppctl.schedule.tick_table import FB_HOPS, HOPS, task_columns
@@ -125,7 +117,7 @@ class TickBody:
         """Return the carry with the input of the first stage's forward in this tick."""
         device, m, slot = self.device, at["F"]["embedded"], at["F"]["act"]
         run = lambda: jax.lax.psum(device.embed(m - 1), "pp")  # noqa: E731
-        with jax.named_scope(PART_SCOPES["E"]):
+        with jax.named_scope(SCOPES["E"]):
             x = jax.lax.cond(m > 0, run, lambda: zeros_like(device.x))
             arrival = slot, x, self._is_at(at, "F", "first")
             return carry | {self.act: write_arrival(carry[self.act], *arrival)}
@@ -139,7 +131,7 @@ class TickBody:
             gy, ends = device.add_head(jax.lax.psum(jnp.where(is_last, y, 0), "pp"), m - 1, ends)
             return jax.lax.psum(gy, "pp") if trains else y, ends
 
-        with jax.named_scope(PART_SCOPES["T"]):
+        with jax.named_scope(SCOPES["T"]):
             gy, ends = device.run_if(m > 0, run, lambda: y, carry["ends"])
             carry = carry | {"ends": ends}
             if not self.is_fb:  # the last stage's rank sends it to itself
@@ -151,7 +143,7 @@ class TickBody:
     def _embedding_grad_part(self, at: dict[str, At], gx: jax.Array, carry: Tree) -> Tree:
         m, is_first = at["F"]["embedding_grad"], self._is_at(at, "BI", "first")
         whole = lambda: jax.lax.psum(jnp.where(is_first, gx, 0), "pp")  # noqa: E731
-        with jax.named_scope(PART_SCOPES["G"]):
+        with jax.named_scope(SCOPES["G"]):
             return carry | {"ends": self._add_embedding(m > 0, whole, m - 1, carry["ends"])}
 
     # embedding and head on the first and the last stage

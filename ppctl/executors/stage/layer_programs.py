@@ -251,12 +251,11 @@ def add_embedding_grad(
     if not jax.tree.leaves(total):
         return total
 
-    def grad(embed_head: Tree, inputs: jax.Array, gx: jax.Array) -> Tree:
+    def grad(embed_head: Tree, inputs: jax.Array, gx: jax.Array) -> tuple[tuple, Tree]:
         run = lambda trained: embed(with_trained(trained, embed_head), inputs)  # noqa: E731
-        return jax.vjp(run, trained_part(embed_head, trainable))[1](gx)[0]
+        return (), jax.vjp(run, trained_part(embed_head, trainable))[1](gx)[0]
 
-    program = flatten(jax.make_jaxpr(grad)(embed_head, inputs, gx))
-    return add_last_outputs(program, (embed_head, inputs, gx), (), total)[1]
+    return _added_last(grad, (embed_head, inputs, gx), total)[1]
 
 
 def add_head_grads(
@@ -278,7 +277,11 @@ def add_head_grads(
         embed_head_grad, y_grad = pull(np.ones(loss.shape, loss.dtype))  # a constant of the trace
         return (y_grad, loss, number), embed_head_grad
 
-    closed, (own, _) = jax.make_jaxpr(grads, return_shape=True)(embed_head, y, targets)
-    args = embed_head, y, targets
-    (y_grad, loss, number), total = add_last_outputs(flatten(closed), args, own, total)
+    (y_grad, loss, number), total = _added_last(grads, (embed_head, y, targets), total)
     return y_grad, total, loss, number
+
+
+def _added_last(function: Callable[..., tuple[Tree, Tree]], args: tuple, total: Tree) -> tuple:
+    """Return (first result, `total` with the second added) of function(*args)."""
+    closed, (own, _) = jax.make_jaxpr(function, return_shape=True)(*args)
+    return add_last_outputs(flatten(closed), args, own, total)

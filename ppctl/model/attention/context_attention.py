@@ -107,11 +107,10 @@ def _with_others(
 ) -> tuple[tuple, tuple]:
     """Return (carry, sums) of a device after `meet` with each other device along cp.
 
-    kv: the device's keys and values; sums: of the gradients of these, or () in a forward.
     meet(carry, is_earlier, kv of another device) -> (carry, what it adds to that device's sums).
-
-    context=gather: keys and values of all devices are gathered first, their gradients summed and
-    scattered last. ring: they and the sums hop from device to device, a hop for each meeting.
+    sums: of the gradients of kv, or (). context=gather: keys and values of all devices are gathered
+    first, their gradients summed and scattered last. ring: all hop from device to device for each
+    meeting.
     """
     # 1. one meeting, after a hop of the ring
     c, is_ring = jax.lax.axis_index("cp"), axes.context == "ring"

@@ -1,8 +1,7 @@
 """cuDNN's flash attention by JAX's foreign function interface: forward, and backward.
 
-XLA knows both calls. JAX's function for them queries the attached GPU while it traces, and cannot
-be lowered for described devices. The calls made here lower without a GPU, and on an abstract mesh,
-as programs of executor=mpmd do. Their descriptions are XLA's `CudnnfMHABackendConfig`
+JAX's function for XLA's two calls queries the attached GPU while it traces. The calls made here
+lower without a GPU, and on an abstract mesh. Their descriptions are XLA's `CudnnfMHABackendConfig`
 (xla/service/gpu/backend_configs.proto).
 
 Shape suffixes: B batch, T tokens, S tokens attended to, N query heads, G kv heads, H width of a

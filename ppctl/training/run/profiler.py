@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ppctl.executors.hlo_text import calls, computations, name_of, path_of
-from ppctl.executors.spmd.device_program import PART_SCOPES, SCOPES
+from ppctl.executors.spmd.device_program import SCOPES
 from ppctl.reports.measured_timeline_file import TASKS_FILE, Span, mean_costs, measured_timeline
 from ppctl.schedule.ir import Kind, Schedule, Task
 from ppctl.schedule.mesh_axes import RANK_AXES
@@ -184,7 +184,7 @@ def _task(ticks: Ticks, tick: int, rank: int, scope: str) -> Task | None:
     """Return the task that a rank runs for a scope in a tick; None where it has none."""
     line = ticks.table[tick][rank]
     for kind, column in PART_COLUMNS.items():
-        if PART_SCOPES[kind] == scope:
+        if SCOPES[kind] == scope:
             number = line[ticks.columns.index(column)]  # of the microbatch, from 1; 0: of none
             return Task(rank, kind, number - 1) if number else None
     for task, column in zip(ticks.cells[tick][rank], ("f", "b"), strict=True):
@@ -252,7 +252,7 @@ def task_bodies(compiled_text: str) -> dict[str, list[TaskBody]]:
     found: dict[str, list[TaskBody]] = {}
     for line in chain.from_iterable(lines.values()):
         path = path_of(line)
-        for scope in (*SCOPES.values(), *PART_SCOPES.values()):
+        for scope in SCOPES.values():
             if path.endswith((f"/{scope}/cond", f"/{scope}/while")):
                 called = [each for each in calls(line) if each.how in ("body", "branch")]
                 if called:  # the last: the branch taken where a predicate is true
