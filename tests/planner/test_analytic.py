@@ -12,11 +12,13 @@ import pytest
 from support.steps import planned_step
 
 from ppctl.executors.device_mesh import laid_out
-from ppctl.planner.cost import op_times as counting
-from ppctl.planner.cost.op_times import LayerGathers, OpTimes, PieceTimes, op_times
-from ppctl.planner.cost.planned_step import Machine, ParamBytes, PlannedLayout
+from ppctl.executors.parameter_bytes import ParamBytes
+from ppctl.planner.cost import step_time as counting
+from ppctl.planner.cost.planned_step import Machine, PlannedLayout
 from ppctl.planner.cost.roofline import Link, ModelWork, Op, PieceWork, Speed
+from ppctl.planner.cost.step_time import op_times
 from ppctl.schedule.mesh_axes import MeshSizes
+from ppctl.schedule.piece_times import LayerGathers, OpTimes, PieceTimes
 
 NEAR, FAR = Link(0.001, 100.0), Link(0.01, 10.0)
 MACHINE = Machine(Speed(1000.0, 50.0), NEAR, FAR, host_devices=8, task_s=0.25)

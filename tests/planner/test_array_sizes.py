@@ -9,7 +9,8 @@ import pytest
 from support.steps import planned_step
 
 from ppctl import config
-from ppctl.planner.cost.planned_step import ParamBytes, PlannedLayout
+from ppctl.executors.parameter_bytes import ParamBytes
+from ppctl.planner.cost.planned_step import PlannedLayout
 from ppctl.planner.cost.predict_step import predict_job, step_of
 from ppctl.planner.cost.roofline import Extent, ModelWork, PieceWork
 from ppctl.planner.cost.step_bytes import array_bytes, reference_bytes, workspace_bytes

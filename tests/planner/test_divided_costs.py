@@ -11,11 +11,12 @@ from support.steps import planned_step
 
 import ppctl
 from ppctl.executors.model_shapes import Model
+from ppctl.executors.parameter_bytes import ParamBytes
 from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import init
-from ppctl.planner.cost.op_times import op_times
-from ppctl.planner.cost.planned_step import Machine, ParamBytes, PlannedLayout
+from ppctl.planner.cost.planned_step import Machine, PlannedLayout
 from ppctl.planner.cost.roofline import Link, Speed
+from ppctl.planner.cost.step_time import op_times
 from ppctl.planner.cost.task_flops import work_of
 from ppctl.schedule.mesh_axes import MeshSizes
 

@@ -12,17 +12,18 @@ from math import inf
 import pytest
 from support.selection import full_except
 
-from ppctl.planner.cost import step_time
-from ppctl.planner.cost.planned_step import Machine, Microbatch, ParamBytes, PlannedLayout, Step
+from ppctl.executors.parameter_bytes import ParamBytes
+from ppctl.planner.cost.planned_step import Machine, Microbatch, PlannedLayout, Step
 from ppctl.planner.cost.roofline import Link, ModelWork, Op, PieceWork, Speed
-from ppctl.planner.cost.step_time import costs_of_stages
 from ppctl.planner.search import layout_candidate as candidates
 from ppctl.planner.search.layout_candidate import along
 from ppctl.planner.search.layout_search import LayoutSearch, ascending, uncollected
 from ppctl.planner.search.layout_space import Space
+from ppctl.schedule import piece_times
 from ppctl.schedule.engine_traits import BY_TASKS, IN_TICKS
 from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.mesh_axes import STAGE_AXES, MeshSizes
+from ppctl.schedule.piece_times import costs_of_stages
 from ppctl.schedule.remat import Remat
 
 EPSILON = 1 + 1e-9
@@ -229,7 +230,7 @@ def test_a_family_is_predicted_with_split_backwards_exactly_where_its_tasks_are_
         splits.append(split)
         return costs_of_stages(*args, split=split, **kwargs)
 
-    monkeypatch.setattr(step_time, "costs_of_stages", recorded)
+    monkeypatch.setattr(piece_times, "costs_of_stages", recorded)
     for _, chunks in space.kinds(4):
         candidates.Layout(bounds, family, chunks).placed().simulated()
         schedule = build(family, 4, 8, **candidates.knobs_of(family, chunks))

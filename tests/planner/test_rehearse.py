@@ -14,10 +14,10 @@ from support.selection import full_except
 from ppctl import cli, config
 from ppctl.errors import ConfigError
 from ppctl.executors.mpmd.plan_tasks import TASKS
-from ppctl.planner.cost.op_times import op_times
 from ppctl.planner.cost.planned_step import Machine
 from ppctl.planner.cost.predict_step import step_of
 from ppctl.planner.cost.roofline import Link, Speed
+from ppctl.planner.cost.step_time import op_times
 from ppctl.planner.rehearsal import rehearse_ranks as rehearse
 from ppctl.planner.rehearsal.rank_on_device import RankOnDevice, RankTimes, in_ticks
 from ppctl.planner.rehearsal.timed_runs import Timing, examples_of_device

@@ -18,26 +18,27 @@ from ppctl.schedule.families.stage_placement import loop
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.lower_bounds import bound_under_cap_s, makespan_bound_s
 from ppctl.schedule.partition.partition import balanced, explicit, uniform
+from ppctl.schedule.piece_times import FREE, OpTimes, PieceTimes
 from ppctl.schedule.search.auto_search import choose, published
 from ppctl.schedule.search.placement_costs import (
+    LayerBytes,
     LayerCosts,
     Ledger,
-    Piece,
     Placed,
     peak_activations,
 )
 from ppctl.schedule.simulator import simulate
 from ppctl.schedule.validation import validate
 
-LAYER = Piece(1.0, 1.1, 0.7, fixed_bytes=40, stash_bytes=9, pending_bytes=6)
-HEAD = Piece(4.0, 4.0, 4.0, fixed_bytes=70)
+LAYER, HEAD = PieceTimes(1.0, 1.1, 0.7), PieceTimes(4.0, 4.0, 4.0)
+TIMES = OpTimes(FREE, LAYER, HEAD, hop_s=0.1)
+BYTES = LayerBytes(layer=40, stash=9, pending=6, embed=50, head=70)
 
 
-def model(num_layers=16, layer=LAYER, head=HEAD, **how):
-    divide = lambda rank_of: balanced(num_layers, rank_of, embed=0.0, head=head.forward_s)
-    return LayerCosts(
-        (1.0,) * num_layers, layer, divide, embed=Piece(fixed_bytes=50), head=head, hop_s=0.1, **how
-    ).on
+def model(num_layers=16, held=BYTES, times=TIMES, **how):
+    head = times.head.all_s / times.layer.all_s
+    divide = lambda rank_of: balanced(num_layers, rank_of, embed=0.0, head=head)
+    return LayerCosts(None, times, divide, held, **how).on
 
 
 def replayed_bytes(schedule, placed):
@@ -72,7 +73,7 @@ def replayed_bytes(schedule, placed):
 def test_bytes_stay_within_the_limit_and_no_published_schedule_that_does_is_shorter(
     p, m, limit, pending
 ):
-    costs_of = model(8, LAYER._replace(pending_bytes=pending))
+    costs_of = model(8, replace(BYTES, pending=pending))
     choice = choose(p, m, costs_of, limit_bytes=limit, max_chunks=2)
     best, placed = validate(choice.best.schedule), costs_of(choice.best.schedule.rank_of)
     assert max(replayed_bytes(best, placed)) == choice.held_bytes <= limit
@@ -182,15 +183,17 @@ def test_bounds_hold_for_random_orders_of_unequal_stages_under_the_memory_that_t
 
 
 def test_what_the_model_cannot_be_divided_into_is_left_out_or_refused_as_its_partition_says():
-    layered = LayerCosts((1.0,) * 6, LAYER, lambda rank_of: explicit(6, len(rank_of), [2, 1, 1, 2]))
+    layered = LayerCosts(None, TIMES, lambda rank_of: explicit(6, len(rank_of), [2, 1, 1, 2]))
     assert choose(4, 4, layered.on, 3).best.schedule.num_stages == 4
     with pytest.raises(ConfigError, match="num_layers=3 is less than the number of stages"):
-        choose(4, 4, LayerCosts((1.0,) * 3, LAYER, lambda rank_of: uniform(3, len(rank_of))).on, 3)
+        choose(4, 4, LayerCosts(None, TIMES, lambda rank_of: uniform(3, len(rank_of))).on, 3)
 
 
 def test_too_little_memory_is_refused_with_what_holds_least_and_how_much_helps():
     gib = 2**30
-    costs_of = model(8, Piece(1.0, 1.0, 1.0, gib, gib / 4), Piece(fixed_bytes=gib))
+    costs_of = model(
+        8, LayerBytes(gib, stash=gib / 4, head=gib), OpTimes(FREE, PieceTimes(1.0, 1.0, 1.0), FREE)
+    )
     with pytest.raises(
         ScheduleError, match=r"max_memory_gib=2: no schedule of 4 ranks.* holds least.* Use"
     ) as refused:
@@ -202,18 +205,16 @@ def test_too_little_memory_is_refused_with_what_holds_least_and_how_much_helps()
 def test_half_of_the_pieces_stand_where_the_executors_run_them():
     layered = LayerCosts(
         (1.0, 2.0, 1.0),
-        Piece(1.0, 2.0, 3.0, 10, 4, 5),
+        OpTimes(PieceTimes(0.5, 0.0, 0.0), PieceTimes(1.0, 2.0, 3.0), PieceTimes(9.0, 1.0, 0.0)),
         lambda rank_of: (range(1), range(1, 3)),
-        embed=Piece(0.5, fixed_bytes=1),
-        head=Piece(9.0, 1.0, fixed_bytes=2),
-        rank_bytes=100,
+        LayerBytes(layer=10, stash=4, pending=5, embed=1, head=2, rank=100),
     )
     placed = layered.on((0, 1))
-    assert (placed.costs.forward_s, placed.costs.input_grad_s) == ((1.5, 12.0), (2.0, 7.0))
+    assert (placed.costs.forward_s, placed.costs.input_grad_s) == ((1.5, 13.0), (2.0, 6.0))
     assert placed.costs.weight_grad_s == (3.0, 9.0)
     assert (placed.fixed_bytes, placed.costs.activation_bytes, placed.pending_bytes) == (
         (111, 122),
         (4, 8),
         (5, 10),
     )
-    assert replace(layered, head_in_backward=True).on((0, 1)).costs.forward_s == (1.5, 0.0)
+    assert replace(layered, keeps_input=True).on((0, 1)).costs.forward_s == (1.5, 0.0)

@@ -5,14 +5,9 @@ hold.
 from dataclasses import replace
 
 import pytest
-from support.selection import full_except
 
 from ppctl import config as c
 from ppctl.errors import ConfigError, ScheduleError
-from ppctl.planner.cost.op_times import OpTimes, PieceTimes
-from ppctl.planner.cost.step_time import costs_of_stages
-from ppctl.schedule.partition.partition import stage_costs
-from ppctl.schedule.remat import Remat
 from ppctl.schedule.simulator import simulate
 from ppctl.training.pipeline.auto_schedule import ModelCosts
 from ppctl.training.pipeline.job import assemble, divide
@@ -65,23 +60,6 @@ def test_bytes_of_ranks_are_those_that_the_engine_counts_along_its_walk(family, 
 def test_in_lockstep_bytes_are_exactly_those_of_the_program():
     job = planned(request(c.Interleaved(num_microbatches=8), c.Spmd()))
     assert costs_of(job).in_ticks_bytes(job.pipe.ticks) == sum(job.pipe.memory()[0].values())
-
-
-@pytest.mark.parametrize("remat", full_except(Remat, Remat.NONE))
-def test_relative_costs_of_stages_are_the_planners_for_such_pieces(remat):
-    job = planned(request(c.Schedule("1f1b", 4), c.Mpmd(remat=remat)))
-    pipe, again = job.pipe, remat.recomputes
-    whole, free = 3 + again, PieceTimes(0.0, 0.0, 0.0)
-    head = PieceTimes(0.0, pipe.relative_costs.head * whole, 0.0)
-    times = OpTimes(
-        free, PieceTimes(1.0, 1 + again, 1.0), head, task_s=0.0, hop_s=0.0, overhead_s=0.0
-    )
-    sizes = stage_costs(pipe.partition, embed=0.0, head=0.0, layers=pipe.relative_costs.layers)
-    wanted = costs_of_stages(times, sizes, keeps_input=remat.keeps_input_only)
-    found = costs_of(job).layers(with_bytes=False).on(pipe.schedule.rank_of).costs
-    assert pipe.relative_costs.head > 1
-    for name in ("forward_s", "input_grad_s", "weight_grad_s"):
-        assert getattr(found, name) == pytest.approx(getattr(wanted, name))
 
 
 @pytest.mark.full

@@ -11,6 +11,7 @@ from math import inf, prod
 from typing import NamedTuple, Self
 
 from ppctl.executors.device_mesh import over_hosts
+from ppctl.executors.parameter_bytes import ParamBytes
 from ppctl.planner.cost.roofline import Link, ModelWork, Speed
 from ppctl.schedule.mesh_axes import COPY_AXES, RANK_AXES, STAGE_AXES, MeshSizes
 from ppctl.schedule.remat import Remat
@@ -85,36 +86,6 @@ class Ring(NamedTuple):
 
     link: Link
     size: int
-
-
-@dataclass(frozen=True)
-class ParamBytes:
-    """Sizes of parameters as the optimizer keeps them: of one device's shards in a stage.
-
-    own: of trained bytes that axes of copies (`COPY_AXES`) divide, such as experts: these axes, and
-    the bytes of a layer and of embedding and head.
-    """
-
-    layer: int
-    embed_head: int  # of embedding and head together
-    moments: float  # of the optimizer, over the parameters that are trained
-    compute_ratio: float  # size of the dtype of compute over that of the parameters
-    frozen_layer: int = 0  # of a layer's, what is not trained
-    frozen_embed_head: int = 0  # of embedding and head likewise
-    own: tuple[tuple[tuple[str, ...], int, int], ...] = ()
-
-    def with_embed_head_over(self, ranks: int) -> Self:
-        """Return the sizes where embedding and head are divided over ranks."""
-        sizes = self.embed_head // ranks, self.frozen_embed_head // ranks
-        return replace(self, embed_head=sizes[0], frozen_embed_head=sizes[1])
-
-    @property
-    def trained_layer(self) -> int:
-        return self.layer - self.frozen_layer
-
-    @property
-    def trained_embed_head(self) -> int:
-        return self.embed_head - self.frozen_embed_head
 
 
 @dataclass(frozen=True)

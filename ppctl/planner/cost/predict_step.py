@@ -7,31 +7,26 @@ head, and of transfers.
 """
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from ppctl.config import AutoHardware, Hardware, Plan
 from ppctl.errors import ConfigError
 from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
 from ppctl.executors.mpmd.plan_tasks import JOINS, TASKS
-from ppctl.executors.parameter_layout import Shard, is_layer, parameter_of
-from ppctl.model.trainable_parameters import trained_part
-from ppctl.planner.cost.op_times import OpTimes, op_times
-from ppctl.planner.cost.planned_step import Microbatch, ParamBytes, PlannedLayout, Step
+from ppctl.executors.parameter_bytes import param_bytes
+from ppctl.planner.cost.planned_step import Microbatch, PlannedLayout, Step
 from ppctl.planner.cost.step_bytes import reference_bytes, task_bytes, workspace_bytes
-from ppctl.planner.cost.step_time import StepTime, costs_of, costs_of_stages, step_time
+from ppctl.planner.cost.step_time import StepTime, op_times, step_time
 from ppctl.planner.cost.target_devices import DeviceLimit, Target
 from ppctl.planner.cost.task_flops import work_of
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import BASELINE, build
 from ppctl.schedule.ir import PART_KINDS
-from ppctl.schedule.mesh_axes import COPY_AXES, MeshSizes
+from ppctl.schedule.mesh_axes import MeshSizes
+from ppctl.schedule.piece_times import OpTimes, costs_of, costs_of_stages
 from ppctl.schedule.simulator import MOST_TASKS, Timeline
 from ppctl.training.pipeline.job import TrainingJob, model_on
 from ppctl.training.pipeline.known_hardware import described_only, known
@@ -190,38 +185,6 @@ def pipeline_step(pipe: Pipeline, counted: Model, target: Target) -> Step:
     )
 
 
-def param_bytes(state: Tree, model: Model, shards: Mapping[tuple[str, ...], Shard]) -> ParamBytes:
-    """Return the sizes of one device's parameters; state: shapes of all, in natural order.
-
-    shards: the parameters that axes inside a stage divide.
-    """
-    # 1. of one device's shards
-    held, trained = model.held, trained_part(model.held, model.stack.options.trainable)
-    layer, embed_head = tree_bytes(held["layers"]), tree_bytes(held["embed_head"])
-
-    own = dict[tuple[str, ...], tuple[int, int]]()
-    for path, a in jax.tree_util.tree_leaves_with_path(trained):
-        divided_by = shards[name].axes if (name := parameter_of(path)) in shards else ()
-        if axes := tuple(axis for axis in COPY_AXES if axis in divided_by):
-            of_layer, of_ends = own.get(axes, (0, 0))
-            size = tree_bytes(a)
-            own[axes] = (of_layer + size, of_ends) if is_layer(path) else (of_layer, of_ends + size)
-
-    # 2. ratios, of all parameters
-    params = state["params"]
-    all_trained = trained_part(params, model.stack.options.trainable)
-    num_computed = sum(math.prod(a.shape) for a in jax.tree.leaves(params))
-    return ParamBytes(
-        layer=layer,
-        embed_head=embed_head,
-        moments=tree_bytes(state["optimizer"]) / tree_bytes(all_trained),
-        compute_ratio=num_computed * jnp.dtype(model.dtype).itemsize / tree_bytes(params),
-        frozen_layer=layer - tree_bytes(trained["layers"]),
-        frozen_embed_head=embed_head - tree_bytes(trained["embed_head"]),
-        own=tuple((axes, *sizes) for axes, sizes in own.items()),
-    )
-
-
 # the bytes and the seconds of a job
 
 
@@ -281,4 +244,6 @@ def timeline_of(pipe: Pipeline, times: OpTimes, costs: Costs | None = None) -> T
 def job_costs(pipe: Pipeline, times: OpTimes) -> Costs:
     """Return the costs of the stages' tasks."""
     layers = None if pipe.stack.are_alike else pipe.relative_costs.layers
-    return costs_of(times, pipe.schedule, pipe.partition, pipe.execution.remat, layers)
+    keeps_input = pipe.execution.remat.keeps_input_only
+    how = {"keeps_input": keeps_input, "split": pipe.schedule.is_split}
+    return costs_of(times, pipe.partition, layers, **how)

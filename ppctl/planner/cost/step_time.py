@@ -1,17 +1,17 @@
-"""The time of a step: op times put together as stages, tasks, and ticks or free-running ranks.
+"""The seconds of a step by counting: of its pieces, its tasks, ticks or free-running ranks.
 
-Standard library only.
+A rehearsal measures tasks instead, and counts only exchanges. Standard library only.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
-from ppctl.planner.cost.op_times import OpTimes
-from ppctl.schedule.costs import OF_PARTS, Costs
+from ppctl.planner.cost.planned_step import Step
+from ppctl.planner.cost.roofline import Op, PieceWork
+from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.lockstep_ticks import Counted, rows_s
-from ppctl.schedule.partition.partition import Partition, stage_costs
-from ppctl.schedule.remat import Remat
+from ppctl.schedule.piece_times import LayerGathers, OpTimes, PieceTimes
 from ppctl.schedule.simulator import free_running, together_s
 
 
@@ -34,57 +34,6 @@ class StepTime:
         return max(0.0, 1 - self.tasks_s / (self.pipeline_s * self.width))
 
 
-def costs_of(
-    op_times: OpTimes,
-    schedule: Schedule,
-    partition: Partition,
-    remat: Remat,
-    layer_costs: Sequence[float] | None = None,
-) -> Costs:
-    """Return the costs of a schedule's tasks; layer_costs: over their mean, None: all alike."""
-    sizes = stage_costs(partition, embed=0.0, head=0.0, layers=layer_costs)
-    how = {"keeps_input": remat.keeps_input_only, "split": schedule.is_split}
-    return costs_of_stages(op_times, sizes, **how)
-
-
-def costs_of_stages(
-    op_times: OpTimes, sizes: Sequence[float], *, keeps_input: bool, split: bool = False
-) -> Costs:
-    """Return the costs of each stage's tasks; sizes: its layers, or their relative cost.
-
-    The last stage's forward runs the head forward and backward. With keeps_input (remat=full) it is
-    a part of the backward, and the first stage embeds again. split: W is a separate task, not a
-    part of B.
-
-    >>> from ppctl.planner.cost.op_times import FREE, PieceTimes
-    >>> one, two = (PieceTimes(s, s, s) for s in (1.0, 2.0))
-    >>> op_times = OpTimes(FREE, one, two, task_s=0.0, hop_s=0.0, overhead_s=0.0)
-    >>> costs_of_stages(op_times, (2, 1), keeps_input=False).forward_s
-    (2.0, 7.0)
-    """
-    last, embed, head = len(sizes) - 1, op_times.embed, op_times.head
-    forward, input_grad, weight_grad = list[float](), list[float](), list[float]()
-
-    # 1. layers, with embedding and head at the ends
-    for s, n in enumerate(sizes):
-        f = op_times.forward_s(n) + op_times.task_s + (embed.forward_s if s == 0 else 0.0)
-        i = op_times.input_grad_s(n, keeps_input=keeps_input, split=split) + op_times.task_s
-        if s == 0:
-            i += embed.input_grad_s + embed.weight_grad_s
-            i += embed.forward_s if keeps_input else 0.0
-        if s == last and keeps_input and not op_times.parts:
-            f, i = 0.0, i + head.all_s
-        elif s == last:
-            f += head.all_s
-        forward.append(f)
-        input_grad.append(i)
-        weight_grad.append(n * op_times.layer.weight_grad_s + (op_times.task_s if split else 0.0))
-
-    # 2. parts of the vocabulary
-    costs = Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer_s=op_times.hop_s)
-    return replace(costs, **{OF_PARTS[kind]: s for kind, s in op_times.parts.items()})
-
-
 def step_time(
     op_times: OpTimes, schedule: Schedule, counted: Counted | None, costs: Costs, copies: int
 ) -> StepTime:
@@ -104,3 +53,80 @@ def step_time(
         pipeline_s = sum(number * together_s(row, capacity) for row, number in rows)
     width = min(schedule.num_ranks, capacity) * copies
     return StepTime(pipeline_s, op_times.overhead_s, tasks_s * copies, width)
+
+
+def op_times(step: Step) -> OpTimes:
+    """Return the op times of a step."""
+    # 1. pieces
+    machine, examples, layer = step.known_machine, step.microbatch.examples, step.work.layer
+    speed = replace(machine.speed, adds=step.adds_in_place(step.layout.rank_layers))
+
+    def sent_s(op: Op) -> float:
+        """Return the seconds of sends between devices that divide a stage."""
+        return op.sent_s(examples, *step.ring(op.axes)) if op.axes else 0.0
+
+    def seconds(piece: PieceWork, again: tuple[Op, ...] = ()) -> PieceTimes:
+        parts = piece.forward, (*again, *piece.input_grad), piece.weight_grad
+        f, i, w = ((speed.seconds(ops, examples), sum(map(sent_s, ops))) for ops in parts)
+        # products wait for sends, but in W: gathers travel while its other products are computed
+        return PieceTimes(sum(f), sum(i), max(w) if machine.gathers_ahead else sum(w))
+
+    remat, again = step.microbatch.remat, ()
+    if remat.recomputes:  # of a stage (remat=full) the input of each layer is recomputed too
+        again = layer.forward if layer.redo is None or remat.keeps_input_only else layer.redo
+
+    # 2. transfers, gathers and per-step overhead
+    ranks, x_bytes = step.ring(("pp",)), examples * step.work.x_bytes
+    (link, size), gathers = step.ring(("fsdp",)), None
+    if step.gather == "layer" and size > 1:
+        layer_s = link.gather_s(step.params.layer * step.params.compute_ratio, size)
+        is_scanned = step.layout.rank_layers > step.unroll
+        gathers = LayerGathers(layer_s, machine.gathers_ahead, once_more=is_scanned)
+    times = OpTimes(
+        embed=seconds(step.work.embed),
+        layer=seconds(layer, again),
+        head=seconds(step.work.head),
+        task_s=machine.task_s,
+        hop_s=ranks.link.hop_s(x_bytes) if ranks.size > 1 else 0.0,
+        overhead_s=overhead_s(step),
+        capacity=inf if machine.cores is None else float(machine.cores),
+        gathers=gathers,
+    )
+    return times.in_parts(step.layout.vocab_parts) if step.layout.vocab_parts else times
+
+
+def overhead_s(step: Step) -> float:
+    """Return the per-step overhead: `exchange_s` and the optimizer."""
+    # gradients are read twice, once for their norm
+    update = step.trained_bytes * (2 * (1 + step.params.moments) + 2)
+    return exchange_s(step) + update / step.known_machine.speed.bytes_per_s
+
+
+def exchange_s(step: Step) -> float:
+    """Return the seconds in which parameters are cast and gathered, gradients summed over replicas.
+
+    Parameters travel in the dtype of compute, gradients in that of the parameters. Tasks read
+    copies of layers, whole unless each task gathers them (gather=layer). Embedding and head are
+    divided over pp and fsdp (a part of a divided vocabulary over fsdp), a rank's layers over fsdp.
+    Collectives of single arrays count as one, as
+    compilers combine them.
+    """
+    # 1. gathers of parameters, and sums of gradients that are scattered
+    params, layout = step.params, step.layout
+    layers, embed_head = layout.rank_layers * params.layer, params.embed_head
+
+    def moved_s(axes: tuple[str, ...], there: float | None, back: float) -> float:
+        link, size = step.ring(axes)
+        there_s = 0.0 if there is None else link.gather_s(there * params.compute_ratio, size)
+        return there_s + (link.gather_s(back, size) if back else 0.0)
+
+    gathered = layers if step.gather == "step" else None
+    trained = layout.rank_layers * params.trained_layer
+    seconds = moved_s(("fsdp",), gathered, trained)
+    seconds += moved_s(layout.embed_head_axes, embed_head, params.trained_embed_head)
+
+    # 2. sums over replicas, and casts
+    sum_s = sum(ring.link.sum_s(each, ring.size) for ring, each in step.summed_bytes)
+    copied = layers / layout.mesh.fsdp if step.gather == "layer" else layers
+    cast = step.casts * (copied + embed_head) * (1 + params.compute_ratio)
+    return seconds + sum_s + cast / step.known_machine.speed.bytes_per_s

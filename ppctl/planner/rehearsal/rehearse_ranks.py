@@ -20,11 +20,10 @@ from ppctl.config.schedule_from_config import label
 from ppctl.errors import ConfigError
 from ppctl.executors.mpmd.plan_tasks import roles, task_entries
 from ppctl.executors.mpmd.rank_programs import rank_entries, rank_roles
-from ppctl.planner.cost.op_times import OpTimes, PieceTimes, exchange_s, op_times
 from ppctl.planner.cost.planned_step import Step
 from ppctl.planner.cost.predict_step import job_costs, step_of, target_of, time_of, timeline_of
 from ppctl.planner.cost.roofline import Speed
-from ppctl.planner.cost.step_time import StepTime
+from ppctl.planner.cost.step_time import StepTime, exchange_s, op_times
 from ppctl.planner.make_plan import RequestText
 from ppctl.planner.rehearsal.rank_on_device import (
     RankOnDevice,
@@ -36,6 +35,7 @@ from ppctl.planner.rehearsal.rank_on_device import (
 from ppctl.planner.rehearsal.timed_runs import examples_of_device, out_of_memory
 from ppctl.schedule.costs import OF_PARTS, Costs
 from ppctl.schedule.ir import PART_KINDS, Kind
+from ppctl.schedule.piece_times import OpTimes, PieceTimes
 from ppctl.schedule.simulator import Timeline
 from ppctl.training.pipeline.job import TrainingJob, assemble, model_flops, unit_of_work
 from ppctl.training.pipeline.mfu import mfu

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 
 from ppctl.errors import ConfigError
 from ppctl.executors.model_shapes import Model
+from ppctl.executors.parameter_bytes import ParamBytes, param_bytes
 from ppctl.executors.parameter_layout import shapes_on_device
 from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import Stack
-from ppctl.planner.cost.planned_step import ParamBytes
-from ppctl.planner.cost.predict_step import param_bytes
 from ppctl.planner.cost.roofline import ModelWork
 from ppctl.planner.cost.task_flops import with_embed_head_of, work_of
 from ppctl.planner.search.layout_space import divisors

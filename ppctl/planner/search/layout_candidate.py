@@ -8,18 +8,16 @@ which are extrapolated. Standard library only, for thousands of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
 from ppctl.errors import ConfigError, ScheduleError
-from ppctl.planner.cost.op_times import OpTimes, op_times
 from ppctl.planner.cost.planned_step import Step
 from ppctl.planner.cost.step_bytes import array_bytes, task_bytes, workspace_bytes
-from ppctl.planner.cost.step_time import StepTime, costs_of, step_time
+from ppctl.planner.cost.step_time import StepTime, op_times, step_time
 from ppctl.planner.search.layout_space import Bounds
 from ppctl.schedule.costs import OF_STAGES, Costs, task_costs
-from ppctl.schedule.engine_traits import layers_of_ranks
 from ppctl.schedule.families.registry import FAMILIES
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.lockstep_ticks import Counted, TickShape
@@ -27,8 +25,10 @@ from ppctl.schedule.lower_bounds import makespan_bound_s
 from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.partition.cut_layers import divided_evenly as divided
 from ppctl.schedule.partition.partition import explicit
+from ppctl.schedule.piece_times import OpTimes
 from ppctl.schedule.remat import Remat
-from ppctl.schedule.search.placement_costs import Ledger
+from ppctl.schedule.search import placement_costs
+from ppctl.schedule.search.placement_costs import LayerBytes, LayerCosts
 from ppctl.schedule.tick_lowering import TickPacking, fastest, in_shape, packings
 from ppctl.schedule.vocabulary_parallel import with_parts, with_vocabulary
 
@@ -147,10 +147,25 @@ class Placed:
         return op_times(self.step)
 
     @cached_property
-    def costs(self) -> Costs:
-        space, remat = self.layout.bounds.space, self.step.microbatch.remat
+    def placed_costs(self) -> placement_costs.Placed:
+        """The costs of its stages and, of executor=mpmd, the bytes of its ranks.
+
+        Those of embedding, head and examples are left out.
+        """
+        step, space, examples = self.step, self.layout.bounds.space, self.step.microbatch.examples
+        remat, params, fsdp = step.microbatch.remat, step.params, step.layout.mesh.fsdp
+        copies = 1 / fsdp if step.gather == "layer" else 1.0
+        padded, layer = params.held(params.layer, params.trained_layer, fsdp, copies)
+        stash = 0 if remat.keeps_input_only else step.work.stash_bytes[remat] * examples
+        held = LayerBytes(layer, padded, stash, step.work.pending_bytes[remat] * examples)
         partition = explicit(space.num_layers, len(self.sizes), self.sizes)
-        return costs_of(self._op_times, self.placed, partition, remat, space.layer_costs)
+        how = {"keeps_input": remat.keeps_input_only, "split": self.placed.is_split}
+        costs = LayerCosts(space.layer_costs, self._op_times, lambda _: partition, held, **how)
+        return costs.on(self.placed.rank_of)
+
+    @property
+    def costs(self) -> Costs:
+        return self.placed_costs.costs
 
     @cached_property
     def seconds(self) -> float:
@@ -209,7 +224,7 @@ class Placed:
     @property
     def _fullest_bytes(self) -> int:
         """The least bytes of executor=mpmd's fullest rank: of all that waits, or in one task."""
-        ledger, last = self._ledger, len(self.sizes) - 1
+        ledger, last = self.placed_costs.ledger(self.placed), len(self.sizes) - 1
         rank_of, vocab_parts = self.placed.rank_of, self.layout.bounds.vocab_parts
 
         def running(stage: int, kind: str) -> float:
@@ -222,23 +237,6 @@ class Placed:
         tasks = [running(stage, kind) for stage in range(last + 1) for kind in kinds]
         peaks = [dict(enumerate(ledger.peaks(schedule))) for _, schedule in self.schedules]
         return round(max(*self._along(peaks).values(), *tasks))
-
-    @cached_property
-    def _ledger(self) -> Ledger:
-        """The bytes of ranks of executor=mpmd: always, of layers, and of values that wait."""
-        step, sizes, microbatch = self.step, self.sizes, self.step.microbatch
-        ends = {} if self.layout.bounds.vocab_parts else {"embed_head": 0, "frozen_embed_head": 0}
-        bare = replace(
-            step,
-            params=replace(step.params, **ends),
-            microbatch=replace(microbatch, example_bytes=0),
-        )
-        layers, remat = layers_of_ranks(sizes, self.placed.rank_of), microbatch.remat
-        held = [sum(array_bytes(bare.with_layers(n, n), {}).values()) for n in layers]
-        stash = 0 if remat.keeps_input_only else step.work.stash_bytes[remat]
-        waiting = (stash, step.work.pending_bytes[remat])
-        sizes_of = (tuple(n * size * microbatch.examples for n in sizes) for size in waiting)
-        return Ledger(tuple(held), *sizes_of)
 
 
 # what is the same for many layouts is made once

@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
-from ppctl.planner.cost.op_times import OpTimes, op_times
 from ppctl.planner.cost.planned_step import Microbatch, Step
 from ppctl.planner.cost.step_bytes import array_bytes
+from ppctl.planner.cost.step_time import op_times
 from ppctl.schedule.engine_traits import IN_TICKS, EngineTraits
 from ppctl.schedule.families.registry import BASELINE, FAMILIES
 from ppctl.schedule.mesh_axes import DATA_AXES, MeshSizes
+from ppctl.schedule.piece_times import OpTimes
 from ppctl.schedule.remat import Remat
 
 PREFERRED = (BASELINE, *(name for name in FAMILIES if name != BASELINE))  # order of equals

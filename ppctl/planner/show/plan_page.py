@@ -6,8 +6,8 @@ A page is one html file that loads nothing.
 import shlex
 from collections.abc import Iterable, Sequence
 
-from ppctl.planner.cost.op_times import op_times
 from ppctl.planner.cost.predict_step import step_of, timeline_of
+from ppctl.planner.cost.step_time import op_times
 from ppctl.planner.make_plan import Prediction
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal
 from ppctl.planner.show.plan_terminal import (

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 from ppctl.schedule.costs import Costs, OfStages
 from ppctl.schedule.ir import KINDS, Schedule
-from ppctl.schedule.partition.partition import Partition, stage_costs
+from ppctl.schedule.partition.partition import Partition
+from ppctl.schedule.piece_times import OpTimes, costs_of
 
 
 @dataclass(frozen=True)
@@ -132,72 +132,59 @@ def peak_activations(schedule: Schedule) -> tuple[float, ...]:
     return tuple(peak / schedule.num_chunks for peak in Ledger.counted(schedule).peaks(schedule))
 
 
-class Piece(NamedTuple):
-    """Seconds of a microbatch through a piece of a model, and its bytes."""
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes of a model's pieces on ranks of executor=mpmd, without temporaries.
 
-    forward_s: float = 0.0
-    input_grad_s: float = 0.0
-    weight_grad_s: float = 0.0
-    fixed_bytes: float = 0.0  # always held
-    stash_bytes: float = 0.0  # that a forward keeps
-    pending_bytes: float | None = None  # that I hands to W instead; None: the stash stays until W
+    padded: of a layer's state; every rank holds as many layers as the largest. stage_stash: of a
+    microbatch's values that every stage keeps besides those of its layers.
+    """
 
-
-NOTHING = Piece()
-SECONDS = Piece._fields[:3]
+    layer: float = 0.0  # always held
+    padded: float = 0.0
+    stash: float = 0.0  # kept by a layer's forward
+    pending: float | None = None  # that I hands to W instead; None: the stash stays until W
+    stage_stash: float = 0.0
+    embed: float = 0.0  # always held, by the first rank
+    head: float = 0.0  # likewise, by the last stage's
+    rank: float = 0.0  # always held by every rank besides
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """The costs of a model's pieces, and how its layers are divided over stages.
+    """The costs of a model's layers on any placement of its stages.
 
-    layers: of each layer, in units of `layer`. divide: from the rank of each stage to the layers of
-    each stage, or ConfigError. rank_bytes: held by every rank besides its pieces. padded_bytes: of
-    a layer besides its own, held by every rank as if all its stages were as large as the largest.
-    stage_stash_bytes: kept of a microbatch by every stage besides its layers. head_in_backward: the
-    forward of the last stage runs in its backward (remat=full).
+    layers: over the mean of their costs; None: all alike. divide: from the rank of each stage to
+    the layers of each stage, or ConfigError. keeps_input, split: as in `costs_of_stages`.
 
-    >>> one, four = Piece(1.0, 1.0, 1.0), (1.0,) * 4
-    >>> half = LayerCosts(four, one, lambda _: (range(2),) * 2, head=Piece(2.0, 2.0, 2.0))
-    >>> half.on((0, 1)).costs.forward_s
+    >>> from ppctl.schedule.piece_times import FREE, PieceTimes
+    >>> times = OpTimes(FREE, PieceTimes(1.0, 1.0, 1.0), PieceTimes(2.0, 0.0, 0.0))
+    >>> LayerCosts(None, times, lambda _: (range(2),) * 2).on((0, 1)).costs.forward_s
     (2.0, 4.0)
     """
 
-    layers: tuple[float, ...]
-    layer: Piece
+    layers: tuple[float, ...] | None
+    times: OpTimes
     divide: Callable[[tuple[int, ...]], Partition]
-    embed: Piece = NOTHING
-    head: Piece = NOTHING
-    hop_s: float = 0.0
-    rank_bytes: float = 0.0
-    padded_bytes: float = 0.0
-    stage_stash_bytes: float = 0.0
-    head_in_backward: bool = False
+    bytes: LayerBytes = LayerBytes()
+    keeps_input: bool = False
+    split: bool = False
 
     def on(self, rank_of: tuple[int, ...]) -> Placed:
         """Return the costs on a placement: the `costs` of `auto_search.choose`."""
-        # 1. seconds and bytes of each stage
-        partition = self.divide(rank_of)
-        sizes = stage_costs(partition, embed=0.0, head=0.0, layers=self.layers)
-        seconds = {name: [size * getattr(self.layer, name) for size in sizes] for name in SECONDS}
+        # 1. of stages
+        partition, held = self.divide(rank_of), self.bytes
+        how = {"keeps_input": self.keeps_input, "split": self.split}
+        costs = costs_of(self.times, partition, self.layers, **how)
         counts = [len(layers) for layers in partition]
-        fixed = [n * self.layer.fixed_bytes for n in counts]
-        stash = [n * self.layer.stash_bytes + self.stage_stash_bytes for n in counts]
-        handed = self.layer.pending_bytes
-        pending = None if handed is None else tuple(n * handed for n in counts)
-        # 2. embedding and head
-        for stage, piece in ((0, self.embed), (-1, self.head)):
-            for name in SECONDS:
-                seconds[name][stage] += getattr(piece, name)
-            stash[stage] += piece.stash_bytes
-            fixed[stage] += piece.fixed_bytes
-        if self.head_in_backward:
-            seconds["forward_s"][-1] = 0.0
-        # 3. bytes of each rank
-        padded = max(Counter(rank_of).values()) * max(counts) * self.padded_bytes
-        ranks = [self.rank_bytes + padded] * (max(rank_of) + 1)
-        for rank, size in zip(rank_of, fixed, strict=True):
-            ranks[rank] += size
-        of_stages = map(tuple, seconds.values())
-        costs = Costs(*of_stages, transfer_s=self.hop_s, activation_bytes=tuple(stash))
-        return Placed(costs, tuple(ranks), pending)
+        stash = tuple(n * held.stash + held.stage_stash for n in counts)
+        pending = None if held.pending is None else tuple(n * held.pending for n in counts)
+
+        # 2. bytes of each rank
+        padded = max(Counter(rank_of).values()) * max(counts) * held.padded
+        ranks = [held.rank + padded] * (max(rank_of) + 1)
+        for rank, n in zip(rank_of, counts, strict=True):
+            ranks[rank] += n * held.layer
+        ranks[rank_of[0]] += held.embed
+        ranks[rank_of[-1]] += held.head
+        return Placed(replace(costs, activation_bytes=stash), tuple(ranks), pending)

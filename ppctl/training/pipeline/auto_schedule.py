@@ -8,21 +8,17 @@ hold as many layers as the largest, and slots. Temporaries of tasks and the upda
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from ppctl.executors.model_shapes import shard_bytes, tree_bytes
+from ppctl.executors.parameter_bytes import param_bytes
 from ppctl.executors.spmd.spmd_program import spmd_bytes, waiting_bytes
-from ppctl.model.trainable_parameters import trained_part
 from ppctl.schedule.partition.partition import Partition
-from ppctl.schedule.search.placement_costs import LayerCosts, Piece
+from ppctl.schedule.piece_times import OpTimes, PieceTimes
+from ppctl.schedule.search.placement_costs import LayerBytes, LayerCosts
 from ppctl.schedule.tick_lowering import Ticks
 from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.pipeline import Pipeline
 
-Tree = Any
 VALUES = 4  # activations and gradients of a microbatch in transit to or from a rank at once
 
 
@@ -37,58 +33,34 @@ class ModelCosts:
     divide: Callable[[tuple[int, ...]], Partition]
 
     def layers(self, *, with_bytes: bool) -> LayerCosts:
-        """Return the model as pieces; with_bytes: with their bytes on ranks of executor=mpmd."""
-        # 1. seconds; with remat=full the last stage's forward and head run in its backward
+        """Return the model's costs; with_bytes: with its bytes on ranks of executor=mpmd."""
         relative, remat = self.probe.relative_costs, self.probe.execution.remat
-        seconds = 1.0, 1.0 + remat.recomputes, 1.0
-        embed_s, head_s = (each * sum(seconds) for each in (relative.embed, relative.head))
-        late = remat.keeps_input_only
-        embed = Piece(0.0, embed_s, 0.0)
-        head = Piece(0.0, head_s, 0.0) if late else Piece(head_s, 0.0, 0.0)
-        if not with_bytes:
-            return self._layers(Piece(*seconds), embed, head, head_in_backward=late)
-        # 2. bytes
-        stash, pending = waiting_bytes(self.probe.model, 1, with_pending=True)
-        padded, unpadded = self._layer_bytes
-        embed_bytes, head_bytes = self._embed_head_bytes
-        layer = Piece(*seconds, unpadded, 0 if late else stash, pending)
-        embed, head = embed._replace(fixed_bytes=embed_bytes), head._replace(fixed_bytes=head_bytes)
-        x = tree_bytes(self.probe.model.x)
-        sizes = {"rank_bytes": VALUES * x, "padded_bytes": padded}
-        sizes |= {"stage_stash_bytes": x if late else 0.0, "head_in_backward": late}
-        return self._layers(layer, embed, head, **sizes)
+        layer = PieceTimes(1.0, 1.0 + remat.recomputes, 1.0)
+        whole = lambda cost: PieceTimes(0.0, cost * layer.all_s, 0.0)  # noqa: E731
+        times = OpTimes(whole(relative.embed), layer, whole(relative.head))
+        held, keeps_input = self._bytes() if with_bytes else LayerBytes(), remat.keeps_input_only
+        return LayerCosts(relative.layers, times, self.divide, held, keeps_input=keeps_input)
 
-    def _layers(self, layer: Piece, embed: Piece, head: Piece, **sizes: Any) -> LayerCosts:
-        of_layers = self.probe.relative_costs.layers
-        return LayerCosts(of_layers, layer, self.divide, embed, head, **sizes)
+    def _bytes(self) -> LayerBytes:
+        """Return the bytes of pieces on ranks of executor=mpmd."""
+        # 1. layers
+        probe, model, fsdp = self.probe, self.probe.model, self.probe.mesh.shape["fsdp"]
+        params = param_bytes(probe.states.natural, model, probe.layout.shards)
+        stash, pending = waiting_bytes(model, 1, with_pending=True)
+        copies = 1 / fsdp if probe.execution.gathers_by_layer else 1.0
+        padded, layer = params.held(params.layer, params.trained_layer, fsdp, copies)
 
-    @property
-    def _layer_bytes(self) -> tuple[float, float]:
-        """Bytes of a layer on a device: of the (padded) state; of copies and gradients."""
-        model = self.probe.model
-        layer, fsdp = model.held["layers"], self.probe.mesh.shape["fsdp"]
-        copies = 1 / fsdp if self.probe.execution.gathers_by_layer else 1.0
-        return self._always(layer, trained_part(layer, model.stack.trains("layers")), copies)
-
-    @property
-    def _embed_head_bytes(self) -> tuple[float, float]:
-        """Bytes of embedding and of head, each with its data, on the first and the last rank."""
-        model, sizes = self.probe.model, list[float]()
+        # 2. embedding and head, each with its data
+        embed_head, sizes = model.held["embed_head"], list[float]()
         for use, name in zip(model.uses, ("inputs", "targets"), strict=True):
-            held = model.keep(model.held["embed_head"], use)
-            trained = model.keep(model.trained_embed_head(model.held["embed_head"]), use)
-            data = tree_bytes(model.microbatch[name]) * model.num_microbatches
-            sizes.append(sum(self._always(held, trained, 1.0)) + data)
-        return sizes[0], sizes[1]
+            parts = embed_head, model.trained_embed_head(embed_head)
+            held = params.held(*(tree_bytes(model.keep(part, use)) for part in parts), fsdp)
+            sizes.append(sum(held) + tree_bytes(model.microbatch[name]) * model.num_microbatches)
 
-    def _always(self, params: Tree, trained: Tree, copies: float) -> tuple[float, float]:
-        """Return the bytes of parameters' state, and of their copies and sums."""
-        state, fsdp = self.probe.states.natural, self.probe.mesh.shape["fsdp"]
-        all_trained = trained_part(state["params"], self.probe.stack.options.trainable)
-        moments = tree_bytes(state["optimizer"]) / tree_bytes(all_trained)
-        copied = sum(a.size for a in jax.tree.leaves(params)) * jnp.dtype(self.probe.dtype).itemsize
-        sums = tree_bytes(trained)
-        return (tree_bytes(params) + moments * sums) / fsdp, copies * copied + sums
+        # 3. values in transit; with remat=full stages keep their inputs
+        x, keeps_input = tree_bytes(model.x), probe.execution.remat.keeps_input_only
+        waiting = (0.0, pending, x) if keeps_input else (stash, pending, 0.0)
+        return LayerBytes(layer, padded, *waiting, *sizes, rank=VALUES * x)
 
     def in_ticks_bytes(self, lowered: Ticks) -> int:
         """Return the bytes of a device with executor=spmd, as its program holds them."""

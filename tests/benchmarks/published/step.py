@@ -20,15 +20,14 @@ from benchmarks.published.systems import System
 from ppctl import config as settings
 from ppctl.executors.model_shapes import Model as CountedModel
 from ppctl.executors.model_shapes import tree_bytes
+from ppctl.executors.parameter_bytes import ParamBytes
 from ppctl.executors.parameter_layout import shapes_on_device
 from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import init
-from ppctl.planner.cost import op_times as analytic
 from ppctl.planner.cost import step_time as timing
-from ppctl.planner.cost.op_times import OpTimes, PieceTimes
-from ppctl.planner.cost.planned_step import Machine, Microbatch, ParamBytes, PlannedLayout, Step
+from ppctl.planner.cost.planned_step import Machine, Microbatch, PlannedLayout, Step
 from ppctl.planner.cost.roofline import Link, ModelWork, Op, PieceWork
-from ppctl.planner.cost.step_time import StepTime, costs_of_stages
+from ppctl.planner.cost.step_time import StepTime
 from ppctl.planner.cost.target_devices import speed_of
 from ppctl.planner.cost.task_flops import work_of
 from ppctl.planner.search.layout_candidate import along, shorter
@@ -36,6 +35,7 @@ from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import BASELINE, FAMILIES
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.mesh_axes import COPY_AXES, MeshSizes
+from ppctl.schedule.piece_times import OpTimes, PieceTimes, costs_of_stages
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.search.placement_costs import peak_activations
 from ppctl.training.pipeline.job import open_data, stack_for
@@ -198,7 +198,7 @@ def op_times_of(request: Request, constants: Constants) -> OpTimes:
     examples = request.micro_batch
     microbatch = Microbatch(examples, ceil(request.num_microbatches), 0, Remat.NONE)
     step = Step(found.work, params, layout, microbatch, machine, adds=True)
-    op_times = analytic.op_times(replace(step, machine=sends))
+    op_times = timing.op_times(replace(step, machine=sends))
     bytes_per_s = machine.speed.bytes_per_s
 
     layer, head = op_times.layer, op_times.head

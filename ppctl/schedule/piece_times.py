@@ -1,0 +1,164 @@
+"""Seconds of a model's pieces, and those of its stages' tasks: embedding, layers, head, gathers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import NamedTuple, Self
+
+from ppctl.schedule.costs import OF_PARTS, Costs
+from ppctl.schedule.ir import Kind
+from ppctl.schedule.partition.partition import Partition, stage_costs
+
+
+@dataclass(frozen=True)
+class PieceTimes:
+    """Seconds of a microbatch through embedding, a layer or head, on a device working alone.
+
+    Recomputation is part of the input gradient.
+    """
+
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+
+    @property
+    def all_s(self) -> float:
+        return self.forward_s + self.input_grad_s + self.weight_grad_s
+
+
+FREE = PieceTimes(0.0, 0.0, 0.0)
+
+
+class LayerGathers(NamedTuple):
+    """Gathers over fsdp of layers that a task reads (executor.gather=layer)."""
+
+    layer_s: float  # of one layer
+    is_ahead: bool  # the next layer is gathered while one is computed; else nothing is meanwhile
+    once_more: bool = False  # layers are scanned: the last one's turn gathers it once more
+
+    def through_s(self, layers: float, layer_s: float) -> float:
+        """Return the seconds of a task through so many layers, layer_s each without gathers.
+
+        >>> [LayerGathers(2.0, is_ahead).through_s(3, 5.0) for is_ahead in (True, False)]
+        [17.0, 21.0]
+        """
+        if not layers:
+            return 0.0
+        if not self.is_ahead:
+            return layers * layer_s + (layers + self.once_more) * self.layer_s
+        last_s = max(layer_s, self.layer_s) if self.once_more else layer_s
+        return self.layer_s + (layers - 1) * max(layer_s, self.layer_s) + last_s
+
+
+@dataclass(frozen=True)
+class OpTimes:
+    """Seconds of all pieces of a step, for one size of microbatch and one setting of remat.
+
+    embed, head: of the whole vocabulary, on the first and the last stage; free where it is divided.
+    """
+
+    embed: PieceTimes
+    layer: PieceTimes
+    head: PieceTimes
+    task_s: float = 0.0  # of a task, besides its layers
+    hop_s: float = 0.0  # from the end of a task until its value can be read on the next rank
+    overhead_s: float = 0.0  # per step: gathering parameters, reducing gradients, the optimizer
+    capacity: float = inf  # devices at full speed at the same time; simulated ones share cores
+    gathers: LayerGathers | None = None  # of layers in each task; None: they are whole before it
+    parts: Mapping[Kind, float] = field(
+        default_factory=dict[Kind, float]
+    )  # of a part of the vocabulary, if any
+
+    def in_parts(self, number: int) -> Self:
+        """Return the times where each of `number` ranks has a part of the vocabulary.
+
+        embed and head are those of one part. Of the head's three products S makes one, T two; and
+        each task sums an activation over the ranks, round the ring.
+        """
+        embed, head, summed_s = self.embed, self.head, 2 * (number - 1) / number * self.hop_s
+        parts: dict[Kind, float] = {
+            "E": embed.forward_s + summed_s,
+            "S": head.all_s / 3 + summed_s,
+            "T": head.all_s * 2 / 3 + summed_s,
+            "G": embed.input_grad_s + embed.weight_grad_s + summed_s,
+        }
+        return replace(self, embed=FREE, head=FREE, parts=parts)
+
+    def embed_head_s(self, num_ranks: int) -> float:
+        """Return the seconds of embedding and head of a microbatch, of all ranks together."""
+        return self.embed.all_s + self.head.all_s + num_ranks * sum(self.parts.values())
+
+    def forward_s(self, layers: float) -> float:
+        """Return the seconds of a forward through so many layers."""
+        return self._through_s(layers, self.layer.forward_s)
+
+    def input_grad_s(self, layers: float, *, keeps_input: bool, split: bool) -> float:
+        """Return the seconds of a backward through so many layers, without weight gradients.
+
+        keeps_input: it runs the forward first, and its last layer need not be gathered again.
+        split: weight gradients are a separate task without parameters; else they too overlap with
+        gathers.
+        """
+        if self.gathers is None or not layers:
+            return layers * self.layer.input_grad_s
+        weight_grad_s = 0.0 if split else self.layer.weight_grad_s
+        seconds = self.layer.input_grad_s + weight_grad_s
+        if not keeps_input:
+            return self._through_s(layers, seconds) - layers * weight_grad_s
+        again_s = self.layer.forward_s
+        both_s = self._through_s(layers, again_s) + self._through_s(layers, seconds - again_s)
+        return both_s - self.gathers.layer_s - layers * weight_grad_s
+
+    def _through_s(self, layers: float, layer_s: float) -> float:
+        return layers * layer_s if self.gathers is None else self.gathers.through_s(layers, layer_s)
+
+
+def costs_of(
+    op_times: OpTimes,
+    partition: Partition,
+    layer_costs: Sequence[float] | None = None,
+    *,
+    keeps_input: bool,
+    split: bool,
+) -> Costs:
+    """Return the costs of a schedule's tasks; layer_costs: over their mean, None: all alike."""
+    sizes = stage_costs(partition, embed=0.0, head=0.0, layers=layer_costs)
+    return costs_of_stages(op_times, sizes, keeps_input=keeps_input, split=split)
+
+
+def costs_of_stages(
+    op_times: OpTimes, sizes: Sequence[float], *, keeps_input: bool, split: bool = False
+) -> Costs:
+    """Return the costs of each stage's tasks; sizes: its layers, or their relative cost.
+
+    The last stage's forward runs the head forward and backward. With keeps_input (remat=full) it is
+    a part of the backward, and the first stage embeds again. split: W is a separate task, not a
+    part of B.
+
+    >>> from ppctl.schedule.piece_times import FREE, PieceTimes
+    >>> one, two = (PieceTimes(s, s, s) for s in (1.0, 2.0))
+    >>> op_times = OpTimes(FREE, one, two, task_s=0.0, hop_s=0.0, overhead_s=0.0)
+    >>> costs_of_stages(op_times, (2, 1), keeps_input=False).forward_s
+    (2.0, 7.0)
+    """
+    last, embed, head = len(sizes) - 1, op_times.embed, op_times.head
+    forward, input_grad, weight_grad = list[float](), list[float](), list[float]()
+
+    # 1. layers, with embedding and head at the ends
+    for s, n in enumerate(sizes):
+        f = op_times.forward_s(n) + op_times.task_s + (embed.forward_s if s == 0 else 0.0)
+        i = op_times.input_grad_s(n, keeps_input=keeps_input, split=split) + op_times.task_s
+        if s == 0:
+            i += embed.input_grad_s + embed.weight_grad_s
+            i += embed.forward_s if keeps_input else 0.0
+        if s == last and keeps_input and not op_times.parts:
+            f, i = 0.0, i + head.all_s
+        elif s == last:
+            f += head.all_s
+        forward.append(f)
+        input_grad.append(i)
+        weight_grad.append(n * op_times.layer.weight_grad_s + (op_times.task_s if split else 0.0))
+
+    # 2. parts of the vocabulary
+    costs = Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer_s=op_times.hop_s)
+    return replace(costs, **{OF_PARTS[kind]: s for kind, s in op_times.parts.items()})
