@@ -53,8 +53,9 @@ class ModelCosts:
         # 2. embedding and head, each with its data
         embed_head, sizes = model.held["embed_head"], list[float]()
         for use, name in zip(model.uses, ("inputs", "targets"), strict=True):
-            parts = embed_head, model.trained_embed_head(embed_head)
-            held = params.held(*(tree_bytes(model.keep(part, use)) for part in parts), fsdp)
+            whole = tree_bytes(model.keep(embed_head, use))
+            trained = tree_bytes(model.keep(model.trained_embed_head(embed_head), use))
+            held = params.held(whole, trained, fsdp)
             sizes.append(sum(held) + tree_bytes(model.microbatch[name]) * model.num_microbatches)
 
         # 3. values in transit; with remat=full stages keep their inputs
