@@ -7,21 +7,24 @@ the memory of the compiled program, for attached devices, or for those of plan.t
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import jax
 
+from ppctl.config import Transformer
 from ppctl.config.schedule_from_config import label
 from ppctl.executors.device_mesh import hosts_text
-from ppctl.planner.cost.assumptions import assumptions
+from ppctl.planner.cost.planned_step import Machine
 from ppctl.planner.cost.predict_step import PipelinePlan, predict_job, target_of
 from ppctl.planner.cost.target_devices import Target
 from ppctl.planner.rehearsal.timed_runs import out_of_memory
 from ppctl.planner.search.token_budget import TokenBudget, check_tokens, token_budget
+from ppctl.reports.bubble_names import shared_cores_text
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.mesh_axes import STAGE_AXES
+from ppctl.training.pipeline.built_in_models import attention_kernels
 from ppctl.training.pipeline.job import TrainingJob, model_flops, unit_of_work
 from ppctl.training.pipeline.mfu import mfu
 from ppctl.training.pipeline.pipeline import Pipeline
@@ -245,3 +248,75 @@ def _devices_text(job: TrainingJob, target: Target) -> str:
     if hardware is None:
         return f"{target.number} x {str(topology).partition(':')[0]}"
     return f"{target.number} x {hardware.name} (described)"
+
+
+# assumptions in words; change them along with how something is counted
+
+
+def assumptions(job: TrainingJob, *, is_timed: bool) -> tuple[str, ...]:
+    """Return the assumptions of a job's prediction. is_timed: its step time is known."""
+    # 1. of the layout
+    pipe, model, kernels = job.pipe, job.config.model, ()
+    examples = pipe.model.microbatch["inputs"].shape[0]
+    over = ", ".join(f"{name}={size}" for name, size in pipe.execution.axes.divided.items())
+    lines = [
+        f"stages divided over {over}" if over else "stages whole on each device",
+        f"equal microbatches ({examples} examples a device)",
+        "equal layers and devices"
+        if pipe.stack.are_alike
+        else "layers by their FLOPs, equal devices",
+    ]
+    if isinstance(model, Transformer):
+        cp, device = job.config.mesh.cp, job.counted_device
+        kernels = attention_kernels(model, cp, pipe.dtype, device, job.data)
+        lines.append(" and ".join(f"attention={kernel}" for kernel in kernels))
+
+    # 2. of seconds and bytes
+    if is_timed:
+        machine = target_of(job).machine
+        lines += [*_speeds(job, machine, kernels), *_overlap(job, machine)]
+        lines.append("no time for reading data, evaluations and checkpoints")
+    if not job.config.plan.compiles:
+        lines.append("no fragmented memory, no buffers of collectives")
+    return tuple(lines)
+
+
+def _speeds(job: TrainingJob, machine: Machine, kernels: Sequence[str]) -> Iterator[str]:
+    speed, shape = machine.speed, job.pipe.mesh.shape
+    large = "matrix products" if speed.cores is None else "large matrix products"
+    yield f"{speed.flops_per_s / 1e12:.4g} TFLOP/s in {large}"
+    if {"cudnn", "pallas"} & {*kernels} and speed.attention_forward is not None:
+        forward, backward = speed.attention_forward, speed.attention_backward or speed.flops_per_s
+        yield f"{forward / 1e12:.4g} in attention forward, {backward / 1e12:.4g} backward"
+    yield f"{speed.bytes_per_s / 1e9:.4g} GB/s of memory"
+    yield "one operation of a device at a time"
+    if (shared := shared_cores_text(job.pipe.mesh.size, machine.cores)) is not None:
+        yield shared
+    links, over = machine.links(shape), machine.over(shape)
+    for axis in (axis for axis, size in shape.items() if size > 1):
+        where = "between hosts" if over[axis] > 1 else "within a host"
+        gbs, latency_us = links[axis].bytes_per_s / 1e9, links[axis].latency_s * 1e6
+        yield f"{axis} {where} at {gbs:.4g} GB/s each way and {latency_us:.3g} us a message"
+    yield "links without contention, rings for collectives"
+    if job.pipe.stack.takes_key:
+        yield "random numbers of layers not counted"
+    task = "tick" if job.pipe.execution.engine.in_ticks else "task"
+    yield f"{machine.task_s * 1e6:.3g} us to start a {task}"
+
+
+def _overlap(job: TrainingJob, machine: Machine) -> Iterator[str]:
+    pipe, mesh, axes = job.pipe, job.config.mesh, job.pipe.execution.axes
+    if mesh.pp > 1:
+        in_ticks = pipe.execution.engine.in_ticks
+        ticks = "ticks as long as the slowest rank's and a transfer"
+        yield ticks if in_ticks else "ranks that compute while values travel"
+    if pipe.execution.gather == "layer" and mesh.fsdp > 1:
+        ahead, alone = "while the layer before is computed", "with nothing computed meanwhile"
+        when = ahead if machine.gathers_ahead else alone
+        yield f"each layer gathered in each task that reads it, {when}"
+    elif mesh.num_devices > 1:
+        yield "gathers of parameters before all tasks"
+    if axes.num_devices > 1:
+        but = ", but for weight gradients" if machine.gathers_ahead else ""
+        yield f"nothing computed while devices along {' or '.join(axes.divided)} send{but}"
+    yield "sums of gradients and the optimizer after all tasks, no overlap"

@@ -1,6 +1,5 @@
 """What a backward recomputes, and so what its forward keeps: none, layer or full."""
 
-from collections.abc import Sequence
 from enum import StrEnum
 from typing import Self
 
@@ -54,16 +53,6 @@ class Remat(StrEnum):
         to its backward, which would run it again.
         """
         return self is Remat.FULL
-
-    def recomputed_layers(self, stage_layers: Sequence[int]) -> int:
-        """Return the layers that a microbatch runs forward twice; stage_layers: of each stage.
-
-        >>> [remat.recomputed_layers((2, 2, 3)) for remat in Remat]
-        [0, 7, 4]
-        """
-        if self is Remat.FULL:
-            return sum(stage_layers[:-1])  # the last stage's forward runs in its backward
-        return sum(stage_layers) if self.recomputes else 0
 
     def live_residual_layers(self, stage_layers: int) -> int:
         """Return the layers of a stage whose recomputed residuals a backward holds at once.

@@ -9,9 +9,8 @@ import pytest
 from ppctl import config
 from ppctl.errors import ConfigError
 from ppctl.model.parallel import StageAxes
-from ppctl.planner.cost.assumptions import assumptions
-from ppctl.planner.cost.predict_step import target_of
-from ppctl.planner.cost.task_flops import work_of
+from ppctl.planner.cost.predict_step import predict_job, target_of
+from ppctl.planner.make_plan import assumptions
 from ppctl.planner.search.device_models import stage_divisions
 from ppctl.training.pipeline.job import assemble
 from ppctl.training.pipeline.known_hardware import known
@@ -66,7 +65,7 @@ def said(request, *, is_timed=True):
         (
             {"mesh": config.Mesh(), "executor": config.Reference()},
             "the optimizer after all tasks",
-            "links",
+            "GB/s each way",
         ),
         (
             {"mesh": config.Mesh(1, 2, 1, tp=2), **TEXT},
@@ -74,7 +73,7 @@ def said(request, *, is_timed=True):
             "with nothing computed meanwhile",
         ),
         ({}, "equal microbatches (8 examples a device)", "attention"),
-        ({}, "whole layers on each device (no tensor or sequence parallelism)", "hosts"),
+        ({}, "stages whole on each device", "hosts"),
         ({"plan": config.Plan(compile=True)}, "equal layers and devices", "fragmented"),
     ],
 )
@@ -93,16 +92,11 @@ OF_ITS_OWN = replace(
 )
 
 
-def test_collectives_that_xla_puts_in_are_said_not_to_be_counted():
-    assert "divided evenly over tp=2 by XLA, whose collectives along tp are not counted" in said(
-        OF_ITS_OWN
-    )
-    work, whole = (
-        work_of(assemble(replace(OF_ITS_OWN, mesh=mesh), only_planned=True).counted_model)
-        for mesh in (OF_ITS_OWN.mesh, config.Mesh(1, 2))
-    )
-    flops = lambda work: sum(op.flops for op in work.layer.once)
-    assert flops(work) == flops(whole) / 2
+def test_where_xla_puts_collectives_in_the_step_time_is_unknown():
+    found = predict_job(assemble(OF_ITS_OWN, only_planned=True))
+    assert found.unknown == "XLA divides this model over tp, and no trace shows its sends"
+    assert (found.step_s, found.bubble) == (None, None)
+    assert min(found.total_bytes) > 0
 
 
 def test_a_search_does_not_take_them_for_free():
@@ -136,10 +130,10 @@ def test_speeds_and_links_are_those_that_seconds_are_counted_with():
 
 def test_the_kernel_of_attention_is_that_of_the_hardware():
     fast = said(TOKENS)
-    assert "attention=cudnn (cuDNN's flash attention)" in fast
+    assert "attention=cudnn" in fast
     assert "801.4 in attention forward, 474.9 backward" in fast
     other = said(replace(TOKENS, run=config.Run(dtype="float32")))  # which cuDNN does not compute
-    assert "attention=xla (all scores of a sequence in memory)" in other
+    assert "attention=xla" in other
     assert "in attention" not in other
     away = config.Plan(compile=False, topology="h100:1x4")
     assert "attention=cudnn" in said(replace(TOKENS, hardware=config.AutoHardware(), plan=away))

@@ -7,7 +7,7 @@ import pytest
 
 from ppctl.errors import ConfigError
 from ppctl.model.parallel import StageAxes
-from ppctl.planner.rehearsal.stand_ins import alone
+from ppctl.planner.rehearsal.rank_on_device import alone
 
 AXES = StageAxes(tp=2, cp=3)
 X = np.arange(12.0).reshape(6, 2)

@@ -36,7 +36,8 @@ def step_s(job):
 
 def test_a_table_a_line_about_pipelines_and_a_recipe(tuned):
     code, out, err = tuned("mesh=2x2", best=10)
-    assert (code, err) == (0, "")
+    assert (code, err.count("\n")) == (0, 1)
+    assert err.startswith("ppctl: wrote recipes/tuned.yaml (")
     head, *_, last = out.strip().splitlines()
     limit = r"each \(this machine's memory, shared by 4 simulated devices\)"
     assert re.fullmatch(
@@ -45,7 +46,7 @@ def test_a_table_a_line_about_pipelines_and_a_recipe(tuned):
     )
     assert len(re.findall(r"^ +\d+ +\d+x", out, re.MULTILINE)) == 10
     assert "pipeline" in out
-    assert re.search(r"recomputed +per-step", out)
+    assert re.search(r"predicted +per-step", out)
     assert ("|" in out) == ("stages as partition.layers takes them: E embedding, t layer" in out)
     assert (
         last
@@ -174,11 +175,7 @@ def said(best, alone):
 
 def test_a_line_says_whether_a_pipeline_is_faster():
     one, flat, slow = layout((1, 4, 1), 1.0), layout((4, 1, 1), 1.5), layout((2, 2, 1), 2.0)
-    assert said([flat, slow], flat) == (
-        "no pipeline is needed: mesh=4x1 (pp=1) is fastest; the best pipeline takes 1.33 times "
-        "as long."
-    )
-    assert said([flat], flat) == "no pipeline is needed: mesh=4x1 (pp=1) is fastest."
+    assert said([flat, slow], flat) == "no pipeline is needed: mesh=4x1 is fastest."
     assert said([one], None) == "without a pipeline (mesh.pp=1) nothing fits."
     assert said([one, slow], flat) == (
         "without a pipeline the best is mesh=4x1, 4 microbatches, remat=none: 1.50 times as long."
@@ -186,7 +183,6 @@ def test_a_line_says_whether_a_pipeline_is_faster():
     # as measured, where both were
     one, flat = layout((1, 4, 1), 1.0, measured_s=3.0), layout((4, 1, 1), 1.5, measured_s=3.3)
     assert said([one, flat], flat).endswith("1.10 times as long.")
-    assert said([flat, one], flat).endswith("the best pipeline takes 0.91 times as long.")
 
 
 # --- measuring ----------------------------------------------------------------------------------

@@ -141,16 +141,16 @@ def test_where_no_recipe_can_be_written_nothing_is_searched(tuned, tmp_path, mon
     )
     (tmp_path / "recipes/other.yaml").mkdir(parents=True)
     (tmp_path / "recipes/bytes.yaml").write_bytes(b"\xff\xfe")
-    for name, why in (("other", "Is a directory"), ("bytes", "it is no text")):
+    for name, why in (
+        ("other", " cannot be written: it is a directory. Name a file in a directory"),
+        ("bytes", ": recipes/bytes.yaml was not written by `ppctl tune` and stays."),
+    ):
         code, _, err = tuned("mesh=1x2", f"tune.recipe={name}")
-        assert (code, err) == (
-            2,
-            f"ppctl: tune.recipe={name}: recipes/{name}.yaml cannot be written: {why}. "
-            "Use another name, another directory, or null.\n",
-        )
+        assert (code, err.count("\n")) == (2, 1)
+        assert err.startswith(f"ppctl: tune.recipe={name}{why}")
     monkeypatch.chdir(tmp_path / "recipes/other.yaml")
     Path("recipes").write_text("")
-    assert "cannot be written: Not a directory" in tuned("mesh=1x2")[2]
+    assert "cannot be written: there is no directory recipes" in tuned("mesh=1x2")[2]
     Path("recipes").unlink()
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    assert "cannot be written: Permission denied" in tuned("mesh=1x2")[2]
+    assert "cannot be written: permission denied" in tuned("mesh=1x2")[2]

@@ -28,7 +28,7 @@ def request(*words):
 def layout(mesh, seconds, measured_s=None):
     """A row of `ppctl tune`."""
     time, sizes = StepTime(seconds, 0.0, seconds, 1.0), (5,) * mesh[1]
-    found = Candidate(MeshSizes(*mesh), "1f1b", 1, 4, "none", sizes, time, 0.0, 1, None)
+    found = Candidate(MeshSizes(*mesh), "1f1b", 1, 4, "none", sizes, time, 1, None)
     return Row(
         found, PipelinePlan("host", ({"parameters": 1},), None, None, time=time), {}, measured_s
     )

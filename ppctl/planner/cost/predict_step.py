@@ -85,8 +85,12 @@ def predict_pipeline(pipe: Pipeline, counted: Model, target: Target) -> Pipeline
     step, hardware = pipeline_step(pipe, counted, target), target.known_hardware
     name = None if hardware is None else hardware.name
     known = name, memory_of(pipe, step), target.limit, pipe.bubble()
-    if target.unknown is not None:
-        return PipelinePlan(*known, target.unknown)
+    unknown = target.unknown
+    if unknown is None and pipe.layout.auto:
+        along = " and ".join(pipe.layout.auto)
+        unknown = f"XLA divides this model over {along}, and no trace shows its sends"
+    if unknown is not None:
+        return PipelinePlan(*known, unknown)
     times = op_times(step)
     time, costs = time_of(pipe, times), job_costs(pipe, times)
     return PipelinePlan(*known, None, time, _bubble(pipe, times, time), costs)

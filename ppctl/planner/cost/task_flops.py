@@ -39,8 +39,7 @@ def work_of(model: Model) -> ModelWork:
     shapes = [(a.shape, str(a.dtype)) for a in jax.tree.leaves(params)]
     shapes += [(a.shape[1:], str(a.dtype)) for a in jax.tree.leaves(model.microbatch)]
     depends = (*shapes, trained_flags(params, model.stack.options.trainable))
-    work = _work_of(_Counted(model.stack, depends, str(jnp.dtype(model.dtype)), model))
-    return _divided_evenly(work, model.axes.parts(model.auto)) if model.auto else work
+    return _work_of(_Counted(model.stack, depends, str(jnp.dtype(model.dtype)), model))
 
 
 def with_embed_head_of(work: ModelWork, model: Model) -> ModelWork:
@@ -55,32 +54,6 @@ def _embed_head(model: Model, few: CountedModel, many: CountedModel) -> dict[str
         "head": _piece(model, CountedModel.head, few, many),
         "head_bytes": _extent(few.head_bytes(), many.head_bytes()),
     }
-
-
-def _divided_evenly(work: ModelWork, number: int) -> ModelWork:
-    """Return the work of one device where XLA divides a model evenly over `number` devices.
-
-    XLA's sends are in no trace, and not counted; nor is work that every device repeats. Memory
-    counts whole, though a device may hold a part.
-    """
-
-    def part(op: Op) -> Op:
-        shape = op.shape
-        if shape is not None:
-            each, fixed = shape.columns.each / number, shape.columns.fixed / number
-            shape = replace(shape, columns=Extent(each, fixed))
-        return replace(_over(op, number), sum_bytes=op.sum_bytes / number, shape=shape)
-
-    def piece(of: PieceWork) -> PieceWork:
-        kinds = of.forward, of.input_grad, of.weight_grad, of.redo
-        return PieceWork(*(None if ops is None else tuple(map(part, ops)) for ops in kinds))  # pyright: ignore[reportArgumentType] only redo is None
-
-    return replace(work, embed=piece(work.embed), layer=piece(work.layer), head=piece(work.head))
-
-
-def _over(op: Op, number: int) -> Op:
-    names = "flops", "bytes", "fixed_bytes"
-    return replace(op, **{name: getattr(op, name) / number for name in names})
 
 
 @lru_cache(64)
@@ -135,7 +108,12 @@ def _piece(
 def _mean(layers: list[PieceWork]) -> PieceWork:
     """Return the work of a layer that takes the mean of these."""
     kinds, count = zip(*(vars(layer).values() for layer in layers), strict=True), len(layers)
-    return PieceWork(*(tuple(_over(op, count) for ops in kind for op in ops) for kind in kinds))
+    names = "flops", "bytes", "fixed_bytes"
+
+    def share(op: Op) -> Op:
+        return replace(op, **{name: getattr(op, name) / count for name in names})
+
+    return PieceWork(*(tuple(share(op) for ops in kind for op in ops) for kind in kinds))
 
 
 class CountedModel:

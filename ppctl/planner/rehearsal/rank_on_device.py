@@ -12,23 +12,28 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
+from ppctl.errors import ConfigError
 from ppctl.executors.compiler_options import cpu_options, temp_bytes
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, last_uses
 from ppctl.executors.mpmd.program_library import ProgramLibrary
 from ppctl.executors.mpmd.rank_programs import RankRole, prepare_rank
 from ppctl.executors.spmd.spmd_program import rank_arrays, spmd_of_rank
+from ppctl.executors.stage.jaxpr_tools import bind_eqn, called_program, interpret, retraced
 from ppctl.executors.stage.layer_programs import zeros_like
+from ppctl.model.parallel import StageAxes
 from ppctl.model.trainable_parameters import trained_part
-from ppctl.planner.rehearsal.stand_ins import alone
 from ppctl.planner.rehearsal.timed_runs import Timing, median, random_like, timed_at_once
 from ppctl.training.pipeline.job import TrainingJob
 from ppctl.training.pipeline.optimizers import apply_gradients, global_norm
 
 Tree = Any
 NUMBERS = ("m", "part")  # int32 arguments of programs
+# the parameters of primitives that hold jaxprs
+BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
 
 
 class RankPart(NamedTuple):
@@ -237,3 +242,90 @@ def _id(entry: PlanEntry) -> ProgramId:
 def _arrived(a: jax.Array) -> jax.Array:
     """Return a copy, as a transfer writes one."""
     return jnp.copy(a)
+
+
+# one device of a divided stage, with stand-ins for all that it receives inside it. They have the
+# size and dtype of the received values and are made of the device's own: a gather writes as much, a
+# sum that is scattered adds as much. Links take no time; callers count them.
+
+
+def alone(function: Callable[..., Any], axes: StageAxes) -> Callable[..., Any]:
+    """Return a function like that of one device of a divided stage, without other devices.
+
+    ConfigError, in tracing, for sends without a stand-in.
+    """
+    if axes.num_devices == 1 and not axes.vocab_parts:
+        return function
+
+    def run(*args: Any) -> Any:
+        closed, out = jax.make_jaxpr(function, axis_env=list(axes.sizes), return_shape=True)(*args)
+        leaves = interpret(closed, jax.tree.leaves(args), _run_alone)
+        return jax.tree.unflatten(jax.tree.structure(out), leaves)
+
+    return run
+
+
+def _run_alone(eqn: core.JaxprEqn, values: list[Any]) -> list[Any]:
+    """Return the results of an equation, with stand-ins for received values."""
+    name, called = eqn.primitive.name, called_program(eqn)
+    if name in STAND_INS:
+        return [STAND_INS[name](value, eqn.params) for value in values or [None]]
+    if called is not None:
+        return interpret(called, values, _run_alone)
+    if name in BODIES:
+        bodies = {key: _without_sends(eqn.params[key]) for key in BODIES[name]}
+        return bind_eqn(eqn, values, **bodies)
+    if "axis_name" in eqn.params:
+        raise ConfigError(
+            "`ppctl rehearse` runs one device, and nothing stands in for what others send by "
+            f"{name}. Use `ppctl plan`, or a model that sends by all_gather, psum_scatter, "
+            "psum, pmax and ppermute."
+        )
+    return bind_eqn(eqn, values)
+
+
+def _without_sends(body: Any) -> Any:
+    """Return the jaxpr of a loop, or those of branches, with stand-ins."""
+    if isinstance(body, tuple):
+        return tuple(map(_without_sends, body))
+    return retraced(body, _run_alone)
+
+
+# after a barrier that hides the sent values from compilers
+
+
+def _gathered(value: jax.Array, params: dict[str, Any]) -> jax.Array:
+    """Return the device's values, and in place of each other device's the same in another order."""
+    dim, value = params["all_gather_dimension"], jax.lax.optimization_barrier(value)
+    if not params["tiled"]:
+        value = jnp.expand_dims(value, dim)
+    turned = jax.lax.rev(value, (value.ndim - 1,))  # equal parts would be compiled to a view
+    parts = [turned if i % 2 else value for i in range(params["axis_size"])]
+    return jax.lax.optimization_barrier(jnp.concatenate(parts, dim))
+
+
+def _sum_scattered(value: jax.Array, params: dict[str, Any]) -> jax.Array:
+    """Return the sum of the parts that the devices would get."""
+    dim, value = params["scatter_dimension"], jax.lax.optimization_barrier(value)
+    parts = jnp.split(value, params["axis_size"], dim)
+    total = sum(parts[1:], parts[0])
+    return jax.lax.optimization_barrier(total if params["tiled"] else jnp.squeeze(total, dim))
+
+
+def _own(value: jax.Array, params: dict[str, Any]) -> jax.Array:
+    del params
+    return jax.lax.optimization_barrier(value)
+
+
+def _first(value: None, params: dict[str, Any]) -> jax.Array:
+    """Return the number of the first device."""
+    del value, params
+    return jax.lax.optimization_barrier(jax.lax.full((), 0, jnp.int32))
+
+
+STAND_INS: dict[str, Callable[[Any, dict[str, Any]], jax.Array]] = {
+    "all_gather": _gathered,
+    "reduce_scatter": _sum_scattered,
+    **dict.fromkeys(("psum", "psum2", "psum_invariant", "pmax", "ppermute"), _own),
+    "axis_index": _first,
+}

@@ -3,7 +3,7 @@
 Each rank that differs from those before it runs its tasks, or ticks, and its optimizer's update.
 Transfers and collectives are counted (`op_times`) for the links of hardware=. Of a rank whose
 devices divide its stages, one device runs, with stand-ins for all that it receives
-(`stand_ins`); the seconds of these sends are counted too.
+(`rank_on_device.alone`); the seconds of these sends are counted too.
 """
 
 import os

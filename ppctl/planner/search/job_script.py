@@ -10,7 +10,7 @@ from pathlib import Path
 from ppctl.config import Hardware
 from ppctl.config.config_dirs import ROOT
 from ppctl.errors import ConfigError
-from ppctl.planner.search.tuned_recipe import MARK, writing
+from ppctl.planner.search.tuned_recipe import MARK, write_own
 from ppctl.training.pipeline.known_hardware import described_device
 
 
@@ -85,7 +85,6 @@ def write_job_script(
     # 2. the script
     template = JobTemplate((ROOT / "recipes/cluster" / launcher.template).read_text())
     text = template.substitute(values)
-    with writing(path, path.name):
-        path.write_text(text)
-        path.chmod(path.stat().st_mode | (0o111 if text.startswith("#!") else 0))
+    write_own(path, text)
+    path.chmod(path.stat().st_mode | (0o111 if text.startswith("#!") else 0))
     return command

@@ -49,7 +49,6 @@ class Candidate:
     remat: Remat
     partition: tuple[int, ...]  # layers of each stage
     time: StepTime
-    recomputed_fraction: float  # of the tasks' work: forwards that backwards recompute
     least_bytes: int = field(compare=False)  # of the device that holds most
     layout: Layout = field(compare=False, repr=False)
     vocab: str = "whole"  # embedding and head, as schedule.vocab
@@ -200,18 +199,16 @@ class Placed:
         else:
             least_bytes = max(self.least_bytes, self._fullest_bytes)
 
-        # 3. the share of recomputed forwards
-        layout, remat, number = self.layout, step.microbatch.remat, step.microbatch.number
-        again_s = remat.recomputed_layers(self.sizes) * self._op_times.layer.forward_s
+        # 3. the layout
+        layout, microbatch = self.layout, step.microbatch
         return Candidate(
             layout.bounds.mesh,
             layout.family,
             layout.num_chunks,
-            number,
-            remat,
+            microbatch.number,
+            microbatch.remat,
             self.sizes,
             time,
-            again_s * number * copies / time.tasks_s,
             least_bytes,
             layout,
             vocab="parallel" if layout.bounds.vocab_parts else "whole",

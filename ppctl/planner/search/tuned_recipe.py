@@ -1,9 +1,5 @@
 """A request as a recipe: a file that `ppctl train recipes=NAME` runs unchanged."""
 
-import errno
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +9,7 @@ import yaml
 from ppctl.config import AutoHardware, Config, Hardware, Mesh, Run
 from ppctl.config.config_dirs import ROOT
 from ppctl.errors import ConfigError
+from ppctl.reports.terminal_output import check_file, write_file
 from ppctl.schedule.mesh_axes import TEXT_AXES, positional
 from ppctl.training.pipeline.known_hardware import known
 
@@ -22,32 +19,20 @@ CHOSEN = ("model", "mesh", "schedule", "partition", "executor", "optim", "data")
 
 def own_path(name: str, suffix: str) -> Path:
     """Return the path of a recipe's file. ConfigError for a foreign file, or if not writable."""
-    path = Path("recipes") / f"{name}{suffix}"
-    with writing(path, name):
-        if path.exists() and MARK not in path.read_text():
-            raise ConfigError(
-                f"tune.recipe={name}: {path} was not written by `ppctl tune` and stays. Use "
-                "another name, or null."
-            )
-        there = next(each for each in (path, path.parent, Path()) if each.exists())
-        if not os.access(there, os.W_OK):
-            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-        if there == path.parent and not there.is_dir():
-            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    path, option = Path("recipes") / f"{name}{suffix}", f"tune.recipe={name}"
+    check_file(option, path if path.parent.exists() else path.parent)
+    if path.exists() and MARK not in path.read_text(errors="replace"):
+        raise ConfigError(
+            f"{option}: {path} was not written by `ppctl tune` and stays. Use another name, or "
+            "null."
+        )
     return path
 
 
-@contextmanager
-def writing(path: Path, name: str) -> Iterator[None]:
-    """Raise errors of files in the body as ConfigErrors."""
-    try:
-        yield
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(
-            f"tune.recipe={name}: {path} cannot be written: {why}. Use another name, another "
-            "directory, or null."
-        ) from error
+def write_own(path: Path, content: str) -> None:
+    """Write a file of recipes/."""
+    path.parent.mkdir(exist_ok=True)
+    write_file(f"tune.recipe={path.stem}", path, content)
 
 
 def command_of(path: Path) -> str:
@@ -86,9 +71,7 @@ def write_recipe(path: Path, config: Config, step_s: float, measured_s: float | 
     document["run"] = _settings(run) | {"name": name}
     if run.dir == f"runs/{run.name}":
         document["run"].pop("dir", None)
-    with writing(path, path.stem):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("\n".join([*head, yaml.safe_dump(document, sort_keys=False)]))
+    write_own(path, "\n".join([*head, yaml.safe_dump(document, sort_keys=False)]))
 
 
 def _assumed(data: Any, model: Any, hardware: Hardware | AutoHardware) -> str:

@@ -92,7 +92,6 @@ def _cells(tuned: Tuned, number: int, row: Row) -> dict[str, str]:
         cells[name] = "" if is_alone or bubble is None else f"{bubble:.1%}"
     overhead_s = plan.overhead_s or 0.0
     return cells | {
-        "recomputed": f"{layout.recomputed_fraction:.1%}",
         "per-step overhead": f"{overhead_s / row.step_s:.1%}",
         "memory": size_text(row.total_bytes),
     }
@@ -107,28 +106,18 @@ def _schedule_text(layout: Candidate) -> str:
 
 def _about_pipelines(tuned: Tuned) -> str:
     """Return a line: how the best layout compares with the best one that has no pipeline."""
-    best, alone = tuned.found.best, tuned.found.without_pipeline
-    first = best[0]
+    first, *others = tuned.found.best
     if first.layout.mesh.pp == 1:
-        rival, slower = next((row for row in best if row.layout.mesh.pp > 1), None), ""
-        if rival is not None:
-            slower = f"; the best pipeline takes {_times(first, rival):.2f} times as long"
-        mesh = mesh_text(first.layout.mesh.by_axis)
-        return f"no pipeline is needed: mesh={mesh} (pp=1) is fastest{slower}."
-    alone = next((row for row in best if row.layout.mesh.pp == 1), alone)  # it may be measured
+        return f"no pipeline is needed: mesh={mesh_text(first.layout.mesh.by_axis)} is fastest."
+    alone = next((row for row in others if row.layout.mesh.pp == 1), tuned.found.without_pipeline)
     if alone is None:
         return "without a pipeline (mesh.pp=1) nothing fits."
-    layout, ratio = alone.layout, f"{_times(first, alone):.2f} times as long"
+    layout, ratio = alone.layout, alone.step_s / first.step_s
+    if first.measured_s is not None and alone.measured_s is not None:
+        ratio = alone.measured_s / first.measured_s
     mesh, number = mesh_text(layout.mesh.by_axis), layout.num_microbatches
     about = f"mesh={mesh}, {number} microbatches, remat={layout.remat}"
-    return f"without a pipeline the best is {about}: {ratio}."
-
-
-def _times(first: Row, other: Row) -> float:
-    """Return another layout's time over the first one's; measured, where both were."""
-    if first.measured_s is not None and other.measured_s is not None:
-        return other.measured_s / first.measured_s
-    return other.step_s / first.step_s
+    return f"without a pipeline the best is {about}: {ratio:.2f} times as long."
 
 
 def _document(tuned: Tuned) -> dict[str, Any]:
