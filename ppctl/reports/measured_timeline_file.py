@@ -6,7 +6,6 @@ Loads no JAX.
 
 import csv
 import io
-import json
 import re
 import statistics
 from collections import defaultdict
@@ -20,7 +19,6 @@ from typing import Any
 
 from ppctl.errors import PpctlError
 from ppctl.reports.bubble_names import bubble_text
-from ppctl.reports.charts.draw_schedule import trace
 from ppctl.reports.charts.html_charts import schedules_page
 from ppctl.reports.charts.schedule_drawing import Drawing, drawing_of_timeline
 from ppctl.reports.foreign_files import from_json, read_file
@@ -32,7 +30,7 @@ from ppctl.schedule.tick_lowering import Ticks
 from ppctl.schedule.validation import validate
 
 Span = tuple[float, float]  # start and end in seconds
-FILES = ("timeline.csv", "timeline.perfetto.json", "timeline.html")
+FILES = ("timeline.csv", "timeline.html")
 TASKS_FILE = "tasks.perfetto.json"  # in a profile
 FIRST_DEVICE = re.compile(r"rank \d+( \w+=0)*")  # its track in that file
 MOST_RANKS = 8  # bubbles listed
@@ -85,7 +83,7 @@ def measured_and_simulated(
 def write_timeline(
     directory: Path, timeline: Timeline, ideal: float | None = None, predicted: float | None = None
 ) -> list[str]:
-    """Write CSV, Perfetto JSON and html of a timeline and its simulation; return lines on it."""
+    """Write CSV and html of a timeline and its simulation; return lines on it."""
     # 1. the files
     directory.mkdir(parents=True, exist_ok=True)
     schedule, drawings = timeline.schedule, measured_and_simulated(timeline)
@@ -96,11 +94,7 @@ def write_timeline(
         rows.writerow(["rank", "task", "start_s", "end_s", "simulated_start_s", "simulated_end_s"])
         for rank, tasks in enumerate(schedule.ranks):
             rows.writerows([rank, task, *(f"{of[task]:.9f}" for of in times)] for task in tasks)
-    events = []
-    for pid, drawing in enumerate(drawings):
-        events += [event | {"pid": pid} for event in trace(drawing)["traceEvents"]]
-    (directory / FILES[1]).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    (directory / FILES[2]).write_text(schedules_page(drawings), encoding="utf-8")
+    (directory / FILES[1]).write_text(schedules_page(drawings), encoding="utf-8")
     # 2. the lines
     of_ranks, is_few = timeline.bubble_fractions, len(timeline.bubble_fractions) <= MOST_RANKS
     some = of_ranks if is_few else (min(of_ranks), max(of_ranks))

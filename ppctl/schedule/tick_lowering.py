@@ -6,7 +6,7 @@ Two programs run ticks (`schedule.tick_table`). Looped schedules of whole backwa
 forward-backward ticks ("fb"), all others in single-op ticks ("op").
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -118,27 +118,26 @@ def ticks(schedule: Schedule, costs: Costs, remat: Remat | str = Remat.FULL) -> 
     another remat than none, layer or full.
     """
     packed = packings(schedule)
-    rows: dict[TickShape, Counted] = {shape: each.counted for shape, each in packed.items()}
-    return in_shape(schedule, packed[fastest(rows, costs, schedule.num_chunks)], Remat.of(remat))
+    return in_shape(schedule, fastest(packed, costs, schedule.num_chunks), Remat.of(remat))
 
 
-def packings(schedule: Schedule) -> dict[TickShape, TickPacking]:
+def packings(schedule: Schedule) -> list[TickPacking]:
     """Return `schedule` in each tick shape it has. ScheduleError if no ring can carry it."""
     reason = why_not(schedule)
     if reason is not None:
         raise ScheduleError(reason)
     shapes: tuple[TickShape, ...] = ("fb", "op") if runs_in_fb_ticks(schedule) else ("op",)
-    cells: dict[TickShape, Cells] = {shape: pack(schedule, shape) for shape in shapes}
-    return {
-        shape: TickPacking(shape, each, counted(schedule, each)) for shape, each in cells.items()
-    }
+
+    def packed(shape: TickShape) -> TickPacking:
+        cells = pack(schedule, shape)
+        return TickPacking(shape, cells, counted(schedule, cells))
+
+    return [packed(shape) for shape in shapes]
 
 
-def fastest(rows: Mapping[TickShape, Counted], costs: Costs, num_chunks: int) -> TickShape:
-    """Return the tick shape whose rows take least time at these costs."""
-    if len(rows) == 1:
-        return next(iter(rows))
-    return min(rows, key=lambda shape: counted_s(rows[shape], costs, num_chunks))
+def fastest(packed: Sequence[TickPacking], costs: Costs, num_chunks: int) -> TickPacking:
+    """Return the ticks that take least time at these costs."""
+    return min(packed, key=lambda each: counted_s(each.counted, costs, num_chunks))
 
 
 def in_shape(schedule: Schedule, packing: TickPacking, remat: Remat) -> Ticks:

@@ -110,13 +110,6 @@ def test_the_ending_of_the_file_chooses_the_format(name, capsys, empty_directory
     assert (empty_directory / name).read_bytes().startswith(start[name[2:]])
 
 
-def test_perfetto_goes_to_stdout_too(capsys):
-    trace = json.loads(
-        ask(capsys, "show schedule=gpipe mesh=1x2 schedule.num_microbatches=3 --format perfetto")
-    )
-    assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == 12
-
-
 def test_a_schedule_written_as_csv_is_read_back_checked_and_priced(capsys, empty_directory):
     ask(capsys, "show schedule=zb_h1 mesh=1x4 --out z.csv")
     assert from_csv((empty_directory / "z.csv").read_text(), "z").num_ranks == 4
@@ -190,7 +183,7 @@ def test_list_has_every_family_and_says_why_one_is_missing(capsys):
 def test_help_says_what_there_is(line, capsys):
     assert cli.main(line.split()) == 0
     out = capsys.readouterr().out
-    for text in (*SUBCOMMANDS, "schedule costs", "perfetto", *examples_of("schedule")):
+    for text in (*SUBCOMMANDS, "schedule costs", *examples_of("schedule")):
         assert text in out
     assert max(map(len, out.splitlines())) <= 120
 

@@ -39,7 +39,7 @@ FAULTS = [
     ("--json", "Say what to do"),
     (
         "show --format pgn",
-        "--format pgn is not one of text, html, svg, pdf, png, json, csv, perfetto. Did you mean png",
+        "--format pgn is not one of text, html, svg, pdf, png, json, csv. Did you mean png",
     ),
     ("show --format png", "--format png is not text. Add --out FILE.png"),
     ("show --json --format csv", "--json and --format csv exclude each other"),
@@ -66,10 +66,6 @@ FAULTS = [
     (
         "compare gpipe 1f1b schedule.num_chunks=3",
         "schedule.num_chunks=3: none of gpipe, 1f1b has such a setting",
-    ),
-    (
-        "compare gpipe --format perfetto",
-        "--format perfetto is not one of text, html, svg, pdf, png, json, csv.",
     ),
     ("show model.num_layers=3", "model.num_layers=3: no schedule depends on model. Leave it out"),
     (

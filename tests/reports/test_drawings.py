@@ -14,7 +14,6 @@ from ppctl.cli.subcommands.schedule_show import draw
 from ppctl.config import Costs, Mesh, ScheduleConfig
 from ppctl.config import Schedule as Plain
 from ppctl.errors import ConfigError
-from ppctl.reports.charts.draw_schedule import trace
 from ppctl.reports.charts.html_charts import schedules_page
 from ppctl.reports.charts.image_charts import (
     DPI,
@@ -129,20 +128,6 @@ def test_the_document_is_the_timeline(any_drawing):
 def test_the_csv_is_the_schedule(any_drawing):
     schedule = any_drawing.schedule
     assert from_csv(to_csv(schedule.ranks), schedule.name) == schedule
-
-
-def test_the_trace_has_one_event_for_each_task(any_drawing):
-    events = json.loads(json.dumps(trace(any_drawing)))["traceEvents"]
-    timeline, schedule = any_drawing.timeline, any_drawing.schedule
-    tasks = {(event["name"], event["tid"]): event for event in events if event["ph"] == "X"}
-    assert len(tasks) == sum(event["ph"] == "X" for event in events) == len(timeline.start_s)
-    for task, start_s in timeline.start_s.items():
-        event = tasks[str(task), schedule.rank_of[task.stage]]
-        assert event["ts"] == start_s * 1e6
-        assert event["dur"] == pytest.approx(1e6 * (timeline.end_s[task] - start_s))
-    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == {
-        f"rank {rank}" for rank in range(4)
-    }
 
 
 # --- html ---------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def all_pages(directory: Path) -> dict[str, str]:
         "run": run(directory / "run"),
         "runs compared": runs(directory),
         "sweep": sweep(),
-        "timeline": (timeline / timeline_io.FILES[2]).read_text(encoding="utf-8"),
+        "timeline": (timeline / timeline_io.FILES[1]).read_text(encoding="utf-8"),
     }
 
 

@@ -37,8 +37,8 @@ NOTES = "\n".join(
     ]
 )
 FORMAT = (
-    "text (default), html, svg, pdf, png, json, csv or perfetto. compare: all but perfetto; list: "
-    "nor html; curves: text, svg, pdf, png, json"
+    "text (default), html, svg, pdf, png, json or csv; list: all but html; curves: text, svg, pdf, "
+    "png, json"
 )
 OF_CURVES = ("ranks", "microbatches", "kept_mb")  # options
 MOST_SIZES = 1024  # of an axis of curves
@@ -104,7 +104,7 @@ def _show(words: _Words) -> int:
     from ppctl.cli.subcommands import schedule_show
     from ppctl.config.schedule_from_config import read_valid
 
-    form, overrides = _format(words, schedule_show.SHOW_FORMATS), words.overrides
+    form, overrides = _format(words, schedule_show.FORMATS), words.overrides
     if words.names:
         path = _one_file("show", words.names)
         overrides = [f"mesh=1x{read_valid(path).num_ranks}", *_csv(path), *overrides]
@@ -129,7 +129,7 @@ def _compare(words: _Words) -> int:
     if not names:
         example = "ppctl schedule compare gpipe 1f1b interleaved"
         raise ConfigError(f"Name the schedules to compare, for example: {example}")
-    form = _format(words, schedule_show.COMPARE_FORMATS)
+    form = _format(words, schedule_show.FORMATS)
     for word in overrides:
         if word.startswith("schedule="):
             use = f"`ppctl schedule compare` takes the name only: {word.partition('=')[2]}"

@@ -31,13 +31,12 @@ from ppctl.schedule.search.auto_choice import GIB
 from ppctl.schedule.search.placement_costs import CostsOf, Placed
 from ppctl.schedule.simulator import MOST_TASKS, simulate
 
-SHOW_FORMATS = tuple(DRAWN_AS)
-COMPARE_FORMATS = ("text", "html", *FORMS, "json", "csv")
+FORMATS = tuple(DRAWN_AS)
 LIST_FORMATS = ("text", *FORMS, "json", "csv")
 
 
 def show_drawing(drawing: Drawing, form: str, out: Path | None) -> int:
-    """Draw one schedule in one of SHOW_FORMATS, to a file or to stdout."""
+    """Draw one schedule in one of FORMATS, to a file or to stdout."""
     if form == "text":
         show_gantt(OutputConsole(), drawing)
         return 0
@@ -45,7 +44,7 @@ def show_drawing(drawing: Drawing, form: str, out: Path | None) -> int:
 
 
 def show_comparison(configs: Sequence[settings.ScheduleConfig], form: str, out: Path | None) -> int:
-    """Show several schedules in one table, in one of COMPARE_FORMATS; html and figures: charts."""
+    """Show several schedules in one table, in one of FORMATS; html and figures: charts."""
     drawings = list(map(draw, configs))
     rows = list(map(table_row, drawings))
     if form == "text":

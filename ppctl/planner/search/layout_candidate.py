@@ -20,7 +20,7 @@ from ppctl.planner.search.layout_space import Bounds
 from ppctl.schedule.costs import OF_STAGES, Costs, task_costs
 from ppctl.schedule.families.registry import FAMILIES
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.lockstep_ticks import Counted, TickShape
+from ppctl.schedule.lockstep_ticks import Counted
 from ppctl.schedule.lower_bounds import makespan_bound_s
 from ppctl.schedule.mesh_axes import MeshSizes
 from ppctl.schedule.partition.cut_layers import divided_evenly as divided
@@ -263,16 +263,14 @@ def _built(
 
 
 @lru_cache(maxsize=8)  # the cells are many
-def _packings(*key: Any) -> dict[TickShape, TickPacking]:
+def _packings(*key: Any) -> list[TickPacking]:
     return packings(_built(*key))
 
 
 @cache
 def _in_ticks(key: Key, remat: Remat, trained: float) -> tuple[Counted, Mapping[str, int]]:
     """Return the rows of the ticks that the executor lowers to, and the slots of a rank."""
-    shapes = _packings(*key)
-    rows: dict[TickShape, Counted] = {shape: each.counted for shape, each in shapes.items()}
-    packing = shapes[fastest(rows, task_costs(remat, trained), key[3])]
+    packing = fastest(_packings(*key), task_costs(remat, trained), key[3])
     return packing.counted, in_shape(_built(*key), packing, remat).num_slots
 
 

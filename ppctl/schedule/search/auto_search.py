@@ -32,7 +32,7 @@ MOST_TASKS = 400_000  # of a schedule that is searched; above, the search takes 
 SQUEEZED_TASKS = 3_000_000  # of building blocks, those nearest to the cap first: about 12 s
 FILLED_TASKS = 3_000_000  # of one round of greedy runs: about 12 s
 NUM_FILLED, NUM_CLIMBED = 12, 6  # best so far: greedy, climbs
-CLIMBED_TASKS = 1_000_000  # run by one climb, about 1 s
+CLIMBED_TASKS = 2_000_000  # run by one climb, about 2 s
 SQUEEZE_PATIENCE = (0.5, 0.75)
 GREEDY_PATIENCE = (0.0, 0.5, 1.0)
 
