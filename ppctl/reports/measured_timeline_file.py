@@ -20,7 +20,7 @@ from typing import Any
 from ppctl.errors import PpctlError
 from ppctl.reports.bubble_names import bubble_text
 from ppctl.reports.charts.html_charts import schedules_page
-from ppctl.reports.charts.schedule_drawing import Drawing, drawing_of_timeline
+from ppctl.reports.charts.schedule_drawing import Drawing
 from ppctl.reports.foreign_files import from_json, read_file
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule, Task
@@ -75,8 +75,8 @@ def measured_and_simulated(
     schedule = timeline.schedule if ticks is None else ticks.schedule
     simulated = timeline_at(schedule, ticks, timeline.costs)
     return (
-        drawing_of_timeline(f"{name}, measured", timeline),
-        drawing_of_timeline(f"{name}, simulated from its means", simulated),
+        Drawing(f"{name}, measured", timeline),
+        Drawing(f"{name}, simulated from its means", simulated),
     )
 
 

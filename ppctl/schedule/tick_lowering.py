@@ -98,11 +98,6 @@ def forward_only(schedule: Schedule) -> Schedule:
     return replace(schedule, name=f"{schedule.name} (forward only)", ranks=ranks)
 
 
-def runs_on_ring(schedule: Schedule) -> bool:
-    """Return whether `ticks` can lower `schedule`, so that executor=spmd can run it."""
-    return why_not(schedule) is None
-
-
 def ticks(schedule: Schedule, costs: Costs, remat: Remat | str = Remat.FULL) -> Ticks:
     """Return `schedule` in the tick shape that is faster for `costs`, with slots for every value.
 

@@ -352,7 +352,7 @@ def test_notebooks_show_a_schedule_and_a_pipeline():
 
 
 def test_a_drawing_of_no_known_form_is_refused(tmp_path):
-    with pytest.raises(ppctl.PpctlError, match=r"ends in none of \.svg"):
+    with pytest.raises(ppctl.PpctlError, match=r"ends in none of .*\.svg"):
         ppctl.draw(of(2), tmp_path / "x.gif")
 
 

@@ -7,7 +7,6 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,7 @@ from ppctl.errors import ScheduleError, one_line
 from ppctl.reports.charts.draw_schedule import DRAWN_AS
 from ppctl.reports.charts.html_charts import schedules_page
 from ppctl.reports.charts.image_charts import FORMS, image
-from ppctl.reports.charts.schedule_drawing import (
-    Drawing,
-    drawing_document,
-    drawing_of_timeline,
-    table_row,
-)
+from ppctl.reports.charts.schedule_drawing import Drawing, drawing_document, table_row
 from ppctl.reports.charts.text_chart import show_gantt, show_schedules_table
 from ppctl.reports.terminal_output import OutputConsole, show_lines, write_file
 from ppctl.schedule.costs import Costs
@@ -120,7 +114,7 @@ def draw(request: settings.ScheduleConfig) -> Drawing:
     check_size(request)
     requested = schedule_of(request.schedule, request.mesh.pp, costs_on(request))
     timeline = simulate(requested.schedule, costs_of(request.costs))
-    return replace(drawing_of_timeline(requested.label, timeline), choice=requested.choice)
+    return Drawing(requested.label, timeline, requested.choice)
 
 
 def check_size(request: settings.ScheduleConfig) -> None:

@@ -26,7 +26,7 @@ from ppctl.planner.show.plan_terminal import (
 from ppctl.reports import page_kit as kit
 from ppctl.reports.charts.html_charts import charts_html, too_many_tasks
 from ppctl.reports.charts.page_figures import memory_bars
-from ppctl.reports.charts.schedule_drawing import Drawing, drawing_of_timeline
+from ppctl.reports.charts.schedule_drawing import Drawing
 from ppctl.schedule.simulator import Timeline
 from ppctl.training.pipeline.job import TrainingJob
 
@@ -60,7 +60,7 @@ def rehearsal_page(found: Rehearsal, timeline: Timeline) -> str:
     bars = [(f"rank {each.rank}", each.memory_bytes) for each in ranks_to_show(found, MOST_BARS)]
     memory = memory_bars(bars, PARTS, found.limit_bytes, ABOUT)
     reason = too_many_tasks(len(timeline.start_s))
-    picture = drawing_of_timeline(found.schedule, timeline) if reason is None else reason
+    picture = Drawing(found.schedule, timeline) if reason is None else reason
     return kit.page(
         f"Rehearsal: {found.request.title}, {found.schedule}",
         _table("the step", [], rehearsal_lines(found), "request"),
@@ -80,7 +80,7 @@ def picture_of(job: TrainingJob, unknown: str | None) -> Drawing | str:
     reason = too_many_tasks(sum(map(len, schedule.ranks)))
     if reason is not None:
         return reason
-    return drawing_of_timeline(schedule.name, timeline_of(job.pipe, op_times(step_of(job))))
+    return Drawing(schedule.name, timeline_of(job.pipe, op_times(step_of(job))))
 
 
 def _table(

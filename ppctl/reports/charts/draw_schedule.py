@@ -10,7 +10,7 @@ from rich.console import Console
 from ppctl.errors import ConfigError
 from ppctl.reports.charts.html_charts import schedules_page
 from ppctl.reports.charts.image_charts import FORMS, image
-from ppctl.reports.charts.schedule_drawing import Drawing, drawing_document, drawing_of_timeline
+from ppctl.reports.charts.schedule_drawing import Drawing, drawing_document
 from ppctl.reports.charts.text_chart import show_gantt
 from ppctl.reports.terminal_output import write_file
 from ppctl.schedule.costs import Costs
@@ -35,7 +35,7 @@ def draw(schedule: Schedule, path: str | Path, costs: Costs | None = None) -> Pa
     if path.suffix not in _FORM_OF:
         raise ConfigError(f"{path} ends in none of {', '.join(_FORM_OF)}.")
     timeline = simulate(schedule, Costs() if costs is None else costs)
-    drawing = drawing_of_timeline(schedule.name, timeline)
+    drawing = Drawing(schedule.name, timeline)
     write_file(f"path={path}", path, DRAWN_AS[_FORM_OF[path.suffix]](drawing))
     return path
 
@@ -53,4 +53,4 @@ DRAWN_AS: dict[str, Callable[[Drawing], str | bytes]] = {  # the content of a fi
     "json": lambda drawing: json.dumps(drawing_document(drawing)) + "\n",
     "csv": lambda drawing: to_csv(drawing.schedule.ranks),
 }
-_FORM_OF = {**{f".{form}": form for form in (*FORMS, "html", "csv", "json")}, ".txt": "text"}
+_FORM_OF = {".txt" if form == "text" else f".{form}": form for form in DRAWN_AS}

@@ -7,7 +7,7 @@ import base64
 from collections.abc import Mapping, Sequence
 
 from ppctl.reports.charts.image_charts import MAX_RANKS, MAX_VECTORS, image
-from ppctl.reports.charts.schedule_drawing import drawing_of_timeline, title_of
+from ppctl.reports.charts.schedule_drawing import Drawing, title_of
 from ppctl.reports.page_kit import table, text
 from ppctl.reports.terminal_output import size_text
 from ppctl.schedule.costs import Costs
@@ -27,7 +27,7 @@ def schedule_html(schedule: Schedule) -> str:
     if schedule.num_ranks > MAX_RANKS or sum(map(len, schedule.ranks)) > MAX_VECTORS:
         words = f"{title_of(schedule.name, schedule)}. Too large for a picture here"
         return f"<p>{text(words)}: ppctl.draw makes a page.</p>"
-    drawing = drawing_of_timeline(schedule.name, simulate(schedule, Costs()))
+    drawing = Drawing(schedule.name, simulate(schedule, Costs()))
     data = base64.b64encode(image([drawing], "svg")).decode()
     words = text(f"{drawing.title}; {drawing.verdict}")
     return f'<img alt="{words}" style="{LOOK}" src="data:image/svg+xml;base64,{data}">'

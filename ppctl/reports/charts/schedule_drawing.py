@@ -29,14 +29,22 @@ class Drawing:
 
     label: str
     timeline: Timeline
-    lower_bound_s: float  # makespan of any order of its tasks
-    period_bound_s: float
-    peak_bounds: tuple[float, ...]  # activations of each rank, in any order with this period
     choice: Choice | None = None  # by schedule=auto
 
     @property
     def schedule(self) -> Schedule:
         return self.timeline.schedule
+
+    @cached_property
+    def lower_bound_s(self) -> float:
+        """Return the least makespan of any order of its tasks."""
+        return makespan_bound_s(self.schedule, self.timeline.costs)
+
+    @cached_property
+    def peak_bounds(self) -> tuple[float, ...]:
+        """Return the least activations of each rank, in any order with this period."""
+        timeline = self.timeline
+        return peak_activations_bound(self.schedule, timeline.costs, timeline.period_s)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -86,14 +94,6 @@ def title_of(label: str, schedule: Schedule) -> str:
     return f"{label}: {ranks}, {number} microbatch" + "es" * (number != 1)
 
 
-def drawing_of_timeline(label: str, timeline: Timeline) -> Drawing:
-    """Return the drawing of a timeline, with the bounds of its schedule at its costs."""
-    schedule, costs = timeline.schedule, timeline.costs
-    bounds = makespan_bound_s(schedule, costs), period_bound_s(schedule, costs)
-    peaks = peak_activations_bound(schedule, costs, timeline.period_s)
-    return Drawing(label, timeline, *bounds, peaks)
-
-
 def table_row(
     drawing: Drawing, makespan_formula_s: float | None = None, peak_formula: float | None = None
 ) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def table_row(
         "makespan_formula_s": makespan_formula_s,
         "lower_bound_s": drawing.lower_bound_s,
         "period_s": timeline.period_s,
-        "period_lower_bound_s": drawing.period_bound_s,
+        "period_lower_bound_s": period_bound_s(drawing.schedule, timeline.costs),
         "bubble_fraction": timeline.bubble_fraction,
         "peak_activations": max(timeline.peak_activations),
         "peak_activations_formula": peak_formula,
@@ -125,17 +125,9 @@ def reasons(drawing: Drawing) -> list[str]:
         return []
     tried, within = choice.num_blocks
     blocks = f" and {tried} of {within} V-shaped building blocks" if within else ""
-    gap = "at which it stands" if choice.is_proven else f"{choice.gap_fraction:.1%} below"
-    lines = [
-        f"the shortest with at most {choice.cap_text} a rank, of {choice.num_published} "
-        f"published schedules{blocks}; on their placements none is below "
-        f"{number_text(choice.lower_bound_s)} s, {gap}"
-    ]
-    published = choice.best_published
-    if published is not None and published is not choice.best:
-        length = number_text(published.length_s)
-        lines.append(f"best published one: {published.label} {length} s")
-    return lines
+    least = number_text(choice.lower_bound_s)
+    tried_text = f"tried: {choice.num_published} published schedules{blocks}; on their placements"
+    return [choice.summary, f"{tried_text} none is below {least} s"]
 
 
 def _bytes_text(timeline: Timeline) -> str:
@@ -159,7 +151,7 @@ def drawing_document(drawing: Drawing) -> dict[str, Any]:
     return {
         "schedule": schedule.name,
         **picked(drawing, "label", "lower_bound_s"),
-        "period_lower_bound_s": drawing.period_bound_s,
+        "period_lower_bound_s": period_bound_s(drawing.schedule, timeline.costs),
         **picked(schedule, "num_ranks", "num_microbatches", "num_chunks", "rank_of"),
         "costs": asdict(timeline.costs),
         **picked(timeline, "makespan_s", "period_s", "peak_activations", "peak_bytes"),

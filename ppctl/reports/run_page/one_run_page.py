@@ -12,7 +12,7 @@ from ppctl.reports import page_kit as kit
 from ppctl.reports.charts.html_charts import charts_html, too_many_tasks
 from ppctl.reports.charts.page_figures import curves_svg, memory_bars
 from ppctl.reports.charts.palette import PARTS
-from ppctl.reports.charts.schedule_drawing import Drawing, drawing_of_timeline
+from ppctl.reports.charts.schedule_drawing import Drawing
 from ppctl.reports.recorded_settings import setting_text
 from ppctl.reports.run_files import RUNNING, record_number, setting_changes, tracker_commands
 from ppctl.reports.run_page.read_run import SLOW, RecordedRun, versions_of
@@ -248,7 +248,7 @@ def _step_html(run_dir: Path, pipeline: Planned | str) -> str:
         return charts_html((), [*notes, reason])
     timeline = pipeline.step.timeline(pipeline.step.costs)
     notes += [HOW, UNITS] if pipeline.step.ticks is None else [HOW, UNITS, LOCKSTEP]
-    return charts_html([drawing_of_timeline(f"{pipeline.label}, ideal", timeline)], notes)
+    return charts_html([Drawing(f"{pipeline.label}, ideal", timeline)], notes)
 
 
 def _measured(run_dir: Path, pipeline: Planned | str, notes: list[str]) -> Sequence[Drawing]:

@@ -12,7 +12,7 @@ from typing import Any
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.formulas import Formula, FormulaInputs
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.tick_lowering import runs_on_ring
+from ppctl.schedule.tick_table import why_not
 
 SAMPLE_SIZE = (4, 8)  # ranks and microbatches of each family's sample: all families serve them
 WARMUP_HOPS = (1.0, 1.5, 2.0)  # that searches try
@@ -75,7 +75,7 @@ class Family:
     @cached_property
     def runs_on_ring(self) -> bool:
         """Return whether executor=spmd can run it."""
-        return runs_on_ring(self.sample)
+        return why_not(self.sample) is None
 
     def makespan_s(
         self, num_ranks: int, num_microbatches: int, costs: Costs, **knobs: Any
