@@ -124,18 +124,12 @@ def _gradient_row(leaf: Leaf, tolerance: float) -> tuple[str, ...]:
     return leaf.name, shape, *numbers, _error_text(leaf.error, tolerance), layer
 
 
-def _step_row(step: StepComparison, tolerance: float) -> tuple[str, ...]:
-    return (
-        str(step.step),
-        f"{step.loss.value:.9g}",
-        f"{step.loss.reference:.9g}",
-        _error_text(step.loss.error, tolerance),
-        f"{step.grad_norm.value:.6g}",
-        _error_text(step.grad_norm.error, tolerance),
-        f"{step.lr.value:.6g}",
-        _error_text(step.lr.error, tolerance),
-        "yes" if step.is_clipped else "no",
-    )
+def _step_row(step: StepComparison, tolerance: float) -> list[str]:
+    row = [str(step.step), f"{step.loss.value:.9g}", f"{step.loss.reference:.9g}"]
+    row.append(_error_text(step.loss.error, tolerance))
+    for number in (step.grad_norm, step.lr):
+        row += [f"{number.value:.6g}", _error_text(number.error, tolerance)]
+    return [*row, "yes" if step.is_clipped else "no"]
 
 
 def _training_lines(
@@ -161,20 +155,13 @@ def _training_lines(
 
 def _clipping_text(original: TrainingJob, training: TrainingComparison) -> str:
     clip_norm = original.config.optim.clip_norm
-    if training.clip_norm is None:
+    if clip_norm is None or training.clip_norm is None:
         return "none (optim.clip_norm=null)"
-    at = f"optim.clip_norm={clip_norm:g}"
-    if not training.is_clip_norm_requested:
-        clips_all = training.steps[0].grad_norm.reference >= (clip_norm or 0.0)
-        would = f"{at} would clip {'all' if clips_all else 'none'} of these steps"
-        at = f"a norm of {training.clip_norm:.6g}, chosen here: {would}"
-    is_undone = getattr(original.config.executor, "post_validation", False)
-    words = ("undone and taken again", "let stand") if is_undone else ("clipped", "not clipped")
-    parts = list[str]()
-    for word, is_clipped in zip(words, (True, False), strict=True):
-        steps = [str(step.step) for step in training.steps if step.is_clipped == is_clipped]
-        parts += [f"{word}: {', '.join(steps)}"] if steps else []
-    return f"at {at}; steps {'; '.join(parts)}"
+    if training.is_clip_norm_requested:
+        return f"at optim.clip_norm={clip_norm:g}"
+    which = "all" if training.steps[0].grad_norm.reference >= clip_norm else "none"
+    would = f"optim.clip_norm={clip_norm:g} would clip {which} of these steps"
+    return f"at a norm of {training.clip_norm:.6g}, chosen here: {would}"
 
 
 def _number_text(number: Number, tolerance: float) -> str:
