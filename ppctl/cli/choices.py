@@ -16,7 +16,7 @@ from ppctl import config
 from ppctl.config import Config, Costs, Inspect, Launch, Mesh, Plan, Run, Tune, Verify
 from ppctl.config.changed_settings import shown
 from ppctl.config.config_dirs import ROOT
-from ppctl.config.groups.sweep_settings import Combinations, Search, SideBySide, SubmititSlurm
+from ppctl.config.groups.command_settings import Combinations, Search, SideBySide, SubmititSlurm
 from ppctl.schedule.families.registry import also_called
 from ppctl.schedule.mesh_axes import AXES, TEXT_AXES
 

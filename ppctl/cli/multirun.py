@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ppctl.cli.compose import CONFIG, checked, composing, without_hydra
 from ppctl.cli.fault_messages import check_keys
-from ppctl.config.groups.sweep_settings import Launcher, Search, SideBySide, Sweeper
+from ppctl.config.groups.command_settings import Launcher, Search, SideBySide, Sweeper
 from ppctl.errors import ConfigError, PpctlError
 from ppctl.launch.sweep.sweep_jobs import Job, Sweep, check_finished
 

@@ -19,7 +19,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from ppctl.config.groups.sweep_settings import Search
+from ppctl.config.groups.command_settings import Search
 from ppctl.errors import ConfigError, NonFiniteError
 from ppctl.launch.sweep.sweep_jobs import STUDY, Job, Result
 

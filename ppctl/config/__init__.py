@@ -1,15 +1,19 @@
 """Every setting of ppctl: field, default, unit and one-field check. Standard library only.
 
 The YAML files under `conf/` only name choices and what differs from these defaults. The classes are
-not frozen because Hydra's structured configs must not be. `check` holds what involves more than one
-field.
+not frozen because Hydra's structured configs must not be. `Config` is a composed request; `check`
+holds what involves more than one part.
 """
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
 
-from ppctl.config.composed_config import Config, ScheduleConfig, check
+import math
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
+
 from ppctl.config.groups.command_settings import Inspect, Launch, Plan, Tune, Verify
 from ppctl.config.groups.data_settings import (
+    AnyData,
     CustomData,
     Data,
     Mixture,
@@ -21,6 +25,7 @@ from ppctl.config.groups.data_settings import (
 )
 from ppctl.config.groups.hardware_settings import AutoHardware, Hardware
 from ppctl.config.groups.layout_settings import (
+    AnyExecutor,
     Balanced,
     Explicit,
     Mesh,
@@ -29,10 +34,11 @@ from ppctl.config.groups.layout_settings import (
     Spmd,
     Uniform,
 )
-from ppctl.config.groups.model_settings import MLP, CustomModel, Transformer
+from ppctl.config.groups.model_settings import MLP, AnyModel, CustomModel, Transformer
 from ppctl.config.groups.optim_settings import SGD, AdamW, Optim
 from ppctl.config.groups.run_settings import DTYPES, Checkpoint, Run
 from ppctl.config.groups.schedule_settings import (
+    AnySchedule,
     Auto,
     Chunked,
     Costs,
@@ -42,3 +48,231 @@ from ppctl.config.groups.schedule_settings import (
     Interleaved,
     Schedule,
 )
+from ppctl.errors import ConfigError, as_setting, written_as
+from ppctl.schedule.mesh_axes import DATA_AXES, product_text
+from ppctl.schedule.partition.divisibility import check_sequences, check_widths
+
+
+@dataclass
+class Config:
+    """A composed request. Of a part with several classes, an option of `conf/` chooses one."""
+
+    model: AnyModel = field(default_factory=Transformer)
+    mesh: Mesh = field(default_factory=Mesh)
+    schedule: AnySchedule = field(default_factory=Schedule)
+    partition: Uniform | Balanced | Explicit = field(default_factory=Uniform)
+    executor: AnyExecutor = field(default_factory=Spmd)
+    optim: AdamW | SGD = field(default_factory=AdamW)
+    data: AnyData = field(default_factory=Stdlib)
+    hardware: AutoHardware | Hardware = field(default_factory=AutoHardware)
+    run: Run = field(default_factory=Run)
+    launch: Launch = field(default_factory=Launch)
+    verify: Verify = field(default_factory=Verify)
+    plan: Plan = field(default_factory=Plan)
+    tune: Tune = field(default_factory=Tune)
+    inspect: Inspect = field(default_factory=Inspect)
+
+
+class ScheduleConfig(NamedTuple):
+    """A composed request of `ppctl schedule`, which knows no model: its costs are assumed."""
+
+    mesh: Mesh
+    schedule: Schedule
+    costs: Costs
+
+    def check(self) -> None:
+        for part in self:
+            part.check()
+        cap_gib = getattr(self.schedule, "max_memory_gib", None)
+        if cap_gib is not None and not self.costs.activation_gib:
+            raise ConfigError(
+                f"schedule.max_memory_gib={cap_gib:g} needs the size of activations, and "
+                "`ppctl schedule` knows no model. Set costs.activation_gib and costs.fixed_gib, "
+                "or use schedule.max_activations."
+            )
+
+
+@written_as(as_setting)
+def check(config: Config) -> None:
+    """Raise ConfigError for the first setting or combination that is impossible."""
+    for part in fields(config):
+        getattr(config, part.name).check()
+    check_parameters(config.model)
+    check_tasks(config.schedule, config.mesh)
+    _check_batch(config.data.batch_size, config.mesh, config.schedule)
+    _check_launch(config.launch, config.run, config.mesh)
+    _check_topology(config.plan, config.run)
+    _check_executor(config.executor, config.mesh, config.partition.name, config.model)
+    _check_data(config.model, config.data)
+    _check_trained(config.model, config.optim)
+    _check_timeline(config.run, config.executor)
+    _check_inspected(config.inspect, config.executor)
+
+
+def _check_batch(batch_size: int, mesh: Mesh, schedule: AnySchedule) -> None:
+    sizes = mesh.sizes.shown(DATA_AXES)
+    factors = {"schedule.num_microbatches": schedule.num_microbatches}
+    factors |= {f"mesh.{axis}": size for axis, size in sizes.items()}
+    pieces = math.prod(factors.values())
+    if batch_size % pieces:
+        raise ConfigError(
+            f"data.batch_size={batch_size} is not a multiple of {product_text(factors)}. "
+            f"Use data.batch_size={math.ceil(batch_size / pieces) * pieces}, or fewer microbatches."
+        )
+
+
+def _check_launch(launch: Launch, run: Run, mesh: Mesh) -> None:
+    devices = mesh.num_devices
+    processes, restarts = launch.processes, f"launch.max_restarts={launch.max_restarts}"
+    if launch.is_used and run.distributed != "off":
+        raise ConfigError(
+            f"launch.processes={processes} {restarts} is for processes that this command starts, "
+            f"but run.distributed={run.distributed} says that they are started elsewhere. Use "
+            "run.distributed=off, or leave out launch."
+        )
+    if launch.max_restarts and not run.checkpoint.enabled:
+        raise ConfigError(
+            f"{restarts} starts a crashed run again from its newest checkpoint, but "
+            "run.checkpoint.enabled=false writes none. Use launch.max_restarts=0, or leave the "
+            "other out."
+        )
+    if devices % processes:
+        most = max(n for n in range(1, min(devices, processes) + 1) if devices % n == 0)
+        raise ConfigError(
+            f"mesh={mesh.text} has {devices} devices, not a multiple of "
+            f"launch.processes={processes}. Use launch.processes={most}, or another mesh."
+        )
+    if processes > 1 and run.platform == "tpu":
+        raise ConfigError(
+            f"launch.processes={processes} divides GPUs or simulated CPU devices, but "
+            "run.platform=tpu. Use launch.processes=1: a process takes all TPU chips of a host."
+        )
+
+
+def _check_topology(plan: Plan, run: Run) -> None:
+    topology = plan.topology
+    if topology is not None and run.platform not in (None, "cpu"):
+        raise ConfigError(
+            f"plan.topology={topology} needs no devices, but run.platform={run.platform} starts "
+            "devices. Use run.platform=cpu, or leave it out."
+        )
+
+
+def _check_executor(executor: AnyExecutor, mesh: Mesh, partition: str, model: AnyModel) -> None:
+    if not executor.ENGINE.is_pipelined and mesh.num_devices > 1:
+        raise ConfigError(
+            f"executor=reference is the un-pipelined model on one device, but mesh={mesh.text} "
+            f"has {mesh.num_devices}. Use mesh=1x1, executor=spmd or executor=mpmd."
+        )
+    if not executor.ENGINE.is_pipelined and partition != "uniform":
+        raise ConfigError(
+            f"partition={partition} divides layers over stages, and executor=reference has none. "
+            "Use partition=uniform or another executor."
+        )
+    if isinstance(model, Transformer):
+        check_widths(mesh.tp, model.num_heads, model.kv_heads, model.hidden_width)
+        check_sequences(mesh.cp, model.seq_len)
+
+
+def _check_data(model: AnyModel, data: AnyData) -> None:
+    if isinstance(data, Stdlib) and data.packing and not isinstance(model, Transformer):
+        raise ConfigError(
+            f"data.packing=true puts several documents into a sequence, which model={model.name} "
+            "does not tell apart. Use data.packing=false, or model=transformer."
+        )
+    is_custom = isinstance(model, CustomModel) or isinstance(data, CustomData)
+    is_mlp, has_features = isinstance(model, MLP), isinstance(data, Regression)
+    if is_mlp != has_features and not is_custom:
+        remedy = "data=stdlib (or text, tokens, synthetic) or model=mlp"
+        if is_mlp:
+            remedy = "data=regression or model=transformer"
+        raise ConfigError(f"model={model.name} cannot learn from data={data.name}. Use {remedy}.")
+    if isinstance(model, CustomModel):
+        is_text = not isinstance(data, Regression | CustomData)
+        if is_text != (model.seq_len is not None):
+            remedy = "Set model.seq_len" if is_text else "Leave model.seq_len out"
+            reason = "is cut into sequences" if is_text else "has no sequences to be cut"
+            raise ConfigError(
+                f"data={data.name} {reason}, but model.seq_len={model.seq_len}. {remedy}."
+            )
+
+
+def _check_trained(model: AnyModel, optim: Optim) -> None:
+    if optim.train == "lora" and not isinstance(model, Transformer):
+        custom = " A custom model has trainable=... in StackOptions or Network instead."
+        raise ConfigError(
+            f"optim.train=lora puts adapters into a transformer's blocks, and model={model.name} "
+            f"has none.{custom if isinstance(model, CustomModel) else ''} Use optim.train=all, or "
+            "model=transformer."
+        )
+    wants_gate = "gate" in (optim.lora_targets or ())
+    if wants_gate and isinstance(model, Transformer) and model.activation not in model.GATED:
+        raise ConfigError(
+            f"optim.lora_targets has gate, and with model.activation={model.activation} an MLP "
+            f"has no gate. Leave it out, or use one of {', '.join(model.GATED)}."
+        )
+
+
+def _check_timeline(run: Run, executor: AnyExecutor) -> None:
+    if run.timeline and not executor.ENGINE.dispatches_tasks:
+        raise ConfigError(
+            "run.timeline=true measures tasks that are programs of their own, but "
+            f"executor={executor.name} is one program. Use executor=mpmd, or "
+            "run.profile=N, which traces any executor."
+        )
+    if run.timeline and run.distributed != "off":
+        raise ConfigError(
+            "run.timeline=true measures the ranks of one process, but "
+            f"run.distributed={run.distributed} has those of several. Use run.distributed=off, "
+            "or run.profile=N, which traces process 0."
+        )
+    if run.timeline and run.profile is not None:
+        raise ConfigError(
+            f"run.timeline=true and run.profile={run.profile} both trace, and one trace can run "
+            "at a time. Leave one of them out."
+        )
+
+
+def _check_inspected(request: Inspect, executor: AnyExecutor) -> None:
+    if request.what == "program" and not executor.ENGINE.in_ticks:
+        raise ConfigError(
+            f"inspect.what=program shows the ticks of ranks, but executor={executor.name} has "
+            "none. Use inspect.what=jaxpr, stablehlo or hlo, or executor=spmd."
+        )
+
+
+# --- sizes that no machine can lay out or hold ---------------------------------------------------
+
+MOST_TASKS = 500_000  # of a step: each takes 10 to 100 microseconds to lay out and simulate
+MOST_PARAMETERS = 10**15  # with their moments 12 petabytes: more than the largest machines hold
+
+
+def check_tasks(schedule: Schedule, mesh: Mesh) -> None:
+    """Raise ConfigError for too many tasks of a step: a forward and a backward of each stage."""
+    knobs = schedule.knobs()
+    chunks = knobs.get("num_chunks", 2 * knobs.get("num_waves", 0) or 1)
+    number = 2 * mesh.pp * chunks * schedule.num_microbatches
+    if number > MOST_TASKS:
+        raise ConfigError(
+            f"2*mesh.pp*stages of a rank*schedule.num_microbatches = 2*{mesh.pp}*{chunks}*"
+            f"{schedule.num_microbatches} = {number} tasks of a step, more than the {MOST_TASKS} "
+            "that are laid out. Use fewer and larger microbatches."
+        )
+
+
+def check_parameters(model: AnyModel) -> None:
+    """Raise ConfigError for a built-in model of more parameters than any machine holds."""
+    if isinstance(model, CustomModel):
+        return
+    of_layer = model.d_model**2
+    if isinstance(model, Transformer):
+        heads = 2 * (model.num_heads + model.kv_heads) * model.head_width
+        matrices = 3 if model.activation in model.GATED else 2
+        of_layer = model.d_model * (heads + matrices * model.hidden_width)
+    number = model.num_layers * of_layer
+    if number > MOST_PARAMETERS:
+        raise ConfigError(
+            f"model.num_layers={model.num_layers} of model.d_model={model.d_model} have "
+            f"{number:.3g} parameters, more than the {MOST_PARAMETERS:.0e} that any machine holds. "
+            "Use fewer or narrower layers."
+        )

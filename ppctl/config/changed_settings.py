@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple, TypeGuard, cast
 
-from ppctl.config.composed_config import Config
+from ppctl.config import Config
 from ppctl.config.field_checks import settings_from
 from ppctl.config.groups.model_settings import Transformer
 from ppctl.errors import ConfigError

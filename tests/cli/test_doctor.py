@@ -68,63 +68,6 @@ def test_what_is_shown_is_what_was_found(monkeypatch, tmp_path, capsys):
     assert out.endswith("this request would train here\n")
 
 
-class FakeGpu:
-    """A GPU of which programs get this share."""
-
-    platform = "gpu"
-
-    def __init__(self, share, kind="NVIDIA H100 80GB HBM3"):
-        self.device_kind, self.share = kind, share
-
-    def memory_stats(self):
-        return {"bytes_limit": int(known()["h100"].gpu.memory_bytes * self.share)}
-
-
-@pytest.mark.parametrize(
-    ("asked", "variables", "share", "is_ok", "text"),
-    [
-        (None, {}, 0.75, True, "75% of its 79.1 GiB (run.memory_fraction=null, JAX's default)"),
-        (
-            0.9,
-            {},
-            0.9,
-            True,
-            "71.2 GiB of each device are for programs, 90% of its 79.1 GiB "
-            "(run.memory_fraction=0.9)",
-        ),
-        (None, {"XLA_CLIENT_MEM_FRACTION": ".8"}, 0.8, True, "(XLA_CLIENT_MEM_FRACTION=.8)"),
-        (
-            None,
-            {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".8"},
-            0.8,
-            True,
-            "(XLA_PYTHON_CLIENT_MEM_FRACTION=.8)",
-        ),
-        (
-            0.9,
-            {},
-            0.75,
-            False,
-            "75% of its 79.1 GiB, but run.memory_fraction=0.9 is 90%: JAX had started before",
-        ),
-    ],
-)
-def test_programs_get_the_share_of_a_gpus_memory_that_was_requested(
-    asked, variables, share, is_ok, text, monkeypatch
-):
-    for name in (
-        "XLA_CLIENT_MEM_FRACTION",
-        "XLA_PYTHON_CLIENT_MEM_FRACTION",
-    ):  # a start of JAX may have set one
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    (finding,) = doctor._memory(asked, FakeGpu(share))
-    assert (finding.is_ok, text in finding.text) == (is_ok, True), finding.text
-    (unknown,) = doctor._memory(asked, FakeGpu(share, "Quadro"))
-    assert unknown.is_ok
-
-
 def test_missing_data_is_the_reason(ask):
     data = config.Tokens(path="nowhere.npy", vocab_size=16)
     code, found = ask(

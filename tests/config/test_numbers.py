@@ -13,7 +13,7 @@ import pytest
 
 from ppctl import cli
 from ppctl import config as c
-from ppctl.config.composed_config import check
+from ppctl.config import check
 from ppctl.errors import ConfigError
 
 PARTS = {

@@ -18,7 +18,7 @@ from rich.console import Console
 from ppctl.cli.multirun import compose_sweep
 from ppctl.cli.optuna_sweeper import OptunaStudy, distribution
 from ppctl.config import Config, Run
-from ppctl.config.groups.sweep_settings import Search, SideBySide
+from ppctl.config.groups.command_settings import Search, SideBySide
 from ppctl.errors import ConfigError
 from ppctl.launch.sweep import local_jobs
 from ppctl.launch.sweep.run_sweep import run_jobs, run_sweep

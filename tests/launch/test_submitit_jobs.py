@@ -22,7 +22,7 @@ import submitit
 from rich.console import Console
 
 from ppctl.config import Config, Run
-from ppctl.config.groups.sweep_settings import SubmititSlurm
+from ppctl.config.groups.command_settings import SubmititSlurm
 from ppctl.errors import ConfigError
 from ppctl.launch.sweep import submitit_jobs
 from ppctl.launch.sweep.run_sweep import run_jobs, run_sweep

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from ppctl.config import Config, Run
 from ppctl.config.code_digests import sources_here
-from ppctl.config.groups.sweep_settings import SideBySide
+from ppctl.config.groups.command_settings import SideBySide
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.launch.sweep import local_jobs
 from ppctl.launch.sweep.run_sweep import run_jobs, run_sweep

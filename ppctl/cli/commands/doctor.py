@@ -32,10 +32,10 @@ from ppctl.errors import ConfigError, PpctlError
 from ppctl.executors.device_mesh import all_devices
 from ppctl.launch import join_processes as distributed
 from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, size_text
-from ppctl.training.pipeline.jax_start import is_gpu, memory_share, start_jax
+from ppctl.training.pipeline.jax_start import start_jax
 from ppctl.training.pipeline.job import DEFAULT_DTYPE, assemble, state_bytes
 from ppctl.training.pipeline.job_checks import check_job
-from ppctl.training.pipeline.known_hardware import described_only, of_device, stated_bytes
+from ppctl.training.pipeline.known_hardware import described_only, stated_bytes
 from ppctl.training.run.process_group import process_group
 
 T = TypeVar("T")
@@ -43,7 +43,6 @@ T = TypeVar("T")
 SMALL, LARGE = (1, 65), (1 << 20, 9)
 RUNS = 5  # timed runs after a warm-up; the median counts
 ANSWER_WITHIN_S = 60.0  # a device that takes longer to exchange a few messages does not answer
-SHARE_TOLERANCE = 0.02  # between the requested and the actual share of a GPU's memory
 
 
 def doctor(config: Config, *, as_json: bool) -> int:
@@ -108,36 +107,16 @@ def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
     mesh, needed = job.pipe.mesh, state_bytes(job)
     device = mesh.devices.flat[0]
     devices = f"{mesh.size} x {device.device_kind} ({device.platform})"
+    if device.platform != "cpu" and (stated := stated_bytes(jax.local_devices()[0])) is not None:
+        devices += f", {size_text(stated)} of each are for programs"
     request = f"mesh={config.mesh.text}, {job.pipe.schedule.name}"
     tried = "".join(f". {note}" for note in notes)
     findings = [
         Finding("devices", True, devices),
-        *_memory(config.run.memory_fraction, jax.local_devices()[0]),
         Finding("data", True, job.data.source),
         Finding("request", True, f"{request}: a state takes {size_text(needed)}{tried}"),
     ]
     return findings, mesh, needed
-
-
-def _memory(fraction: float | None, device: Any) -> list[Finding]:
-    """Return the finding of an accelerator's memory for programs; a GPU's share is compared."""
-    stated = None if device.platform == "cpu" else stated_bytes(device)
-    if stated is None:
-        return []
-    text = f"{size_text(stated)} of each device are for programs"
-    known = of_device(device.device_kind)
-    if not is_gpu(device):
-        return [Finding("memory", True, text)]
-    asked = memory_share(fraction, here=True)
-    if known is not None and known.gpu is not None:
-        share = stated / known.gpu.memory_bytes
-        text += f", {share:.0%} of its {size_text(known.gpu.memory_bytes)}"
-        if abs(share - asked.fraction) > SHARE_TOLERANCE:
-            share_text = f"{asked.source} is {asked.fraction:.0%}"
-            reason = f"{share_text}: JAX had started before, or the GPU is divided."
-            remedy = f"Free the GPU, or use run.memory_fraction={share:.2f}."
-            return [Finding("memory", False, f"{text}, but {reason} {remedy}")]
-    return [Finding("memory", True, f"{text} ({asked.source})")]
 
 
 def _directory(run: Run, needed: int | None) -> Finding:

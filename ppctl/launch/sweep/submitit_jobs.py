@@ -20,7 +20,7 @@ from typing import IO, Any
 import submitit
 from submitit.core.utils import FailedJobError
 
-from ppctl.config.groups.sweep_settings import SubmititSlurm
+from ppctl.config.groups.command_settings import SubmititSlurm
 from ppctl.errors import ConfigError, LostError, error_document, one_line
 from ppctl.launch.local_processes import ERROR_FILE, left_error
 from ppctl.launch.supervisor import Child, start

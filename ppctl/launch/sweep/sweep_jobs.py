@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from ppctl.config import Config, Run
 from ppctl.config.changed_settings import changes
 from ppctl.config.code_digests import changed_modules, sources_here
-from ppctl.config.groups.sweep_settings import Launcher, SideBySide, SubmititSlurm
+from ppctl.config.groups.command_settings import Launcher, SideBySide, SubmititSlurm
 from ppctl.errors import ConfigError, PpctlError, one_line
 from ppctl.launch.local_processes import newest_checkpoint
 from ppctl.reports.foreign_files import check_inside, from_json, read_file, read_settings
