@@ -198,13 +198,8 @@ def tokenizers_library() -> Any:
     """Return the tokenizers library, imported. DataError where it is not installed."""
     try:
         import tokenizers
-        import tokenizers.decoders
-        import tokenizers.models
-        import tokenizers.pre_tokenizers
-        import tokenizers.trainers
     except ImportError as error:
-        what = "A tokenizer other than bytes"
-        raise missing_package(what, "tokenizers", "text") from error
+        raise missing_package("A tokenizer other than bytes", "tokenizers", "text") from error
     return tokenizers
 
 

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,34 +20,13 @@ from ppctl.language.language_model import LanguageModel
 EXAMPLES = 8  # sequences at a time
 
 
-@dataclass(frozen=True)
-class TextLoss:
-    """The loss over all targets of some sequences."""
-
-    nats: float  # sum over all targets
-    num_tokens: int  # targets
-    num_bytes: int | None  # UTF-8 bytes of the targets' text; None without a tokenizer
-
-    @property
-    def loss(self) -> float:
-        """Nats a token."""
-        return self.nats / self.num_tokens
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 700 else math.inf
-
-    @property
-    def bits_per_byte(self) -> float | None:
-        return self.nats / math.log(2) / self.num_bytes if self.num_bytes else None
-
-
 def loss_of_data(
     model: LanguageModel, data: DataSet, examples: range, tokenizer: Tokenizer | None
-) -> TextLoss:
-    """Return the loss of examples of a data set.
+) -> dict[str, float | None]:
+    """Return loss (nats a target), perplexity, bits_per_byte and num_tokens (targets) of examples.
 
-    DataError if the model lacks tokens of the data set, or the examples have no target.
+    bits_per_byte: by the UTF-8 bytes of the targets' text; None without a tokenizer. DataError if
+    the model lacks tokens of the data set, or the examples have no target.
     """
     # 1. the program
     if data.vocab_size is None or data.vocab_size > model.vocab_size:
@@ -75,7 +53,13 @@ def loss_of_data(
         num_tokens += number
     if not num_tokens:
         raise DataError(f"data={data.name} has no token to predict in these examples.")
-    return TextLoss(nats, num_tokens, None if tokenizer is None else num_bytes)
+    loss, bits = nats / num_tokens, nats / math.log(2)
+    return {
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "bits_per_byte": bits / num_bytes if num_bytes else None,
+        "num_tokens": num_tokens,
+    }
 
 
 def _num_bytes(tokenizer: Tokenizer, targets: np.ndarray) -> int:
@@ -90,15 +74,6 @@ class Question(NamedTuple):
     prompt: str
     choices: tuple[str, ...]
     answer: int
-
-
-@dataclass(frozen=True)
-class ChoiceResult:
-    """Shares of right answers, by the likeliest choice and by the likeliest per byte."""
-
-    num_questions: int
-    accuracy: float
-    accuracy_per_byte: float
 
 
 def read_questions(path: Path) -> list[Question]:
@@ -131,14 +106,18 @@ def _question(path: Path, number: int, line: str) -> Question:
     raise DataError(f"{path}:{number} is no question. Write {example}.")
 
 
-def answer_questions(model: LanguageModel, questions: Sequence[Question]) -> ChoiceResult:
-    """Return the share of right answers, by the likelihood of each choice after its prompt."""
+def answer_questions(model: LanguageModel, questions: Sequence[Question]) -> dict[str, float]:
+    """Return num_questions, and the shares of right answers: accuracy by the likeliest choice after
+    its prompt, accuracy_per_byte by the likeliest per byte.
+    """
     likelihood, right = log_likelihood(model), np.zeros(2, int)
     for prompt, choices, answer in questions:
         scores = np.array([likelihood(prompt, choice) for choice in choices])
         per_byte = scores / [len(choice.encode()) for choice in choices]
         right += [scores.argmax() == answer, per_byte.argmax() == answer]
-    return ChoiceResult(len(questions), *(right / len(questions)).tolist())
+    accuracy, per_byte = (right / len(questions)).tolist()
+    number = len(questions)
+    return {"num_questions": number, "accuracy": accuracy, "accuracy_per_byte": per_byte}
 
 
 def log_likelihood(model: LanguageModel) -> Callable[[str, str], float]:

@@ -1,6 +1,5 @@
 """Language models that `transformers` and ppctl have: a config.json as settings, and back."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -81,6 +80,8 @@ MEMBERS = {
 }
 LENGTH = "original_max_position_embeddings"
 LOCAL_THETA = 10000.0  # default of gemma3_text
+ROPE_KEYS = ("rope_type", "type", "rope_theta", LENGTH)
+UNSCALED = {"truncate": True, "partial_rotary_factor": 1.0}  # values that change nothing
 
 
 def model_settings(config_json: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,32 +182,20 @@ def _rope(member: Member, given: Mapping[str, Any], *, has_windows: bool) -> Rop
     theta: float = found.get("rope_theta", given["rope_theta"])
     # 2. the scaling
     kind = found.get("rope_type", found.get("type", "default"))
-    if kind == "default":
-        return Rope(theta, local_theta)
-    if kind not in SCALINGS:
+    if kind not in ("default", *SCALINGS):
         have = ", ".join(SCALINGS)
         raise ConfigError(f"rope_type={kind} in config.json is no scaling that ppctl has: {have}.")
-    if kind == "yarn":
-        if found.get("truncate") is False:
-            raise ConfigError(
-                "rope_scaling with truncate=false in config.json: ppctl's yarn has whole pairs. "
-                "It cannot be imported."
-            )
-        found["attention_factor"] = _attention_factor(found)
+    names = [] if kind == "default" else [each.name for each in fields(SCALINGS[kind])]
+    for key in found.keys() - {*names, *ROPE_KEYS}:
+        if found[key] not in (None, UNSCALED.get(key)):
+            what = f"{key}={found[key]} of rotary positions in config.json"
+            raise ConfigError(f"{what}: ppctl's {kind} has none. It cannot be imported.")
+    if kind == "default":
+        return Rope(theta, local_theta)
     if found.get(LENGTH) is None:
         found[LENGTH] = given.get("max_position_embeddings")
-    names = [each.name for each in fields(SCALINGS[kind])]
     scaling = {name: found[name] for name in names if found.get(name) is not None}
     return Rope(theta, local_theta, {"rope_type": kind, **scaling})
-
-
-def _attention_factor(scaling: Mapping[str, Any]) -> float | None:
-    """Return the attention factor of yarn, stated in one number or as a ratio of two."""
-    scales: Any = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    if scaling.get("attention_factor") is not None or not all(scales):
-        return scaling.get("attention_factor")
-    factors = [1 + 0.1 * scale * math.log(scaling["factor"]) for scale in scales]
-    return factors[0] / factors[1]
 
 
 def model_config(model: Transformer, vocab_size: int) -> dict[str, Any]:

@@ -77,12 +77,12 @@ def _answer(model: LanguageModel, options: Namespace) -> int:
     questions = read_questions(Path(options.choices))[: options.limit]
     found = answer_questions(model, questions)
     if options.json:
-        show_json({"run": str(model.directory), "step": model.step, **vars(found)})
+        show_json({"run": str(model.directory), "step": model.step, **found})
         return 0
     print(f"model               {model.directory}, step {model.step}")
-    print(f"questions           {found.num_questions:,} of {options.choices}")
-    print(f"accuracy            {found.accuracy:.1%}")
-    print(f"accuracy per byte   {found.accuracy_per_byte:.1%}")
+    print(f"questions           {found['num_questions']:,} of {options.choices}")
+    print(f"accuracy            {found['accuracy']:.1%}")
+    print(f"accuracy per byte   {found['accuracy_per_byte']:.1%}")
     return 0
 
 
@@ -109,18 +109,16 @@ def _evaluate(model: LanguageModel, overrides: Sequence[str], options: Namespace
     found = loss_of_data(model, data, examples, tokenizer)
     # 3. the output
     if options.json:
-        names = ("loss", "perplexity", "bits_per_byte", "num_tokens")
-        numbers = {name: getattr(found, name) for name in names}
         about = {"run": str(model.directory), "step": model.step}
-        show_json({**about, **numbers, "num_sequences": len(examples)})
+        show_json({**about, **found, "num_sequences": len(examples)})
         return 0
     print(f"model          {model.directory}, step {model.step}")
     sequences = f"{len(examples):,} sequences{', held out' if held_out else ''}"
     print(f"data           {data.source}; {sequences}")
-    print(f"loss           {found.loss:.4f} nats a token, of {found.num_tokens:,}")
-    print(f"perplexity     {found.perplexity:.3f}")
-    if found.bits_per_byte is not None:
-        print(f"bits per byte  {found.bits_per_byte:.4f}")
+    print(f"loss           {found['loss']:.4f} nats a token, of {found['num_tokens']:,}")
+    print(f"perplexity     {found['perplexity']:.3f}")
+    if found["bits_per_byte"] is not None:
+        print(f"bits per byte  {found['bits_per_byte']:.4f}")
     return 0
 
 
