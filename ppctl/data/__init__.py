@@ -8,14 +8,7 @@ from ppctl.data.mixture import mixture
 from ppctl.data.text_dataset import stdlib, text
 from ppctl.data.token_windows import tokens
 
-BUILDERS: dict[str, Callable[..., DataSet]] = {
-    "stdlib": stdlib,
-    "text": text,
-    "mixture": mixture,
-    "tokens": tokens,
-    "synthetic": synthetic,
-    "regression": regression,
-}
+OF_CHOICES = stdlib, text, mixture, tokens, synthetic, regression
+BUILDERS: dict[str, Callable[..., DataSet]] = {build.__name__: build for build in OF_CHOICES}
 
 __all__ = ["BUILDERS", "Batch", "DataSet"]
-__all__ += ["mixture", "regression", "stdlib", "synthetic", "text"]

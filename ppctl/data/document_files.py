@@ -16,7 +16,7 @@ import json
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,7 +211,7 @@ def _json_lines(file: Path, fields: Fields) -> Iterator[Document | Broken]:
             for number, line in enumerate(source, 1):
                 if line.strip():
                     is_empty = False
-                    yield _of_line(line, f"{file} line {number}", fields)
+                    yield _of_row(line, f"{file} line {number}", fields)
     except DAMAGED as error:
         reason = f"is in a compressed file that is cut short or damaged ({error})"
         yield Broken(f"{file} line {number + 1}", reason)
@@ -220,17 +220,15 @@ def _json_lines(file: Path, fields: Fields) -> Iterator[Document | Broken]:
         yield Broken(str(file), "is empty")
 
 
-def _of_line(line: bytes, place: str, fields: Fields) -> Document | Broken:
+def _of_row(row: Any, place: str, fields: Fields) -> Document | Broken:
+    """Return the document of a row: values by name, or a line of JSON with them."""
     try:
-        row = json.loads(line)
+        row = json.loads(row) if isinstance(row, bytes) else row
     except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
         return Broken(place, f"is no JSON ({error})")
     if not isinstance(row, dict):
         return Broken(place, f"holds {type(row).__name__}, not an object with fields")
-    return _of_row(cast("dict[str, Any]", row), place, fields)
-
-
-def _of_row(row: Mapping[str, Any], place: str, fields: Fields) -> Document | Broken:
+    row = cast("dict[str, Any]", row)
     missing = next((name for name in fields.names if name not in row), None)
     if missing is not None:
         have = ", ".join(map(str, row)) or "none"

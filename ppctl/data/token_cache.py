@@ -148,19 +148,18 @@ def _write(path: Path, source: Source, tokenizer: Tokenizer) -> None:
             files[name].write(np.asarray(values, dtypes[name]).tobytes())
 
         # 1. arrays
-        num_ids, has_prompts = 0, False
+        num_ids, all_learned = 0, True
         for piece in encoded(source, tokenizer):
             if isinstance(piece, Broken):
                 skipped.append(f"{piece.place} {piece.reason}")
                 continue
-            is_learned, number = piece.is_learned, len(piece.ids)
-            num_ids += number
+            num_ids += len(piece.ids)
             append("ids", piece.ids)
-            append("is_learned", np.ones(number) if is_learned is None else is_learned)
+            append("is_learned", piece.is_learned)
             append("ends", [num_ids] if piece.is_end else [])
-            has_prompts = has_prompts or is_learned is not None
+            all_learned = all_learned and piece.is_learned.all()
     # 2. record
-    if not has_prompts:
+    if all_learned:
         places["is_learned"].unlink()
         del dtypes["is_learned"]
     digests = {name: digest(open_bin(places[name], dtype)) for name, dtype in dtypes.items()}
@@ -175,7 +174,7 @@ def _write(path: Path, source: Source, tokenizer: Tokenizer) -> None:
 
 class Piece(NamedTuple):
     ids: np.ndarray
-    is_learned: np.ndarray | None  # None: all
+    is_learned: np.ndarray
     is_end: bool  # of a document
 
 
@@ -196,15 +195,14 @@ def encoded(source: Source, tokenizer: Tokenizer) -> Iterator[Piece | Broken]:
                 yield document
                 continue
             if isinstance(document.content, str):
-                piece = _of_text(document, of_texts, tokenizer.start if is_new else ())
+                piece = _of_text(document, of_texts, tokenizer, is_new=is_new)
             else:
                 piece = _of_chat(document, tokenizer)
             if isinstance(piece, Broken):
                 check_skipped(piece, source)
-                yield piece
-                continue
-            yield _with_end(piece, tokenizer) if piece.is_end else piece
-            is_new = piece.is_end
+            else:
+                is_new = piece.is_end
+            yield piece
 
 
 def _blocks(source: Source) -> Iterator[list[Document | Broken]]:
@@ -223,11 +221,19 @@ def _blocks(source: Source) -> Iterator[list[Document | Broken]]:
         yield documents
 
 
-def _of_text(document: Document, of_texts: Iterator[np.ndarray], start: Sequence[int]) -> Piece:
-    """Return the next text of `of_texts`, after `start` and its prompt, which is not learned."""
+def _of_text(
+    document: Document, of_texts: Iterator[np.ndarray], tokenizer: Tokenizer, *, is_new: bool
+) -> Piece:
+    """Return the next text of `of_texts`, with the tokens around a document; prompts are not
+    learned.
+    """
     prompt = next(of_texts) if document.prompt else np.empty(0, np.uint32)
-    ids = np.concatenate([start, prompt, text := next(of_texts)])
-    is_learned = np.arange(len(ids)) >= len(ids) - len(text) if document.prompt else None
+    ids = np.concatenate([tokenizer.start if is_new else (), prompt, text := next(of_texts)])
+    if not document.goes_on and not (len(ids) and ids[-1] == tokenizer.end):
+        ids, text = np.append(ids, tokenizer.end), np.append(text, tokenizer.end)
+    is_learned = np.full(len(ids), fill_value=True)
+    if document.prompt:
+        is_learned[: len(ids) - len(text)] = False
     return Piece(ids, is_learned, not document.goes_on)
 
 
@@ -244,14 +250,8 @@ def _of_chat(document: Document, tokenizer: Tokenizer) -> Piece | Broken:
         chat = render(tokenizer.template, messages)
     except DataError as error:
         return Broken(document.place, str(error).rstrip("."))
-    return Piece(*tokenizer.encode_chat(chat.text, chat.answers), True)
-
-
-def _with_end(piece: Piece, tokenizer: Tokenizer) -> Piece:
-    """Return a document with the end after it, unless present; learned if the last token is."""
-    if len(piece.ids) and piece.ids[-1] == tokenizer.end:
-        return piece
-    learned = piece.is_learned
-    if learned is not None:
-        learned = np.append(learned, bool(len(learned) and learned[-1]))
-    return Piece(np.append(piece.ids, tokenizer.end), learned, True)
+    ids, is_learned = tokenizer.encode_chat(chat.text, chat.answers)
+    if not (len(ids) and ids[-1] == tokenizer.end):
+        ids = np.append(ids, tokenizer.end)
+        is_learned = np.append(is_learned, bool(len(is_learned) and is_learned[-1]))
+    return Piece(ids, is_learned, is_end=True)

@@ -14,8 +14,7 @@ import numpy as np
 from ppctl.errors import ConfigError
 from ppctl.language.import_model import KEPT
 from ppctl.language.language_model import LanguageModel, open_language_model
-from ppctl.language.model_files import INDEX, check_new, writing_to
-from ppctl.language.tensor_names import Named, named_parameters
+from ppctl.language.model_files import INDEX, Named, check_new, named_parameters, writing_to
 from ppctl.language.transformers_config import model_config, model_settings
 from ppctl.training.run.kept_tokenizer import GENERATION, MODEL_CONFIG, SOURCE
 

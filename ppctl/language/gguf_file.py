@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from ppctl.errors import ConfigError
-from ppctl.language.model_files import Tensors
-from ppctl.language.tensor_names import EMBED_HEAD, LAYER
+from ppctl.language.model_files import EMBED_HEAD, LAYER, Tensors
 
 SIZES = {  # key of config.json: key of the file, after its architecture
     "num_hidden_layers": "block_count",

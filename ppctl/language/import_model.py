@@ -19,8 +19,14 @@ from ppctl.data import DataSet
 from ppctl.data.dataset import description
 from ppctl.data.tokenizer import json_object
 from ppctl.errors import ConfigError
-from ppctl.language.model_files import Tensors, check_new, open_safetensors, writing_to
-from ppctl.language.tensor_names import Named, named_parameters
+from ppctl.language.model_files import (
+    Named,
+    Tensors,
+    check_new,
+    named_parameters,
+    open_safetensors,
+    writing_to,
+)
 from ppctl.language.transformers_config import model_settings
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.pipeline import built_in_models as models

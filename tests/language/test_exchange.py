@@ -23,7 +23,7 @@ from ppctl.errors import CheckpointError, ConfigError
 from ppctl.executors.reference import outputs_of
 from ppctl.language.export_model import _write_tensors, export_model
 from ppctl.language.import_model import import_model
-from ppctl.language.tensor_names import named_parameters
+from ppctl.language.model_files import named_parameters
 from ppctl.language.transformers_config import model_config, model_settings
 from ppctl.model.stack import init
 from ppctl.model.transformer import transformer

@@ -12,7 +12,7 @@ from support.oracle import FOLDER
 
 import ppctl
 from ppctl.executors.reference import outputs_of, reference
-from ppctl.language.tensor_names import named_parameters
+from ppctl.language.model_files import named_parameters
 from ppctl.language.transformers_config import model_settings
 from ppctl.model.stack import Stack, init
 
