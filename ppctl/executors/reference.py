@@ -78,7 +78,9 @@ def _accumulated(
         # 1. the parameters with the inputs of layers
         microbatches = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), batch)
         first = jax.tree.map(lambda a: a[0], microbatches)
-        inputs = _layer_inputs(stack, params, first)
+        x = jax.eval_shape(stack.embed, params["embed_head"], first["inputs"])
+        layer = jax.eval_shape(lambda tree: jax.tree.map(lambda a: a[0], tree), params["layers"])
+        inputs = LayerInputs.of(stack, layer, x)
         places = jnp.zeros(stack.num_layers, jax.tree.leaves(params)[0].dtype)
         numbers = jnp.arange(stack.num_layers)
         params = params | {"layers": inputs.extended(params["layers"], places, numbers)}
@@ -103,13 +105,6 @@ def _accumulated(
         return losses, divided_by(grads | {"layers": layers}, number, stack.options.updates)
 
     return loss_and_grads
-
-
-def _layer_inputs(stack: Stack, params: Tree, microbatch: Tree) -> LayerInputs:
-    """Return the inputs of a model's layers; params: in natural order."""
-    x = jax.eval_shape(stack.embed, params["embed_head"], microbatch["inputs"])
-    layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
-    return LayerInputs.of(stack, layer, x)
 
 
 def outputs_of(stack: Stack, *, dtype: Any) -> Callable[[Tree, jax.Array], Tree]:

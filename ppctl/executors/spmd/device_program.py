@@ -210,11 +210,6 @@ class Device:
         inputs, which = self.microbatch("inputs", m), self.stack.trains("embed_head")
         return add_embedding_grad(self.stack.embed, self.embed_head, inputs, gx, total, which)
 
-    def hop(self, value: jax.Array, step: int) -> jax.Array:
-        """Return the value of the rank `step` ranks before this one, round the ring."""
-        number = self.ticks.schedule.num_ranks
-        return jax.lax.ppermute(value, "pp", [(r, (r + step) % number) for r in range(number)])
-
 
 def _layer_slots(
     stack: Stack, layout: Layout, v: int, count: jax.Array, numbers: jax.Array

@@ -40,7 +40,12 @@ def spmd(model: Model, layout: Layout, ticks: Ticks) -> Callable[[Tree, Tree], t
     """
     assert ticks.remat is model.remat, "ticks are lowered for the remat of their program"
     assert ticks.schedule.rank_of == layout.rank_of, "ticks are lowered for the layout"
-    stack = model.stack
+    stack, num_ranks = model.stack, ticks.schedule.num_ranks
+
+    def ring(value: jax.Array, step: int) -> jax.Array:
+        """Return the value of the rank `step` ranks before this one, round the ring."""
+        pairs = [(r, (r + step) % num_ranks) for r in range(num_ranks)]
+        return jax.lax.ppermute(value, "pp", pairs)
 
     def loss_and_grads(params: Tree, batch: Tree) -> tuple[Any, Tree]:
         specs = layout.staged_specs(params)
@@ -55,7 +60,7 @@ def spmd(model: Model, layout: Layout, ticks: Ticks) -> Callable[[Tree, Tree], t
 
             # 1. the ticks of this device
             device = Device(model, layout, ticks, params, specs, batch, *rank)
-            losses, number, grads = device.results(*TickBody(device).run(), reduced)
+            losses, number, grads = device.results(*TickBody(device, ring).run(), reduced)
             # 2. the means over the batch
             loss, number = jax.lax.psum((losses.pop(LOSS), number), AXES)
             losses = {LOSS: loss} | jax.lax.psum(losses, "pp")
@@ -87,8 +92,10 @@ def spmd_of_rank(
 
     def alone(params: Tree, batch: Tree, *rank: jax.Array) -> tuple[Tree, jax.Array, Tree]:
         specs = jax.tree.map(lambda _: P(), params)
-        device = _Alone(model, layout, ticks, params, specs, batch, *rank)
-        return device.results(*TickBody(device).run(), lambda grads, _: grads)
+        device = Device(model, layout, ticks, params, specs, batch, *rank)
+        noise = 0.01 * jax.random.normal(jax.random.key(0), device.x.shape, device.x.dtype)
+        own = lambda value, _: jnp.clip(value + noise, -1, 1)  # noqa: E731  not zero if idle
+        return device.results(*TickBody(device, own).run(), lambda grads, _: grads)
 
     return alone
 
@@ -103,18 +110,6 @@ def _of_ranks(layout: Layout, ticks: Ticks) -> tuple[jax.Array, ...]:
     """Return (table [rank, tick, column], counts [chunk, rank], numbers [chunk, rank, slot])."""
     table = np.asarray(ticks.table, np.int32).transpose(1, 0, 2)
     return jnp.asarray(table), jnp.asarray(layout.counts), jnp.asarray(layout.numbers)
-
-
-class _Alone(Device):
-    """A device without neighbours."""
-
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        self.noise = 0.01 * jax.random.normal(jax.random.key(0), self.x.shape, self.x.dtype)
-
-    def hop(self, value: jax.Array, step: int) -> jax.Array:
-        """Return the value with noise: finite, and not zero after an idle tick."""
-        return jnp.clip(value + self.noise, -1, 1)
 
 
 def spmd_bytes(model: Model, layout: Layout, ticks: Ticks, layers: Tree) -> dict[str, int]:

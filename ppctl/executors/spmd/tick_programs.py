@@ -34,10 +34,11 @@ class TickBody:
     W; `ends` and `layers`, the sums of the device.
     """
 
-    def __init__(self, device: Device):
+    def __init__(self, device: Device, hop: Callable[[jax.Array, int], jax.Array]):
         # 1. the slots of values that arrive
         ticks = device.ticks
         self.device, self.stage, self.is_fb = device, device.stage, ticks.program == "fb"
+        self.hop = hop  # the value of the rank so many ranks before
         self.act, self.grad = ("act", "grad") if self.is_fb else ("value", "value")
         self.has_parts = bool(ticks.schedule.vocab_parts)
         # 2. the kinds and hops that occur, each with its number in the table
@@ -97,7 +98,7 @@ class TickBody:
         carry, flags = dict(carry), at[next(iter(at))]
         for hop, step in self.hops.items():
             slots = hop if self.is_fb else "value"
-            value = device.hop(outs[slots], step) if step else outs[slots]
+            value = self.hop(outs[slots], step) if step else outs[slots]
             arrival = flags[f"{hop}_slot"], value, flags[f"{hop}_arrives"]
             carry[slots] = write_arrival(carry[slots], *arrival)
         return carry, None

@@ -86,7 +86,7 @@ class TracedNetwork:
         trace = self.at(NUM_EXAMPLES[0])
         self.num_layers = len(trace.marks) + 1 if num_layers is None else num_layers
         self.bounds = NetworkCuts(trace, self.num_layers, len(self.shapes), self.auto).bounds()
-        self.places = self._places(trace)
+        self.places = self._places(trace, self.bounds)
         self.widths = [self._checked(place) for place in self.bounds]
         self.keyed_bounds = self._bounds_with_key() if self.has_key else self.bounds
         # 3. no loss is attached outside of layers
@@ -162,9 +162,8 @@ class TracedNetwork:
             )
         return bounds
 
-    def _places(self, trace: Trace, bounds: Sequence[int] = ()) -> list[int | None]:
+    def _places(self, trace: Trace, bounds: Sequence[int]) -> list[int | None]:
         """Return for each leaf the layer that uses it in the trace; None: embedding or head."""
-        bounds = bounds or self.bounds
         places: list[int | None] = []
         for i, name in enumerate(self.names):
             # a parameter that nothing uses lies in layer 0
