@@ -1,8 +1,7 @@
 """The programs of ranks and of tasks: functions of one device, PartitionSpecs, donated arguments.
 
 Functions are traced inside shard_map over the submesh of a rank. Tasks communicate over the axes
-that divide the stage, and over fsdp, if they gather its layers. Sums, stashes and pending values
-have a leading axis of length 1 in tasks, and one entry a device outside.
+that divide the stage, and over fsdp, if they gather its layers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +36,8 @@ from ppctl.schedule.ir import PART_KINDS
 from ppctl.schedule.mesh_axes import DATA_AXES, RANK_AXES
 
 Tree = Any
+# values of tasks with an entry a device, a leading axis of length 1 in its program
+OF_DEVICE = ("acc", "acc_embed_head", "losses", "stash", "pending", "logits")
 
 
 class ProgramLibrary:
@@ -148,12 +149,14 @@ class ProgramLibrary:
             return partial(self.once[program.kind], program)
 
         def task(*values: Any) -> tuple:
-            v = dict(zip(program.reads, values, strict=True))
+            named = zip(program.reads, values, strict=True)
+            v = {name: drop_device_dim(a) if name in OF_DEVICE else a for name, a in named}
             if program.kind in PART_KINDS:
                 found = run_part(model, program.kind, v)
             else:
                 found = run_task(model, program.kind, shape, v)
-            return tuple(found[name] for name in program.writes)
+            written = ((name, found[name]) for name in program.writes)
+            return tuple(add_device_dim(a) if name in OF_DEVICE else a for name, a in written)
 
         return task
 
@@ -206,9 +209,9 @@ def _embed(model: Model, v: dict[str, Any]) -> Callable[[Tree, Tree], jax.Array]
 
 def _with_embedding(model: Model, v: dict[str, Any], gx: jax.Array) -> Tree:
     """Return the sums of gradients with that of the embedding."""
-    total, which = drop_device_dim(v["acc_embed_head"]), model.stack.trains("embed_head")
+    total, which = v["acc_embed_head"], model.stack.trains("embed_head")
     args = v["embed_head"], _microbatch_of(model, v, "inputs"), gx, total, which
-    return add_device_dim(add_embedding_grad(_embed(model, v), *args))
+    return add_embedding_grad(_embed(model, v), *args)
 
 
 def _with_head(
@@ -218,23 +221,18 @@ def _with_head(
     # 1. the head, or a rank's part of it
     parts, targets = model.parts, _microbatch_of(model, v, "targets")
     if parts is not None:
-        known = v["all_log_sums"], drop_device_dim(v["logits"]), v["part"]
+        known = v["all_log_sums"], v["logits"], v["part"]
         head = lambda embed_head, y, targets: parts.head(embed_head, y, targets, *known)  # noqa: E731
     else:
         head = lambda embed_head, y, targets: model.stack.head(model.fill(embed_head), y, targets)  # noqa: E731
     # 2. its loss and gradients
     args = v["embed_head"], y, targets
+    add = partial(jax.tree.map, lambda total, a: total + jnp.asarray(a, total.dtype), v["losses"])
     if "acc_embed_head" not in v:
-        return None, {"losses": add_to_sums(v["losses"], head(*args))}
-    total, which = drop_device_dim(v["acc_embed_head"]), model.stack.trains("embed_head")
-    gy, total, loss, number = add_head_grads(head, *args, total, which)
-    losses = add_to_sums(v["losses"], (loss, number))
-    return gy, {"losses": losses, "acc_embed_head": add_device_dim(total)}
-
-
-def add_to_sums(total: Tree, update: Tree) -> Tree:
-    """Add `update` to a sum; only the sum has a leading axis."""
-    return jax.tree.map(lambda t, u: t + jnp.asarray(u, t.dtype)[None], total, update)
+        return None, {"losses": add(head(*args))}
+    which = model.stack.trains("embed_head")
+    gy, total, *losses = add_head_grads(head, *args, v["acc_embed_head"], which)
+    return gy, {"losses": add(tuple(losses)), "acc_embed_head": total}
 
 
 def add_device_dim(tree: Tree) -> Tree:
@@ -253,14 +251,13 @@ def run_task(model: Model, kind: str, role: Role, v: dict[str, Any]) -> dict[str
     if kind in (FORWARD, "F"):
         y, stash = stage.forward(*args, _embedded(model, v) if role.is_first else v["x"])
         gy, sums = _with_head(model, v, y) if role.is_last else (None, {})
-        return sums | {"y": y, "gy": gy, "stash": add_device_dim(stash)}
+        return sums | {"y": y, "gy": gy, "stash": stash}
     # 2. weight gradients
     if kind == "W":
-        return {"acc": stage.weight_grad(*args, drop_device_dim(v["pending"]), v["acc"])}
+        return {"acc": stage.weight_grad(*args, v["pending"], v["acc"])}
     # 3. a backward, whole or of the input
-    if not stage.keeps_input:
-        stash = drop_device_dim(v["stash"])
-    else:
+    stash = v.get("stash")
+    if stage.keeps_input:
         stash = _embedded(model, v) if role.is_first else v["x"]
     has_head = stage.keeps_input and role.is_last
     cotangent = lambda y: _with_head(model, v, y) if has_head else (v["gy"], {})  # noqa: E731
@@ -269,7 +266,7 @@ def run_task(model: Model, kind: str, role: Role, v: dict[str, Any]) -> dict[str
         out = sums | {"gx": gx, "acc": acc}
     else:
         gx, pending, sums = stage.input_grad(*args, stash, cotangent)
-        out = sums | {"gx": gx, "pending": add_device_dim(pending)}
+        out = sums | {"gx": gx, "pending": pending}
     if role.is_first:
         out["acc_embed_head"] = _with_embedding(model, v | sums, gx)
     return out
@@ -282,7 +279,7 @@ def run_part(model: Model, kind: str, v: dict[str, Any]) -> dict[str, Any]:
     if kind == "S":
         assert model.parts is not None, "a model whose vocabulary is divided has parts"
         sums, logits = model.parts.log_sums(v["embed_head"], v["last_y"], v["part"])
-        return {"own_log_sums": sums, "logits": add_device_dim(logits)}
+        return {"own_log_sums": sums, "logits": logits}
     if kind == "T":
         gy, sums = _with_head(model, v, v["last_y"])
         return sums | {"own_gy": gy}

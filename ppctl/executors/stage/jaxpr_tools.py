@@ -91,9 +91,9 @@ def add_outputs(
 ) -> list[Any]:
     """Return each of `totals` with its output added; None: the output.
 
-    A total may have leading dims of 1. No array of its size is made, read and added if the program
-    can begin with the total: scatter into it instead of zeros, or sum from it in a scan. A product
-    has the dtype of its total: it is rounded only once, and XLA lets cuBLAS add it.
+    No array of a total's size is made, read and added if the program can begin with the total:
+    scatter into it instead of zeros, or sum from it in a scan. A product has the dtype of its
+    total: it is rounded only once, and XLA lets cuBLAS add it.
     """
     # 1. the values that begin with a total, or take its dtype
     jaxpr, env = closed.jaxpr, env_of(closed.jaxpr, closed.consts, args)
@@ -104,7 +104,7 @@ def add_outputs(
         if total is None:
             continue
         *_, last = find.path(v, _changes_no_value)
-        if total.shape == v.aval.shape and find.is_sum_from_zeros(last, total.dtype):
+        if find.is_sum_from_zeros(last, total.dtype):
             begins[last], outvars[k] = total, last
             continue
         *_, last = path = find.path(v, lambda eqn: eqn.primitive.name in VIEWS)
@@ -130,7 +130,7 @@ def add_outputs(
         value = env_value(env, v)
         if total is None or (not is_literal(v) and v in begins):
             return value
-        return total + jnp.asarray(value, total.dtype).reshape(total.shape)
+        return total + jnp.asarray(value, total.dtype)
 
     return [added(*each) for each in zip(totals, outvars, strict=True)]
 

@@ -38,7 +38,7 @@ def zeros_like(tree: Tree) -> Tree:
 
 
 def add_trees(total: Tree, update: Tree) -> Tree:
-    return jax.tree.map(lambda t, u: t + u.astype(t.dtype).reshape(t.shape), total, update)
+    return jax.tree.map(lambda t, u: t + u.astype(t.dtype), total, update)
 
 
 def vjp_of(
