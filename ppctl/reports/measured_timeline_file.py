@@ -128,9 +128,8 @@ def read_timeline(file: Path, name: str) -> Timeline:
 def read_profile(file: Path, schedule: Schedule) -> tuple[Timeline, int]:
     """Return (the median traced step, number of traced steps) in a file of `write_tasks`.
 
-    Ranks stand for their first devices. A rank's tasks are in the order in which they ran: in a
-    tick of a forward and a backward either may come first. OSError, ValueError or ScheduleError for
-    an invalid file.
+    A rank's tasks are in the order in which its first device ran them. OSError, ValueError or
+    ScheduleError for an invalid file.
     """
     # 1. the whole steps
     try:

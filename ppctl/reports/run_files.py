@@ -176,11 +176,7 @@ def _state(
     *,
     has_begun: bool,
 ) -> tuple[str, str | None]:
-    """Return (status, reason), by the newest line of status.jsonl and the checkpoints.
-
-    A run that a living process has locked is running, also before that records its start. One whose
-    last step has a checkpoint is finished, as `ppctl train` says of it too.
-    """
+    """Return (status, reason), by the lock, the newest line of status.jsonl and the checkpoints."""
     # 1. a living process, or a recorded end
     with suppress(OSError):
         if run_status.is_held(path / run_status.FILE):

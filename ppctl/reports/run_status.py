@@ -99,10 +99,7 @@ def here() -> dict[str, str]:
 
 
 def held_by(run_dir: Path) -> int | None:
-    """Return the process of this machine that records a run there now, None if unknown.
-
-    Waits for one that is about to end.
-    """
+    """Return the process of this machine that records a run there and goes on, None if unknown."""
     until_s = time.monotonic() + LOCK_S
     with suppress(OSError):  # no such file
         while is_held(run_dir / FILE):
@@ -142,10 +139,7 @@ def is_held(path: Path) -> bool:
 
 @contextmanager
 def kept_still(run_dir: Path) -> Iterator[None]:
-    """Hold the lock of a run directory that has one: no process records a run there meanwhile.
-
-    Raises HeldError where a process does already, and OSError for an unreadable file.
-    """
+    """Hold the lock of a run directory that has one. HeldError if a process records a run there."""
     if not os.path.lexists(run_dir / FILE):  # an imported model's
         yield
         return
@@ -174,10 +168,7 @@ def _opened(run_dir: Path) -> tuple[FileIO, bool]:
 
 
 def _lock(file: FileIO) -> bool:
-    """Return whether this process holds the file's lock now; False: not in this file system.
-
-    BlockingIOError where another process holds it, and does not end soon.
-    """
+    """Return False in a file system without locks. BlockingIOError if another process holds it."""
     until_s = time.monotonic() + LOCK_S
     while True:
         try:

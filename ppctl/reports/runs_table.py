@@ -55,15 +55,10 @@ def list_runs(runs: Sequence[RunSummary], title: str, columns: Mapping[str, Sequ
 def names_of(tops: Sequence[Path]) -> list[tuple[str, Path]]:
     """Return (name, directory) of every run: the path below a single directory, or the whole."""
     for top in tops:
-        remedy = "Name one that holds runs: ppctl runs DIR."
-        if not os.path.exists(top):  # False too where a name is too long
-            raise ConfigError(f"{top}: there is no such directory. {remedy}")
-        if not os.path.isdir(top):
-            raise ConfigError(f"{top} is a file. Name a directory that holds runs: ppctl runs DIR.")
         try:
             os.listdir(top)
         except OSError as error:
-            remedy = "Make it readable, or name another."
+            remedy = "Name a directory that holds runs: ppctl runs DIR."
             raise ConfigError(f"{top} cannot be read: {error.strerror}. {remedy}") from error
     names: dict[Path, str] = {}
     for top in tops:

@@ -88,10 +88,7 @@ def _held_s(schedule: Schedule, costs: Costs, ledger: Ledger) -> list[float]:
 
 
 def trips_s(schedule: Schedule, costs: Costs) -> list[float]:
-    """Return each stage's least seconds from the start of a forward to the end of its I (or B).
-
-    Through the forwards of the stages after it, and the input gradients back to it.
-    """
+    """Return each stage's least seconds from the start of a forward to the end of its I (or B)."""
     kinds, last = ("F", _backward_kind(schedule)), schedule.num_stages - 1
     trip_s = _chain_s(schedule, costs, kinds)
     whole_s = trip_s[-1]
@@ -103,8 +100,7 @@ def trips_s(schedule: Schedule, costs: Costs) -> list[float]:
 def outside_s(schedule: Schedule, costs: Costs) -> list[float]:
     """Return each rank's least seconds before its first task and after its last one together.
 
-    Forwards until the first of its stages can start, and input gradients from the first of its
-    stages back to stage 0, unless weight gradients may end its program.
+    Nothing has to come after a rank whose program weight gradients may end.
     """
     before_s = _chain_s(schedule, costs, ("F",))
     after_s = _chain_s(schedule, costs, (_backward_kind(schedule),))

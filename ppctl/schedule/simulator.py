@@ -199,10 +199,9 @@ def free_running(schedule: Schedule, costs: Costs, capacity: float = inf) -> Tim
 
 
 def _lockstep(ticks: Ticks, costs: Costs, capacity: float) -> Timeline:
-    """Return the timeline of ticks in lockstep, each as long as its slowest rank and transfers.
+    """Return the timeline of ticks in lockstep: ranks meet after each phase of a tick.
 
-    Ranks meet after each phase of a tick. Those that share `capacity` go on alike: when one has
-    done w seconds of work, every other has too, or has ended.
+    Those that share `capacity` go on alike: all have done the same seconds of work, or have ended.
     """
     start_s, end_s = dict[Task, float](), dict[Task, float]()
     now, chunks = 0.0, ticks.schedule.num_chunks

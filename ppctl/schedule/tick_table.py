@@ -73,11 +73,7 @@ def leaves_last_forward(schedule: Schedule, remat: Remat) -> bool:
 def assign_slots(
     schedule: Schedule, cells: Cells, remat: Remat, program: TickProgram
 ) -> tuple[Table, dict[str, int]]:
-    """Return (table, number of slots of each kind).
-
-    The last stage's forward writes the gradient of its output unless remat=full, and always where
-    the vocabulary is divided.
-    """
+    """Return (table, number of slots of each kind)."""
     slots = _RankSlots(schedule, remat, program)
     idle = [0] * len(FB_COLUMNS if program == "fb" else COLUMNS)
     table: list[tuple[tuple[int, ...], ...]] = []

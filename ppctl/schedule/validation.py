@@ -133,11 +133,7 @@ def fault(schedule: Schedule, rank: int, step: int, what: str) -> ScheduleError:
 
 
 def order_that_blocks(schedule: Schedule, at: Sequence[int]) -> str:
-    """Return the tasks in the wrong order where ranks can go no further than `at`; "" if unknown.
-
-    Ranks wait for each other in a circle: each stands at a task that comes too early in its
-    program. In a circle of one the task depends on the later one.
-    """
+    """Return the tasks in the wrong order where no rank goes further than `at`; "" if unknown."""
     circle = sorted(_circle(schedule, at))
     pairs = [f"rank {rank} has {first} before {later}" for rank, first, later in circle]
     if len(pairs) == 1:

@@ -260,9 +260,12 @@ def test_a_run_that_needs_nothing_from_where_it_was_started_is_resumed_here(tmp_
 # --- faults -------------------------------------------------------------------------------------
 
 FAULTS = [
-    ("nowhere", "nowhere: there is no such directory. Name one that holds runs"),
-    ("runs nowhere", "nowhere: there is no such directory"),
-    ("file", "file is a file. Name a directory that holds runs"),
+    (
+        "nowhere",
+        "nowhere cannot be read: No such file or directory. Name a directory that holds runs",
+    ),
+    ("runs nowhere", "nowhere cannot be read: No such file or directory"),
+    ("file", "file cannot be read: Not a directory. Name a directory that holds runs"),
     ("show", "`ppctl runs show` needs the name of a run; `ppctl runs` lists them"),
     ("show ab", "ab is a part of 3 names: cab, dab, abc. Use more of one, or a path"),
     ("show cba", r"cba is no run in runs. Did you mean (cab|abc)\?"),
@@ -273,13 +276,13 @@ FAULTS = [
         "empty is no run: it has no metrics.jsonl. `ppctl runs empty` lists the runs below it",
     ),
     ("show x empty", "x: no run is in empty. Name the directory: ppctl runs show x DIR"),
-    ("x" * 5000, "x: there is no such directory"),
+    ("x" * 5000, "x cannot be read: File name too long"),
     ("show " + "x" * 5000, "x is no run in runs"),
-    ("show x nowhere", "nowhere: there is no such directory"),
+    ("show x nowhere", "nowhere cannot be read: No such file or directory"),
     ("--jsn", "--jsn is not an option. Did you mean --json"),
     ("--json=1", "argument --json: ignored explicit argument"),
     ("--config-dir x", "--config-dir is not an option"),
-    ("run.dir=x", "run.dir=x: there is no such directory"),
+    ("run.dir=x", "run.dir=x cannot be read: No such file or directory"),
 ]
 
 
@@ -301,7 +304,9 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(line, message, capsys):
 
 def test_without_runs_the_default_directory_is_named(capsys):
     assert cli.main(["runs"]) == 2
-    assert capsys.readouterr().err.startswith("ppctl: runs: there is no such directory")
+    assert capsys.readouterr().err.startswith(
+        "ppctl: runs cannot be read: No such file or directory"
+    )
 
 
 # --- help, speed --------------------------------------------------------------------------------

@@ -35,22 +35,17 @@ def schedule_html(schedule: Schedule) -> str:
 
 def pipeline_html(
     facts: Mapping[str, str],
-    ranks: Sequence[Mapping[str, str]],
+    layers: Sequence[str],
     memory: Sequence[Mapping[str, int]],
     schedule: Schedule | None,
 ) -> str:
-    """Return facts in words, a table of ranks with the bytes of a device, and the schedule's chart.
-
-    ranks, memory: of each rank what it holds in words, and bytes by part.
-    """
+    """Return facts, a table of each rank's layers and bytes, and the schedule's chart."""
     lines = "".join(f"<b>{text(name)}</b> {text(words)}<br>" for name, words in facts.items())
     parts = [part for part in memory[0] if any(held.get(part) for held in memory)]
-    heads = ["rank", *ranks[0], "memory", *parts]
     rows = [
-        [str(r), *held.values(), size_text(sum(sizes.values()))]
+        [str(r), text(held), size_text(sum(sizes.values()))]
         + [size_text(sizes.get(part, 0)) for part in parts]
-        for r, (held, sizes) in enumerate(zip(ranks, memory, strict=True))
+        for r, (held, sizes) in enumerate(zip(layers, memory, strict=True))
     ]
-    cells = [[*map(text, row)] for row in rows]
-    listed = table("ranks", [*map(text, heads)], cells)
+    listed = table("ranks", ["rank", "layers", "memory", *map(text, parts)], rows)
     return f"<p>{lines}</p>{listed}" + ("" if schedule is None else schedule_html(schedule))

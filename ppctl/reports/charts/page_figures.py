@@ -160,8 +160,7 @@ def _axes() -> Iterator[Any]:
 def _svg_of(axes: Any, about: str) -> str:
     """Return the figure of axes as an svg element that `about` describes in words.
 
-    Its groups have classes in place of ids. The ids of marks are of this figure only, and the same
-    for the same values.
+    Groups have classes in place of ids; ids of marks follow from `about`, so that they differ.
     """
     import matplotlib
 

@@ -97,10 +97,7 @@ def title_of(label: str, schedule: Schedule) -> str:
 def table_row(
     drawing: Drawing, makespan_formula_s: float | None = None, peak_formula: float | None = None
 ) -> dict[str, Any]:
-    """Return a drawing as a row by column, with the results of its family's closed forms.
-
-    None: unknown, or no formula for these sizes. Activations are of the rank that holds most.
-    """
+    """Return a drawing as a row by column, with the results of its family's closed forms."""
     timeline = drawing.timeline
     return {
         "schedule": drawing.schedule.name,

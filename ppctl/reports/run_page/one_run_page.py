@@ -210,10 +210,7 @@ def _devices(start: Mapping[str, Any]) -> str:
 
 
 def figures_of(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[str]:
-    """Return the figures that at most MOST_LINES runs have values for.
-
-    Of one run, losses of training and of evaluations are one figure.
-    """
+    """Return the figures that at most MOST_LINES runs have values for; one run, one of losses."""
     drawn = []
     for name, title in FIGURES.items():
         # 1. the curves
@@ -234,10 +231,7 @@ def figures_of(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[str]:
 
 
 def _step_html(run_dir: Path, pipeline: Planned | str) -> str:
-    """Return the step of a run: charts below each other on one time axis, or none; and notes.
-
-    pipeline: by the run's settings, or why that is unknown.
-    """
+    """Return the step of a run as charts on one time axis, or none; and notes."""
     notes: list[str] = []
     measured = _measured(run_dir, pipeline, notes)
     if measured:

@@ -69,10 +69,7 @@ class RecordedRun:
         return {step + offset for step in finished if step is not None for offset in offsets}
 
     def slow_steps(self) -> list[tuple[float, float]]:
-        """Return (step, seconds) of the steps above SLOW medians, the slowest first.
-
-        Warm-up steps are left out.
-        """
+        """Return (step, seconds) above SLOW medians, the slowest first, without warm-up steps."""
         median, warm_up = self.median("step_time_s"), self.warm_up_steps
         if not median:
             return []

@@ -105,11 +105,7 @@ def balanced(num_layers: int, rank_of: Sequence[int], *, embed: float, head: flo
 def _most(
     num_layers: int, ends: Sequence[float], least: Sequence[int], most: Sequence[int]
 ) -> list[int]:
-    """The most layers of each part (a stage or a rank) under the lowest cap on layers + ends that
-    has room for all.
-
-    The parts hold at least `least` and at most `most` layers anyway.
-    """
+    """Return the most layers of each part, least..most, under the least cap on layers + ends."""
 
     def under(cap: float) -> list[int]:
         return [min(limit, _layers_under(cap, end)) for limit, end in zip(most, ends, strict=True)]

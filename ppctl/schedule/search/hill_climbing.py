@@ -20,8 +20,7 @@ LEAST_GAIN = 1e-9  # relative to the makespan: rounding is no gain
 def climb(jobs: Jobs, orders: Orders, cap: int, budget: int) -> tuple[float, Orders]:
     """Return (makespan, orders) that no move of a task shortens, or after `budget` simulated tasks.
 
-    orders: valid, and within the cap. cap: the most that a rank may hold. The result depends on
-    nothing else: it is the same on every process.
+    orders: valid, and within the cap on each rank's memory. Every process finds the same.
     """
     run = jobs.run(orders)
     assert run is not None, "climbing starts from orders that can run"

@@ -319,7 +319,7 @@ class Pipeline:
             numbers = f"{self.schedule.num_microbatches} microbatches, bubble {bubble:.1%}"
             facts["schedule"] = f"{self.schedule.name}, {numbers}"
         shown = self.schedule if self.execution.engine.is_pipelined else None
-        return pipeline_html(facts, [{"layers": each} for each in held], self.memory(), shown)
+        return pipeline_html(facts, held, self.memory(), shown)
 
     def programs(self) -> StepPrograms:
         """Return the traced programs of a step (jaxpr, StableHLO, HLO, collectives, transfers)."""
