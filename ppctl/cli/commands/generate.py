@@ -69,14 +69,8 @@ def run_or_checkpoint(word: str) -> Path:
     from ppctl.reports.run_files import is_run
 
     path = Path(word)
-    has_model = any((path / name).is_file() for name in ("config.yaml", "config.json"))
-    if path.is_dir() and (is_run(path) or has_model):
+    if path.parent.name == "checkpoints" or is_run(path) or (path / "config.json").is_file():
         return path
-    if path.parent.name == "checkpoints":
-        if path.is_dir():
-            return path
-        what = f"{path} is no checkpoint: there is no such directory"
-        raise ConfigError(f"{what}. `ppctl runs show RUN` lists them.")
     return run_named(word)[1]
 
 
