@@ -135,9 +135,7 @@ def _order_seed(seed: int, *part: int) -> int:
 
 
 def num_held_out(have: str, num_examples: int, eval_fraction: float, batch_size: int) -> int:
-    """Return the number of examples held out: eval_fraction of num_examples, rounded down.
-
-    Raises DataError, opened by `have`, when either part is smaller than one batch.
+    """Return the number of held-out examples. DataError, opened by `have`, for too few of a part.
 
     >>> num_held_out("data.num_rows=1000", 1000, 0.05, 32)
     50
@@ -173,10 +171,9 @@ def divided(
     eval_fraction: float,
     **facts: Any,
 ) -> DataSet:
-    """Return the data set of num_examples, the last eval_fraction of which are held out.
+    """Return the data set of num_examples, whose last eval_fraction is held out.
 
-    content: all that decides the examples, as JSON values; facts: other fields of a DataSet. Raises
-    DataError, opened by `have`, for too few examples.
+    content: all that decides the examples, as JSON values; facts: other fields of a DataSet.
     """
     num_eval = num_held_out(have, num_examples, eval_fraction, batch_size)
     order = {"name": name, "batch_size": batch_size, "seed": seed}
@@ -190,21 +187,13 @@ def divided(
 
 
 def fingerprint(**parts: object) -> str:
-    """Return the sha256, in hexadecimal, of the named parts (JSON values).
-
-    >>> fingerprint(seed=0)[:8] == fingerprint(seed=0)[:8] != fingerprint(seed=1)[:8]
-    True
-    """
+    """Return the sha256, in hexadecimal, of the named parts (JSON values)."""
     text = json.dumps({"order": ORDER_VERSION} | parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def generator(seed: int, *key: int) -> np.random.Generator:
-    """Return random numbers that depend on only (seed, key): an example needs no earlier ones.
-
-    >>> bool(generator(0, 1, 7).random() == generator(0, 1, 7).random())
-    True
-    """
+    """Return random numbers that depend on only (seed, key): an example needs no earlier ones."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)))
 
 

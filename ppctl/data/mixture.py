@@ -19,9 +19,8 @@ def mixture(
 ) -> DataSet:
     """Return the data set of several parts: each has its weight's share of any run of sequences.
 
-    A part is shuffled by itself, and anew whenever all of it was met, so that a small one comes
-    round more often. Each holds out its own eval_fraction. how: as of `text`. Raises DataError for
-    a part with too few examples to train on or to hold out.
+    Each part has separate epochs and holds out its eval_fraction. how: as of `text`. Raises
+    DataError for a part with too few examples to train on or to hold out.
     """
     # 1. the data set of each part
     how |= {"batch_size": 1, "seed": seed, "eval_fraction": eval_fraction}

@@ -72,23 +72,14 @@ def from_tokens(
 
 
 def next_token(windows: np.ndarray) -> Batch:
-    """Return inputs [n, seq_len] and the targets after them of windows [n, seq_len+1].
-
-    >>> next_token(np.array([[5, 6, 7]]))
-    {'inputs': array([[5, 6]]), 'targets': array([[6, 7]])}
-    """
+    """Return inputs [n, seq_len] and the targets after them of windows [n, seq_len+1]."""
     inputs, targets = windows[:, :-1], windows[:, 1:]
     return {"inputs": np.ascontiguousarray(inputs), "targets": np.ascontiguousarray(targets)}
 
 
 def digest(array: np.ndarray) -> str:
-    """Return the sha256 of a flat array's type, length and bytes; of blocks of a large one.
-
-    A whole hash of 100 GB would hold every start up for minutes. The evenly spaced blocks tell
-    apart any two corpora; they miss a few tokens changed in place.
-
-    >>> digest(np.zeros(3, np.uint8)) == digest(np.zeros(4, np.uint8))
-    False
+    """Return the sha256 of a flat array's type, length and bytes; of evenly spaced blocks of a
+    large one, which tell corpora apart but miss a few tokens changed in place.
     """
     sha = hashlib.sha256(f"{array.dtype.str} {len(array)}".encode())
     if array.nbytes <= DIGEST_WHOLE_BYTES:
@@ -173,11 +164,7 @@ def open_bin(path: Path, dtype: str) -> np.ndarray:
 
 
 def extremes(ids: np.ndarray) -> tuple[int, int]:
-    """Return the smallest and the largest id, read in chunks.
-
-    >>> extremes(np.array([3, 1, 2], np.uint16))
-    (1, 3)
-    """
+    """Return the smallest and the largest id, read in chunks."""
     chunks = [ids[start : start + CHUNK_TOKENS] for start in range(0, len(ids), CHUNK_TOKENS)]
     least_and_most = [(int(chunk.min()), int(chunk.max())) for chunk in chunks]
     return min(least for least, _ in least_and_most), max(most for _, most in least_and_most)

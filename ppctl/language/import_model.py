@@ -41,8 +41,6 @@ RECIPE = "recipes/imported.yaml"
 
 @dataclass(frozen=True)
 class Imported:
-    """An imported model: its settings and size, and the files kept for an export."""
-
     model: Transformer
     num_parameters: int
     files: tuple[str, ...]  # kept for an export

@@ -198,7 +198,10 @@ def test_a_score_is_the_sum_over_the_continuation(here):
         ("generate run", "needs a prompt"),
         ("generate --prompt a", "are required: RUN. Write ppctl generate RUN"),
         ("generate nowhere --prompt a", "nowhere is no run"),
-        ("generate run/checkpoints/7 --prompt a", "run has no checkpoint of step 7; there are of steps 20"),
+        (
+            "generate run/checkpoints/7 --prompt a",
+            "run has no checkpoint of step 7; there are of steps 20",
+        ),
         ("generate run --prompt a --max-tokens 0", "--max-tokens 0 is too few. Use 1 or more"),
         ("generate run --prompt a --temperature -1", "--temperature -1.0 is none"),
         (
