@@ -10,9 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import IO, NamedTuple, TextIO
 
@@ -89,7 +88,7 @@ def run_group(
     raw_lead: child 0's stdout is forwarded unchanged, and the others' stdout goes to stderr.
     """
     # 1. the state of the group
-    output = GroupOutput(events, raw_lead)
+    lock = threading.Lock()  # of what is printed
     processes: list[subprocess.Popen[bytes]] = []
     pumps: list[threading.Thread] = []
     ended: dict[int, int] = {}  # child: exit code, in the order in which they ended
@@ -102,7 +101,8 @@ def run_group(
         for index, child in enumerate(children):
             pipe = subprocess.PIPE if len(children) > 1 else None
             processes.append(process := start(child, alive, stdout=pipe, stderr=pipe))
-            pumps += output.pumps(index, process)
+            for source, out, prefix in _streams(index, process, raw_lead=raw_lead):
+                pumps.append(in_thread(_forward, source, out, prefix, lock, events))
             in_thread(_report, index, process, events)
         # 3. watch
         while len(ended) < len(processes):
@@ -128,7 +128,9 @@ def run_group(
             process.wait()
         os.close(alive)
         os.close(held)
-        drain(pumps)
+        until_s = time.monotonic() + DRAIN_S
+        for pump in pumps:
+            pump.join(max(0.0, until_s - time.monotonic()))
     return _ending(ended, killed, stop, {-signal.SIGABRT, *symptoms})
 
 
@@ -151,7 +153,6 @@ def start(
 
 
 def in_thread(function: Callable[..., None], *args: object) -> threading.Thread:
-    """Start a daemon thread and return it."""
     thread = threading.Thread(target=function, args=args, daemon=True)
     thread.start()
     return thread
@@ -164,10 +165,9 @@ def _report(index: int, process: subprocess.Popen[bytes], events: Events) -> Non
 def _next(events: Events, deadline_s: float) -> Exit | Stop | None:
     """Return the next event, or None at the deadline."""
     remaining_s = min(deadline_s - time.monotonic(), threading.TIMEOUT_MAX)
-    try:
+    with suppress(queue.Empty):
         return events.get(timeout=max(0.0, remaining_s))
-    except queue.Empty:
-        return None
+    return None
 
 
 def _ending(
@@ -219,48 +219,32 @@ def _named(children: Sequence[int]) -> str:
     return f"processes {', '.join(before)} and {last}" if before else f"process {last}"
 
 
-# --- output -------------------------------------------------------------------------------------
+def _streams(
+    child: int, process: subprocess.Popen[bytes], *, raw_lead: bool
+) -> Iterator[tuple[IO[bytes], TextIO, bytes]]:
+    """Yield the pipes of a child, where each goes, and what begins its lines."""
+    if process.stdout is not None:
+        is_raw, is_other = raw_lead and child == 0, raw_lead and child != 0
+        out = sys.stderr if is_other else sys.stdout
+        yield process.stdout, out, b"" if is_raw else b"[%d] " % child
+    if process.stderr is not None:
+        yield process.stderr, sys.stderr, b"[%d] " % child
 
 
-@dataclass
-class GroupOutput:
-    """Forwards what children print in whole lines, each with its child's number before it."""
-
-    events: Events
-    raw_lead: bool
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def pumps(self, child: int, process: subprocess.Popen[bytes]) -> list[threading.Thread]:
-        """Start threads that forward the child's output and end with it."""
-        streams = (process.stdout, sys.stdout), (process.stderr, sys.stderr)
-        return [in_thread(self._pump, child, pipe, to) for pipe, to in streams if pipe is not None]
-
-    def _pump(self, child: int, pipe: IO[bytes], target: TextIO) -> None:
-        is_raw = self.raw_lead and child == 0 and target is sys.stdout
-        out = sys.stderr if self.raw_lead and child != 0 else target
-        with pipe:
-            for line in pipe:
-                prefix = b"" if is_raw else b"[%d] " % child
-                if not self._write(out, prefix + line.removesuffix(b"\n") + b"\n"):
-                    return
-
-    def _write(self, out: TextIO, data: bytes) -> bool:
-        try:
-            with self.lock:
-                out.flush()
-                out.buffer.write(data)
-                out.buffer.flush()
-        except OSError:  # the reader has gone
-            self.events.put(Stop(signal.SIGPIPE))
-            return False
-        return True
-
-
-def drain(pumps: Iterable[threading.Thread]) -> None:
-    """Wait up to DRAIN_S for the threads that forward the output of ended processes."""
-    until_s = time.monotonic() + DRAIN_S
-    for pump in pumps:
-        pump.join(max(0.0, until_s - time.monotonic()))
+def _forward(
+    pipe: IO[bytes], out: TextIO, prefix: bytes, lock: threading.Lock, events: Events
+) -> None:
+    """Forward what a child prints in whole lines, until its end or that of the reader."""
+    with pipe:
+        for line in pipe:
+            try:
+                with lock:
+                    out.flush()
+                    out.buffer.write(prefix + line.removesuffix(b"\n") + b"\n")
+                    out.buffer.flush()
+            except OSError:  # the reader has gone
+                events.put(Stop(signal.SIGPIPE))
+                return
 
 
 # --- in the child -------------------------------------------------------------------------------
