@@ -92,10 +92,12 @@ def _sweep(loader: ConfigLoader, overrides: list[str], words: list[str]) -> Swee
     if isinstance(sweeper, Search):
         sweeper.check()
         _require("optuna", "hydra/sweeper=optuna", "optuna")
-        from ppctl.cli.optuna_sweeper import study_of
+        from ppctl.cli.optuna_sweeper import OptunaStudy, distribution
 
         fixed = [one_value(*each) for each in by_key.items() if each[0] not in request.varied]
-        study = study_of(sweeper, request.varied, fixed, directory, request.job)
+        space = {key: distribution(each) for key, each in request.varied.items()}
+        study = OptunaStudy(sweeper, space, fixed, directory, request.job)
+        study.samples()  # a ConfigError now, not when it is a value's turn
     else:
         for each in request.varied.values():
             if not each.is_discrete_sweep():

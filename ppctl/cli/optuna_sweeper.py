@@ -43,16 +43,22 @@ class OptunaStudy:
         self.trials: list[int] = []  # the number of the trial of each job
 
     def samples(self) -> list[Job]:
-        """Return sample jobs, which are no trials; together they contain every choice."""
+        """Return sample jobs, which are no trials; together they contain every choice.
+
+        ConfigError for a metric that jobs would not record.
+        """
         values: dict[str, tuple[Any, ...]] = {}
         for key, kind in self.space.items():
             low = (getattr(kind, "low", None),)
             values[key] = kind.choices if isinstance(kind, CategoricalDistribution) else low
         jobs = []
         for index in range(max(map(len, values.values()))):
-            jobs.append(
-                self._job({k: each[min(index, len(each) - 1)] for k, each in values.items()})
-            )
+            chosen = {key: each[min(index, len(each) - 1)] for key, each in values.items()}
+            jobs.append(self._job(chosen))
+        configs = [job.config for job in jobs if job.config is not None]
+        if self.search.metric == "eval_loss" and not all(each.run.eval_every for each in configs):
+            fault = "hydra.sweeper.metric=eval_loss: run.eval_every=null evaluates nothing."
+            raise ConfigError(f"{fault} Set run.eval_every.")
         return jobs
 
     def open(self) -> None:
@@ -125,27 +131,6 @@ class OptunaStudy:
     def _job(self, values: Mapping[str, Any]) -> Job:
         chosen = [f"{key}={values[key]}" for key in self.space]
         return self.make(max(0, len(self.trials) - 1), [*self.fixed, *chosen])
-
-
-def study_of(
-    search: Search,
-    varied: Mapping[str, Override],
-    fixed: Sequence[str],
-    directory: Path,
-    make: Callable[[int, list[str]], Job],
-) -> OptunaStudy:
-    """Return the study of a sweep, stored in its directory.
-
-    varied: the overrides of several values; fixed: those that all jobs share. ConfigError for
-    values without a distribution, or a metric that the jobs would not record.
-    """
-    space = {key: distribution(override) for key, override in varied.items()}
-    study = OptunaStudy(search, space, fixed, directory, make)
-    configs = [sample.config for sample in study.samples() if sample.config is not None]
-    if search.metric == "eval_loss" and not all(config.run.eval_every for config in configs):
-        fault = "hydra.sweeper.metric=eval_loss: run.eval_every=null evaluates nothing."
-        raise ConfigError(f"{fault} Set run.eval_every.")
-    return study
 
 
 def distribution(override: Override) -> BaseDistribution:

@@ -99,10 +99,7 @@ def _checked(coordinator: str, *, listens: bool) -> str | None:
 
 
 def known_count(num_processes: int | None, *, is_cpu: bool) -> int | None:
-    """Return the number of processes, from the setting or the cluster, before JAX has started.
-
-    Where neither tells it: ConfigError if it is_cpu for sure, else None.
-    """
+    """Return the number of processes by setting or cluster; without: None, ConfigError on CPU."""
     if num_processes is not None:
         return num_processes
     for name in COUNTED_BY:

@@ -97,8 +97,7 @@ def left_error(file: Path) -> dict[str, Any] | None:
 def error_of(directory: Path, code: int, why: str) -> dict[str, Any] | None:
     """Return the error that ended the run, of those that its processes left in a directory.
 
-    None without any. code: of the launcher. why: which process ended the run and how; it stands in
-    where a process was killed.
+    why: which process ended the run and how, in place of an error where a process was killed.
     """
     files = sorted(directory.iterdir(), key=lambda file: file.stat().st_mtime)
     documents = [document for file in files if (document := left_error(file)) is not None]

@@ -46,10 +46,7 @@ SubmititJob = submitit.Job[tuple[int, dict[str, Any] | None]]  # its result: of 
 
 @dataclass
 class NodeCommand:
-    """The program of a node, pickled by submitit: the command of a job, its output in run.dir.
-
-    A call returns the exit code of the command and the document of its error, if any.
-    """
+    """The program of a node, pickled by submitit: returns exit code and error of a command."""
 
     command: list[str]
     run_dir: str

@@ -37,13 +37,9 @@ SAVE_TIMEOUT_S = 300  # terabytes take minutes; if one process fails, the others
 class Checkpoints:
     """The checkpoints below `directory`; a context manager.
 
-    Args:
-        directory: Created if missing; shared by all processes of a run.
-        keep: The number of newest checkpoints that a save keeps, at least 1. None opens for
-            reading only: nothing is created or removed, even while a job is writing.
-        gather: Returns the texts of all processes.
-
-    CheckpointError if `directory` cannot be written.
+    keep: the number of newest checkpoints that a save keeps. None opens for reading only: nothing
+    is created or removed, even while a job is writing. gather: returns the texts of all processes.
+    CheckpointError if `directory`, which all processes share, cannot be written.
 
     A commit is a rename, so `kill -9` leaves every finished checkpoint as it was; the next save
     removes the interrupted one. Reading truncated, flipped or missing data is a DamagedError.
@@ -93,17 +89,11 @@ class Checkpoints:
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> bool:
         """Save a state unless a number is not finite; return whether all are finite.
 
-        Writes in the background until `wait`, `close` or the next save.
+        Writes in the background until `wait`, `close` or the next save; buffers of the state may be
+        donated afterwards. The step last saved or restored is not written again.
 
-        Args:
-            step: Finished training steps. The step last saved or restored is not written again.
-            state: Pytree of jax arrays of any sharding; their buffers may be donated afterwards.
-            meta: Plain JSON.
-
-        Raises:
-            SaveError: The save before this one failed, or this one could not start.
-            CheckpointError: `directory` holds this step or a newer one from another run (`LatestN`
-                would drop the new one, and a resume would pick the old).
+        SaveError where this save or the one before failed. CheckpointError where `directory` holds
+        this step or a newer one of another run: `LatestN` would drop the new one.
         """
         assert self._keep is not None, "not open for saving"
         self.wait()
@@ -142,12 +132,9 @@ class Checkpoints:
     def restore(self, step: int, abstract_state: Any) -> Any:
         """Return the state saved at `step`, in the structure and shardings of `abstract_state`.
 
-        abstract_state: Pytree of `jax.ShapeDtypeStruct` with shardings, on any mesh, of arrays that
-            `unlike` finds equal: Orbax casts silently to another dtype.
-
-        Raises:
-            DamagedError: Files are unreadable, or the state is not the one that was saved.
-            CheckpointError: No such checkpoint.
+        abstract_state: `jax.ShapeDtypeStruct`s with shardings, on any mesh, of arrays that `unlike`
+        finds equal: Orbax casts silently to another dtype. DamagedError where files are unreadable
+        or the state is not the one that was saved, CheckpointError without such a checkpoint.
         """
         manifest = self._manifest(step)
         state = self._load(step, {"state": abstract_state})["state"]
@@ -346,10 +333,7 @@ def stored_lora(checkpoints: Checkpoints, step: int) -> Lora | None:
 
 
 def merged_params(checkpoints: Checkpoints, step: int, device: Any) -> Any:
-    """Return the parameters of a checkpoint on one device, in natural order, adapters merged in.
-
-    Raises as `Checkpoints.restore_params`.
-    """
+    """Return the parameters of a checkpoint on one device, in natural order, adapters merged in."""
     lora = stored_lora(checkpoints, step)
     params = checkpoints.restore_params(step, device)
     return params if lora is None else jax.jit(partial(merged, scale=lora.scale))(params)

@@ -30,7 +30,8 @@ def changed_tokenizer(run_dir: Path, data: AnyData) -> str | None:
     if not (folder / FILE).is_file():
         return None
     files = _files(data)
-    changed = [name for name in files if _content(folder / name) != files[name].read_bytes()]
+    content = lambda file: file.read_bytes() if file.is_file() else None  # noqa: E731
+    changed = [name for name in files if content(folder / name) != content(files[name])]
     if not changed:
         return None
     request = f"data.tokenizer={getattr(data, 'tokenizer', BYTES)}"
@@ -64,10 +65,7 @@ def ends_of(model_config: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def keep_tokenizer(run: Run, data: AnyData) -> None:
-    """Write the files of data.tokenizer, or of run.start_from's, into the run directory.
-
-    With the tokenizer of run.start_from come its end tokens.
-    """
+    """Write the files of data.tokenizer, or those of run.start_from, into the run."""
     folder = Path(run.dir) / SOURCE
     files = {name: file.read_bytes() for name, file in _files(data).items()}
     start = None if run.start_from is None else Path(run.start_from)
@@ -78,17 +76,16 @@ def keep_tokenizer(run: Run, data: AnyData) -> None:
         if files.get(FILE) == (of_start / FILE).read_bytes():
             files |= _generation_config(start)
     for name, content in files.items():
-        if _content(folder / name) != content:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 def _generation_config(run_dir: Path) -> dict[str, bytes]:
     """Return the generation config of a run's model; without one, that of its config.json."""
-    content, ends = _content(run_dir / SOURCE / GENERATION), configured_ends(run_dir)
-    if content is None and ends:
-        content = json.dumps({"eos_token_id": [*ends]}).encode()
-    return {} if content is None else {GENERATION: content}
+    file, ends = run_dir / SOURCE / GENERATION, configured_ends(run_dir)
+    if file.is_file():
+        return {GENERATION: file.read_bytes()}
+    return {GENERATION: json.dumps({"eos_token_id": [*ends]}).encode()} if ends else {}
 
 
 def _files(data: AnyData) -> Mapping[str, Path]:
@@ -105,7 +102,3 @@ def _files(data: AnyData) -> Mapping[str, Path]:
 
 def _tokenizer_files(folder: Path) -> dict[str, Path]:
     return {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
-
-
-def _content(file: Path) -> bytes | None:
-    return file.read_bytes() if file.is_file() else None

@@ -21,19 +21,12 @@ Record = Mapping[str, Any]  # numbers, or None
 class Metrics:
     """The records of one run, a context manager.
 
-    Args:
-        run_dir: Holds `metrics.jsonl` (one object a training step) and `eval.jsonl` (one object an
-            evaluation). Created if missing. None: nothing is recorded, as by all processes but 0.
-        num_steps: Training steps of the whole run.
-        start_step: Finished steps at the start. Lines of later steps, and half lines left by a
-            kill, are dropped, so that a resumed run has each step exactly once.
-        log_every: Steps between lines on the terminal; first and last step are shown too.
-        trackers: Names in `training.run.trackers`.
-        name, settings: Of the run, for trackers.
-        console: Where progress is shown; None: standard output.
+    run_dir holds `metrics.jsonl` (one object a training step) and `eval.jsonl` (one object an
+    evaluation); None records nothing, as all processes but 0. Lines of steps after start_step, and
+    half lines left by a kill, are dropped, so that a resumed run has each step exactly once.
 
-    ConfigError if `run_dir` cannot be written. A line survives a kill of the process when `log`
-    returns. Numbers that are not finite are written as null, values of None are left out.
+    A line survives a kill of the process when `log` returns. Numbers that are not finite are
+    written as null, values of None are left out. ConfigError if run_dir cannot be written.
     """
 
     def __init__(
