@@ -88,8 +88,7 @@ def run_group(
     raw_lead: child 0's stdout is forwarded unchanged, and the others' stdout goes to stderr.
     """
     # 1. the state of the group
-    lock = threading.Lock()  # of what is printed
-    processes: list[subprocess.Popen[bytes]] = []
+    processes, lock = list[subprocess.Popen[bytes]](), threading.Lock()  # of what is printed
     pumps: list[threading.Thread] = []
     ended: dict[int, int] = {}  # child: exit code, in the order in which they ended
     killed: set[int] = set()
@@ -101,8 +100,8 @@ def run_group(
         for index, child in enumerate(children):
             pipe = subprocess.PIPE if len(children) > 1 else None
             processes.append(process := start(child, alive, stdout=pipe, stderr=pipe))
-            for source, out, prefix in _streams(index, process, raw_lead=raw_lead):
-                pumps.append(in_thread(_forward, source, out, prefix, lock, events))
+            streams = _streams(index, process, raw_lead=raw_lead)
+            pumps += [in_thread(_forward, *stream, lock, events) for stream in streams]
             in_thread(_report, index, process, events)
         # 3. watch
         while len(ended) < len(processes):
