@@ -38,7 +38,6 @@ class RequestText:
     num_layers: int
     mesh: str  # as typed after mesh=
     axes: str  # with their sizes
-    submesh: str  # of a rank
     stage_axes: tuple[str, ...]  # that divide stages
     num_microbatches: int
     executor: str
@@ -55,7 +54,6 @@ class RequestText:
             job.pipe.stack.num_layers,
             mesh.text,
             mesh.axes_text,
-            mesh.submesh_text,
             tuple(mesh.sizes.shown(STAGE_AXES)),
             job.config.schedule.num_microbatches,
             job.config.executor.name,
@@ -64,12 +62,12 @@ class RequestText:
 
 @dataclass(frozen=True)
 class StagePart:
-    """A stage: its layers, its submesh, and the seconds of a microbatch there."""
+    """A stage: its layers, its devices, and the seconds of a microbatch there."""
 
     first_layer: int
     num_layers: int
     rank: int
-    devices: tuple[int, ...]  # of the submesh, by number; () of a topology only predicted
+    devices: tuple[int, ...]  # of its rank, by number; () of a topology only predicted
     forward_s: float | None  # None: unknown; 0 of a last stage: in its backward (remat=full)
     backward_s: float | None  # the sum of the next two
     input_grad_s: float | None

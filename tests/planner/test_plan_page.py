@@ -128,10 +128,10 @@ def test_the_verdict_has_words_besides_its_colour():
     assert re.match(r"every rank: [\d.]+ KiB, of which parameters [\d.]+ KiB, optimizer", labels[0])
 
 
-def test_stages_name_their_layers_and_submesh():
+def test_stages_name_their_layers_and_rank():
     said = Page(made("mpmd")[2]).text
-    assert "0 0-1 0 dp=2" in said  # stage, layers, rank, submesh
-    assert "1 2-3 1 dp=2" in said
+    assert "0 0-1 0 " in said  # stage, layers, rank
+    assert "1 2-3 1 " in said
 
 
 def test_what_is_not_drawn_says_why(monkeypatch):
@@ -150,14 +150,11 @@ def test_what_is_not_drawn_says_why(monkeypatch):
 
 
 def test_the_page_lists_what_the_plan_assumes_and_says_where_a_forward_has_gone():
-    found, picture, text = made("full")  # of remat=full
+    found, _, text = made("full")  # of remat=full
     said = Page(text).text
     assert "What this assumes" in said
     assert all(text in said for text in found.assumes)
     assert "in backward" in said
-    bare = replace(found, stages=tuple(replace(stage, devices=()) for stage in found.stages))
-    assert "submesh devices forward s" in said
-    assert "submesh forward s" in Page(shown(bare, picture)).text
 
 
 def test_a_step_time_that_is_not_known_says_why():

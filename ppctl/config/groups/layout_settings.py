@@ -50,15 +50,6 @@ class Mesh(axes_record(kind=Devices), Settings):
         """
         return axes_text(vars(self))
 
-    @property
-    def submesh_text(self) -> str:
-        """Return the axes of the devices of one rank.
-
-        >>> Mesh(2, 4).submesh_text
-        'dp=2 fsdp=1'
-        """
-        return " ".join(word for word in self.axes_text.split() if not word.startswith("pp="))
-
 
 # --- partitions: the layers of each stage ---------------------------------------------------------
 

@@ -36,7 +36,6 @@ PREDICTED = "total, predicted"
 IN_BACKWARD = "in backward"
 MOST_COLUMNS = 8
 MOST_STAGES = 16
-MOST_DEVICES = 8
 MOST_LAYERS, MOST_PARAMS, MOST_OPERATIONS = 24, 4, 6  # of a network
 
 
@@ -103,7 +102,7 @@ def memory_table(found: Prediction) -> TextTable:
 def stage_tables(found: Prediction) -> Iterator[TextTable]:
     """Yield a table of the stages, and of a network one of its layers."""
     if found.stages:
-        yield stage_table(found.stages, found.request.submesh)
+        yield stage_table(found.stages)
     if found.layers:
         yield layer_table(found.layers)
 
@@ -121,37 +120,29 @@ def costs_text(found: Prediction) -> str | None:
     return f"{' '.join(words)} for `ppctl schedule`: relative to {unit}"
 
 
-def stage_table(stages: Sequence[StagePart], submesh: str) -> TextTable:
-    """Return up to `MOST_STAGES` stages, else first, slowest, last. submesh: its axes."""
+def stage_table(stages: Sequence[StagePart]) -> TextTable:
+    """Return up to `MOST_STAGES` stages, else first, slowest, last."""
     # 1. which stages
     last, seconds = len(stages) - 1, [(s.forward_s or 0.0) + (s.backward_s or 0.0) for s in stages]
     slowest = max(range(last + 1), key=seconds.__getitem__)
     which = range(last + 1) if last < MOST_STAGES else sorted({0, slowest, last})
 
     # 2. their rows
-    devices, rows = ["devices"] * any(stage.devices for stage in stages), []
+    rows = []
     for s in which:
         stage = stages[s]
         first, last_layer = stage.first_layer, stage.first_layer + stage.num_layers - 1
         layers = "none" if not stage.num_layers else f"{first}-{last_layer}"
         layers = str(first) if first == last_layer else layers
-        place = str(s), layers, str(stage.rank), submesh, *[_devices(stage.devices)] * len(devices)
         forward = IN_BACKWARD if stage.forward_s == 0 else _seconds(stage.forward_s)
-        rows.append((*place, forward, _seconds(stage.backward_s)))
+        rows.append((str(s), layers, str(stage.rank), forward, _seconds(stage.backward_s)))
     title = "stages, with seconds of a microbatch"
     title += f" ({len(rows)} of {last + 1})" if len(rows) <= last else ""
-    columns = ("stage", "layers", "rank", "submesh", *devices, "forward s", "backward s")
-    return TextTable(title, columns, rows)
+    return TextTable(title, ("stage", "layers", "rank", "forward s", "backward s"), rows)
 
 
 def _seconds(seconds: float | None) -> str:
     return "not known" if seconds is None else f"{seconds:.3g}"
-
-
-def _devices(devices: Sequence[int]) -> str:
-    if len(devices) <= MOST_DEVICES:
-        return " ".join(map(str, devices))
-    return f"{len(devices)} from {devices[0]} to {devices[-1]}"
 
 
 def layer_table(layers: Sequence[LayerPart]) -> TextTable:
