@@ -1,8 +1,4 @@
-"""The prediction for a request, as `ppctl plan` prints it: stages, bubble, step time, memory.
-
-Its numbers come from `predict_step`, as in `ppctl tune` and `ppctl train`. plan.compile=true adds
-the memory of the compiled program, for attached devices, or for those of plan.topology.
-"""
+"""The prediction for a request, as `ppctl plan` prints it: stages, bubble, step time, memory."""
 
 from __future__ import annotations
 
@@ -235,10 +231,7 @@ def _compile(pipe: Pipeline) -> tuple[tuple[int, ...] | None, float, str | None]
 
 
 def _devices_text(job: TrainingJob, target: Target) -> str:
-    """Return the number and kind of the devices, and which axes of the mesh go over hosts, if any.
-
-    Devices that are only described are named so: "64 x h100 (described)".
-    """
+    """Return the number and kind of the devices ("64 x h100 (described)"), and axes over hosts."""
     topology, hardware = target.plan.topology, target.known_hardware
     if target.plan.compiles if topology is not None else not target.is_away:
         hosts = hosts_text(job.pipe.mesh)

@@ -1,8 +1,4 @@
-"""A train step as records: a model's work and sizes, how it lies on devices, and the devices.
-
-All seconds (`op_times`, `step_time`) and bytes (`step_bytes`) follow from a `Step` and the order of
-its tasks. Standard library only.
-"""
+"""A train step as records: a model's work and sizes, their layout, the devices. Stdlib only."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -118,10 +114,7 @@ class Step:
         return replace(self, layout=layout)
 
     def adds_in_place(self, num_layers: int) -> bool:
-        """Return whether products of a program with these layers add gradients to their sums.
-
-        The gradients of a scan over layers are all made before they are added.
-        """
+        """Return whether products add gradients to their sums: not those of a scan over layers."""
         return self.adds and num_layers <= self.unroll
 
     @property
@@ -146,10 +139,7 @@ class Step:
 
     @property
     def summed_bytes(self) -> Iterator[tuple[Ring, float]]:
-        """Yield the rings of copies, and the bytes of gradients that a device sums over each.
-
-        Gradients are summed over the copies that do not divide them.
-        """
+        """Yield (ring of copies, bytes of gradients that a device sums over it)."""
         whole = self.trained_bytes
         for axes, *sizes in self.params.own:
             own = self.kept(*sizes)

@@ -1,9 +1,7 @@
 """The prediction for a job before anything is compiled: `plan`, `train`, `tune` and `rehearse`.
 
-A job gives a `Step`; its seconds and bytes are those of `step_time` and `memory_of`. There are two
-kinds of bubble. The ideal one follows from the schedule and its executor alone: equal stages with
-F = I = W, and nothing else takes time. The predicted one is by the seconds of layers, embedding and
-head, and of transfers.
+The ideal bubble follows from the schedule and its executor: equal stages with F = I = W, nothing
+else takes time. The predicted one is by the seconds of layers, embedding, head and transfers.
 """
 
 import difflib
@@ -236,10 +234,7 @@ def time_of(pipe: Pipeline, times: OpTimes, costs: Costs | None = None) -> StepT
 
 
 def timeline_of(pipe: Pipeline, times: OpTimes, costs: Costs | None = None) -> Timeline:
-    """Return when each task of a step runs, by the rules of `time_of`, without per-step overhead.
-
-    Not for executor=reference, which has no stages.
-    """
+    """Return when each task runs, by the rules of `time_of`, without per-step overhead."""
     costs = costs or job_costs(pipe, times)
     copies = pipe.mesh.size // pipe.mesh.shape["pp"]
     return pipe.scheduled.timeline(costs, times.capacity / copies)

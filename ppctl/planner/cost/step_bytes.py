@@ -1,9 +1,6 @@
-"""Bytes of a step on a device: its arrays, and the temporaries of its programs.
+"""Bytes of a step on a device: its programs' temporaries, and arrays of layouts that are not built.
 
-Arrays of a job are exact, from their shapes, and only temporaries are counted here
-(`predict_step.memory_of`). `array_bytes` has the arrays of a layout that is not built, from the
-sizes of a layer and an example. Sizes of compiled programs (plan.compile, training) are other
-numbers, and named so. Standard library only.
+Arrays of a job are exact, from their shapes (`Engine.memory`). Standard library only.
 """
 
 from collections.abc import Mapping

@@ -105,11 +105,9 @@ def overhead_s(step: Step) -> float:
 def exchange_s(step: Step) -> float:
     """Return the seconds in which parameters are cast and gathered, gradients summed over replicas.
 
-    Parameters travel in the dtype of compute, gradients in that of the parameters. Tasks read
-    copies of layers, whole unless each task gathers them (gather=layer). Embedding and head are
-    divided over pp and fsdp (a part of a divided vocabulary over fsdp), a rank's layers over fsdp.
-    Collectives of single arrays count as one, as
-    compilers combine them.
+    Parameters travel in the dtype of compute, gradients in that of the parameters. Embedding and
+    head are divided over pp and fsdp (a part of a divided vocabulary over fsdp), a rank's layers
+    over fsdp. Collectives of single arrays count as one, as compilers combine them.
     """
     # 1. gathers of parameters, and sums of gradients that are scattered
     params, layout = step.params, step.layout

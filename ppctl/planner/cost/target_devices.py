@@ -119,10 +119,7 @@ class Target:
 
     @property
     def limit(self) -> DeviceLimit | None:
-        """The memory of a device: as requested, of the chosen hardware, or as stated; else None.
-
-        Simulated devices share the machine's evenly.
-        """
+        """The memory of a device: as requested, of the chosen hardware, or as stated; else None."""
         # 1. as requested, or of described hardware
         if (gib := self.plan.memory_gib) is not None:
             return DeviceLimit(round(gib * GIB), f"plan.memory_gib={gib:g}")

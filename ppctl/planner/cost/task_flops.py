@@ -139,10 +139,8 @@ class CountedModel:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype), tree)
 
     def kept_bytes(self, remat: Remat) -> tuple[int, int]:
-        """Return (the stash of a layer, the values that I hands to W), in bytes.
-
-        I hands on the same values whatever is recomputed before it.
-        """
+        """Return the bytes of a layer's stash, and of the values that I hands to W."""
+        # the same values are handed on whatever is recomputed before
         handing_on = self.stages[Remat.LAYER if remat.recomputes else remat]
         stash = self.stages[remat].stash_shapes(self.weights)
         return tree_bytes(stash), tree_bytes(handing_on.pending_shapes(self.weights))

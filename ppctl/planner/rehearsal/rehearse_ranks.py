@@ -1,9 +1,7 @@
 """A large run's ranks, rehearsed on one device, and the whole step simulated from their times.
 
 Each rank that differs from those before it runs its tasks, or ticks, and its optimizer's update.
-Transfers and collectives are counted (`op_times`) for the links of hardware=. Of a rank whose
-devices divide its stages, one device runs, with stand-ins for all that it receives
-(`rank_on_device.alone`); the seconds of these sends are counted too.
+Transfers, collectives and sends inside of stages are counted for the links of hardware=.
 """
 
 import os

@@ -46,9 +46,8 @@ def device_models(
 ) -> DeviceModels:
     """Return the work and the sizes of one device by the division of stages, each made once.
 
-    stack: as the hardware runs it. state, batch: shapes, in natural order and of a global batch.
-    axes: how stages are divided; only their sizes vary. The result raises ConfigError for a
-    division that the model does not allow.
+    state, batch: shapes, in natural order and of a global batch. axes: only their sizes vary. The
+    result raises ConfigError for a division that the model does not allow.
     """
 
     @cache

@@ -1,8 +1,7 @@
 """A layout on its way through the search: bounded by its work, placed, simulated.
 
-Each form has `seconds` and `least_bytes`, which are no more than those of `ppctl plan`, and are
-closer in the next one. Seconds of a simulated layout are those of plan, but for long schedules,
-which are extrapolated. Standard library only, for thousands of them.
+Each form's `seconds` and `least_bytes` are at most those of `ppctl plan`, and closer in the next
+one. Those of long schedules are extrapolated. Standard library only, for thousands of layouts.
 """
 
 from __future__ import annotations
@@ -177,10 +176,7 @@ class Placed:
         return self.layout.least_bytes
 
     def simulated(self) -> Candidate:
-        """Return the layout with its time by simulation, and its bytes by the order of its tasks.
-
-        The bytes are those of arrays, with executor=mpmd only of parameters and what waits.
-        """
+        """Return the layout with its time by simulation, its bytes by the order of its tasks."""
         # 1. seconds
         step, space, copies = self.step, self.layout.bounds.space, self.step.layout.rank_devices
         times, slots = list[Mapping[str, float]](), list[Mapping[str, float]]()

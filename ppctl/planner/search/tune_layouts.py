@@ -1,9 +1,6 @@
-"""The fastest layouts of a model on so many devices.
+"""The fastest layouts of a model on a number of devices: searched by bounds, then planned.
 
-Mesh, schedule, stages a rank, partition, microbatches and remat are searched together
-(`layout_search`), at costs counted for the hardware. The fastest layouts are predicted as by `ppctl
-plan` (`predict_step`) until enough of them fit, and tune.measure runs the best ones here. Model,
-data, batch, executor and optimizer are those of the request.
+The fastest found (`layout_search`) are predicted as by `ppctl plan` until enough of them fit.
 """
 
 import time
@@ -177,10 +174,7 @@ def search_of(
     batch: Shapes,
     target: Target,
 ) -> LayoutSearch:
-    """Return the search of the layouts to choose from; batch: shapes.
-
-    Of `tune` it takes the choices of schedules, divisions, chunks, remat and vocabulary.
-    """
+    """Return the search of layouts of a batch's shapes; of `tune` it takes the choices."""
     # 1. the model, and how it may be divided
     assert isinstance(executor, Spmd | Mpmd), "others have one layout"
     machine, dtype, limit = target.machine, jnp.dtype(target.dtype), target.limit
@@ -256,10 +250,7 @@ def _vocab(
 
 
 def planned_layouts(search: LayoutSearch, plan: Callable[[Candidate], Row], best: int) -> Found:
-    """Return the `best` fastest layouts of a search that fit, each with its plan.
-
-    plan: predicts a layout as `ppctl plan` does.
-    """
+    """Return the `best` fastest layouts that fit; plan: predicts as `ppctl plan` does."""
     plan = cache(plan)
     with uncollected():
         rows = _fitting(search.fastest(), search, plan, best)

@@ -1,7 +1,4 @@
-"""The pages of `ppctl plan` and `ppctl rehearse`: their tables, bars of memory, the step's chart.
-
-A page is one html file that loads nothing.
-"""
+"""The self-contained pages of `ppctl plan` and `ppctl rehearse`."""
 
 import shlex
 from collections.abc import Iterable, Sequence
