@@ -15,7 +15,7 @@ from ppctl import config
 from ppctl.cli.commands import verify
 from ppctl.training.pipeline import optimizers
 from ppctl.training.pipeline import optimizers as optim
-from ppctl.training.pipeline.engines import mpmd_engine as mpmd
+from ppctl.training.pipeline.engines import update_programs
 from ppctl.training.pipeline.engines.one_program import OneProgram
 from ppctl.training.pipeline.engines.post_validation import PostValidated
 from ppctl.training.pipeline.unpipelined import verification
@@ -177,7 +177,7 @@ def begun_from_the_wrong_state(monkeypatch):
 
 
 def a_rank_that_updates_twice(monkeypatch):
-    right = mpmd.apply_gradients
+    right = update_programs.apply_gradients
 
     def changed(optimizer, state, grads, *rest):
         once = right(optimizer, state, grads, *rest)
@@ -186,7 +186,7 @@ def a_rank_that_updates_twice(monkeypatch):
             once | {"params": right(optimizer, once, grads, *rest)["params"]} if is_first else once
         )
 
-    monkeypatch.setattr(mpmd, "apply_gradients", changed)
+    monkeypatch.setattr(update_programs, "apply_gradients", changed)
 
 
 FAULTS = [

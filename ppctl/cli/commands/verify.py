@@ -1,7 +1,7 @@
 """`ppctl verify`: show that gradients and train steps equal those of the un-pipelined model."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,10 +9,10 @@ from ppctl.config import Config
 from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, show_table
 from ppctl.training.pipeline.job import TrainingJob, assemble, partition_text
 from ppctl.training.pipeline.job_checks import check_job
-from ppctl.training.pipeline.unpipelined import verification as compare
 from ppctl.training.pipeline.unpipelined.verification import (
     StepComparison,
     TrainingComparison,
+    compare_training,
     plain_model,
 )
 from ppctl.training.pipeline.unpipelined.verify_pipeline import (
@@ -59,18 +59,15 @@ def verify(config: Config, *, as_json: bool) -> int:
     batch = next(job.data.batches())
     of_plain = plain.loss_and_grads, plain.params
     of_batch = verify_gradients(job.pipe, *of_plain, state, batch)
-    original, training = job, None
+    training = None
     if config.verify.steps:
-        steps = compare.steps_with_clipping(plain, config.verify.steps, of_batch.tolerance)
-        if steps.clip_norm != config.optim.clip_norm:
-            clipping = replace(config.optim, clip_norm=steps.clip_norm)
-            job = assemble_to_verify(replace(config, optim=clipping))
-        training = compare.compare_training(job, steps, state, config)
+        steps = plain.run(config.verify.steps, of_batch.tolerance)
+        training = compare_training(job, steps, state)
     comparison = Comparison(job, of_batch, training)
     if as_json:
         show_json(_document(comparison))
     else:
-        _show(comparison, original, notes)
+        _show(comparison, notes)
     return 0 if comparison.ok else 1
 
 
@@ -87,15 +84,15 @@ def _document(comparison: Comparison) -> dict[str, Any]:
     return document
 
 
-def _show(comparison: Comparison, original: TrainingJob, notes: Sequence[str]) -> None:
-    """Print two tables, other comparisons, and the verdict; original: the job as requested."""
+def _show(comparison: Comparison, notes: Sequence[str]) -> None:
+    """Print two tables, other comparisons, and the verdict."""
     job, of_batch, training = comparison
     tolerance = of_batch.tolerance
     console = OutputConsole()
     line = partial(show_lines, console)
     # 1. gradients
     rows = (_gradient_row(leaf, tolerance) for leaf in of_batch.gradients)
-    title = f"gradients of {_what(original)} compared with the un-pipelined model's"
+    title = f"gradients of {_what(job)} compared with the un-pipelined model's"
     show_table(console, title, (*GRADIENT, "worst layer"), rows)
     text = partition_text(job)
     if text is not None:
@@ -111,7 +108,7 @@ def _show(comparison: Comparison, original: TrainingJob, notes: Sequence[str]) -
         title = "train steps compared with the un-pipelined model's, updated by optax alone"
         rows = (_step_row(step, tolerance) for step in training.steps)
         show_table(console, title, STEP, rows)
-        for text in _training_lines(original, training, tolerance):
+        for text in _training_lines(job, training, tolerance):
             line(text)
     verdict = "equal" if comparison.ok else "NOT EQUAL"
     line(f"{verdict} within {tolerance:g} ({job.pipe.dtype})")
@@ -133,7 +130,7 @@ def _step_row(step: StepComparison, tolerance: float) -> list[str]:
 
 
 def _training_lines(
-    original: TrainingJob, training: TrainingComparison, tolerance: float
+    job: TrainingJob, training: TrainingComparison, tolerance: float
 ) -> Iterator[str]:
     """Yield lines on the state after the steps, its evaluation and clipping."""
     for name in training.steps[0].attached:
@@ -148,20 +145,12 @@ def _training_lines(
     if training.eval_loss is None:
         yield "eval      none (run.eval_every=null)"
     else:
-        batches = f"{original.num_eval_batches} batch{'es' * (original.num_eval_batches > 1)}"
+        batches = f"{job.num_eval_batches} batch{'es' * (job.num_eval_batches > 1)}"
         yield f"eval      {_number_text(training.eval_loss, tolerance)}, of {batches}"
-    yield f"clipping  {_clipping_text(original, training)}"
-
-
-def _clipping_text(original: TrainingJob, training: TrainingComparison) -> str:
-    clip_norm = original.config.optim.clip_norm
-    if clip_norm is None or training.clip_norm is None:
-        return "none (optim.clip_norm=null)"
-    if training.is_clip_norm_requested:
-        return f"at optim.clip_norm={clip_norm:g}"
-    which = "all" if training.steps[0].grad_norm.reference >= clip_norm else "none"
-    would = f"optim.clip_norm={clip_norm:g} would clip {which} of these steps"
-    return f"at a norm of {training.clip_norm:.6g}, chosen here: {would}"
+    at = "none (optim.clip_norm=null)"
+    if training.clip_norm is not None:
+        at = f"at optim.clip_norm={training.clip_norm:g}"
+    yield f"clipping  {at}"
 
 
 def _number_text(number: Number, tolerance: float) -> str:

@@ -7,7 +7,7 @@ but not the code of steps: that stands here a second time, on whole trees in nat
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any
 
 import jax
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ppctl.config import Config
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.layer_reports import with_updated, without_counted
 from ppctl.model.trainable_parameters import trained_part, with_trained
@@ -70,8 +69,8 @@ class PlainModel:
     loss_and_grads: Callable[[Tree, Tree, int], tuple[dict[str, jax.Array], Tree]]  # of a step
     losses: Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]  # (params, batch) -> (sum, number)
 
-    def run(self, num_steps: int, clip_norm: float | None, tolerance: float) -> PlainSteps:
-        """Return the first train steps, clipped at this norm.
+    def run(self, num_steps: int, tolerance: float) -> PlainSteps:
+        """Return the first train steps.
 
         tolerance: of a gradient, relative to the largest of its array. Adam divides gradients by
         their size, so that rounding noise may move a parameter as far as any gradient. So the
@@ -80,6 +79,7 @@ class PlainModel:
         # 1. the update of a state
         config, data = self.job.config, self.job.data
         optimizer, lr_schedule = make_optimizer(config.optim, config.run.num_steps)
+        clip_norm = config.optim.clip_norm
         max_norm = math.inf if clip_norm is None else clip_norm
         stack = self.job.pipe.stack
         counted, which = stack.options.updates, stack.options.trainable
@@ -175,19 +175,13 @@ class TrainingComparison:
     """Train steps, their final state, and an evaluation of it."""
 
     clip_norm: float | None
-    is_clip_norm_requested: bool  # False: chosen so that some steps are clipped and some are not
     steps: tuple[StepComparison, ...]
     state: tuple[Leaf, ...]  # parameters, the optimizer's numbers and the count of steps
     eval_loss: Number | None  # None: the request evaluates nothing
 
 
-def compare_training(
-    job: TrainingJob, plain: PlainSteps, state: Tree, requested: Config
-) -> TrainingComparison:
-    """Return train steps compared, which take the memory of `state`, the initial one.
-
-    job: the request with the clipping norm of these steps; requested: the original request.
-    """
+def compare_training(job: TrainingJob, plain: PlainSteps, state: Tree) -> TrainingComparison:
+    """Return train steps compared, which take the memory of `state`, the initial one."""
     # 1. the steps
     engine, data, stack = job.pipe.engine, job.data, job.pipe.stack
     engine.compile(evaluate=job.config.run.eval_every is not None)
@@ -207,27 +201,4 @@ def compare_training(
     trees = plain.after | counts[1], engine.to_natural(state)
     trees += plain.before | counts[0], plain.slack | counts[0]
     leaves = in_layers(stack, compare_trees(*(of_author(stack, tree) for tree in trees)))
-    is_requested = plain.clip_norm == requested.optim.clip_norm
-    return TrainingComparison(plain.clip_norm, is_requested, tuple(steps), leaves, eval_loss)
-
-
-def steps_with_clipping(plain: PlainModel, num_steps: int, tolerance: float) -> PlainSteps:
-    """Return train steps some of which are clipped and some not, if possible.
-
-    They are clipped at optim.clip_norm if it does that, else at a norm between two of theirs: so
-    both branches of clipping run, and those of executor.post_validation. optim.clip_norm=null
-    stays: such training clips nothing.
-    """
-    requested = plain.run(num_steps, plain.job.config.optim.clip_norm, tolerance)
-    norms = [each["grad_norm"] for each in requested.numbers]
-    is_finite = all(0 < n < math.inf for n in norms)
-    is_enough = len({*requested.clipped}) == 2 or requested.clipped == (True,)
-    if requested.clip_norm is None or is_enough or not is_finite:
-        return requested
-
-    # in the widest gap, preferably with a step after one that is clipped; of one step, below it
-    def worth(gap: tuple[float, float]) -> tuple[bool, float]:
-        return any(n >= sum(gap) / 2 for n in norms[:-1]), gap[1] - gap[0]
-
-    gap = max(pairwise(sorted(norms)), key=worth, default=(0.0, norms[0]))
-    return plain.run(num_steps, sum(gap) / 2, tolerance)
+    return TrainingComparison(plain.clip_norm, tuple(steps), leaves, eval_loss)
