@@ -179,12 +179,11 @@ def begun_from_the_wrong_state(monkeypatch):
 def a_rank_that_updates_twice(monkeypatch):
     right = update_programs.apply_gradients
 
-    def changed(optimizer, state, grads, *rest):
-        once = right(optimizer, state, grads, *rest)
+    def changed(optimizer, state, grads, *rest, **how):
+        once = right(optimizer, state, grads, *rest, **how)
         is_first = "embed" in state["params"]["embed_head"]
-        return (
-            once | {"params": right(optimizer, once, grads, *rest)["params"]} if is_first else once
-        )
+        twice = right(optimizer, once, grads, *rest, **how)["params"]
+        return once | {"params": twice} if is_first else once
 
     monkeypatch.setattr(update_programs, "apply_gradients", changed)
 
