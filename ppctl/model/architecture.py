@@ -47,7 +47,7 @@ class Architecture:
     vocab_size: int
     tied: bool
     rope: Rope = PLAIN_ROPE
-    local_theta: float | None = None  # unscaled Rope's theta in windowed layers; None: `rope`
+    local_rope: Rope | None = None  # of layers with a window; None: `rope`
     head_dim: int | None = None
     scale_embedding: bool = False
     norm_eps: float = 1e-6
@@ -58,8 +58,7 @@ class Architecture:
     query_pre_attn_scalar: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
-    window: int | None = None
-    window_pattern: str = "W"
+    windows: tuple[int | None, ...] | None = None  # of each layer; None: no layer has one
     dropout: float = 0.0
     lora: Lora | None = None
 
@@ -71,28 +70,18 @@ class Architecture:
     def head_width(self) -> int:
         return self.head_dim or self.d_model // self.num_heads
 
-    @property
-    def have_windows(self) -> tuple[bool, ...]:
-        """Whether each layer has the window."""
-        pattern, has_window = self.window_pattern, self.window is not None
-        places = (l % len(pattern) for l in range(self.num_layers))
-        return tuple(has_window and pattern[place] == "W" for place in places)
-
-    def scoring(self, has_window: bool) -> Scoring:
-        """Return the scoring of layers with or without the window."""
+    def scoring(self, window: int | None) -> Scoring:
+        """Return the scoring of layers with this window."""
         scale = None if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar**-0.5
-        return Scoring(scale, self.attention_softcap, self.window if has_window else None)
-
-    def rope_of(self, has_window: bool) -> Rope:
-        """Return the rotary positions of layers with or without the window."""
-        return Rope(self.local_theta) if has_window and self.local_theta is not None else self.rope
+        return Scoring(scale, self.attention_softcap, window)
 
     def check_divides(self, axes: StageAxes) -> None:
         """Raise ConfigError for sizes that tp and cp do not divide."""
         check_widths(axes.tp, self.num_heads, self.kv_heads, self.mlp_width)
-        if axes.cp > 1 and any(self.have_windows):
+        window = max((each for each in self.windows or () if each is not None), default=None)
+        if axes.cp > 1 and window is not None:
             raise ConfigError(
-                f"{setting('model.window', self.window)} and {setting('mesh.cp', axes.cp)}: parts "
-                f"of a sequence on other devices are attended to whole. Use {setting('mesh.cp', 1)}"
-                f", and {setting('mesh.tp')} for long sequences."
+                f"{setting('model.window', window)} and {setting('mesh.cp', axes.cp)}: parts of a "
+                f"sequence on other devices are attended to whole. Use {setting('mesh.cp', 1)}, "
+                f"and {setting('mesh.tp')} for long sequences."
             )

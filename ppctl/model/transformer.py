@@ -163,16 +163,17 @@ class _Transformer:
 
     def layers(self) -> Layers:
         """Return the function of all layers, or one for each if only some have the window."""
-        kinds = self.sizes.have_windows
-        function_of = {has_window: self.layer(has_window) for has_window in sorted(set(kinds))}
-        layers = tuple(function_of[has_window] for has_window in kinds)
+        kinds = self.sizes.windows or (None,) * self.sizes.num_layers
+        function_of = {window: self.layer(window) for window in dict.fromkeys(kinds)}
+        layers = tuple(function_of[window] for window in kinds)
         return layers[0] if len(function_of) == 1 else layers
 
-    def layer(self, has_window: bool) -> Callable[[Tree, jax.Array], jax.Array]:
+    def layer(self, window: int | None) -> Callable[[Tree, jax.Array], jax.Array]:
         """Return the function of a layer."""
         sizes, axes = self.sizes, self.axes
-        turn = partial(self.rotate, rope=sizes.rope_of(has_window), axes=axes)
-        block = Block(sizes, self.mix(axes, sizes.scoring(has_window)), turn, axes)
+        rope = sizes.rope if window is None else sizes.local_rope or sizes.rope
+        turn = partial(self.rotate, rope=rope, axes=axes)
+        block = Block(sizes, self.mix(axes, sizes.scoring(window)), turn, axes)
 
         def with_key(params: Tree, x_BTD: jax.Array, key: jax.Array | None = None) -> jax.Array:
             drop = self._drop(key, x_BTD)

@@ -107,16 +107,17 @@ def _checked(schema: type, sizes: dict[str, Any], drop: tuple[str, ...]) -> Any:
 def transformer_sizes(model: settings.Transformer, vocab_size: int) -> dict[str, Any]:
     """Return a transformer's settings as fields of `ppctl.model.architecture.Architecture`."""
     sizes = asdict(model)
-    for key in ("name", "seq_len", "family", "attention"):
+    for key in ("name", "seq_len", "family", "attention", "window", "window_pattern"):
         del sizes[key]
     sizes |= FAMILIES[model.family]._asdict()
-    sizes |= {"mlp_width": model.hidden_width, "vocab_size": vocab_size}
+    sizes |= {"mlp_width": model.hidden_width, "vocab_size": vocab_size, "windows": model.windows}
     rope, scaling = model.rope, dict[str, Any]()
     if rope.record is not None:
         scaling = {"scaling": rope.scaling["rope_type"], **vars(rope.record)}
     if "original_max_position_embeddings" in scaling:
         scaling["original_len"] = scaling.pop("original_max_position_embeddings")
-    return sizes | {"rope": Rope(rope.theta, **scaling), "local_theta": rope.local_theta}
+    local_rope = None if rope.local_theta is None else Rope(rope.local_theta)
+    return sizes | {"rope": Rope(rope.theta, **scaling), "local_rope": local_rope}
 
 
 def _transformer(
