@@ -10,6 +10,7 @@ import inspect
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ppctl import config
@@ -56,11 +57,7 @@ def options(group: str) -> list[str]:
 
 
 def default_option(group: str) -> str:
-    """Return the option that conf/config.yaml names for `group`.
-
-    >>> default_option("mesh")
-    '2x4'
-    """
+    """Return the option that conf/config.yaml names for `group`."""
     text = (ROOT / "conf/config.yaml").read_text()
     return dict(re.findall(r"^  - (\w+): (\S+)", text, re.MULTILINE))[group]
 
@@ -72,11 +69,7 @@ def schemas() -> dict[str, type]:
 
 
 def schema_of(group: str, option: str) -> type:
-    """Return the dataclass behind a shipped option of a part.
-
-    >>> schema_of("schedule", "1f1b").__name__
-    'Schedule'
-    """
+    """Return the dataclass behind a shipped option of a part."""
     if group == "mesh":
         return Mesh
     if group in SWEEP_PARTS:
@@ -110,10 +103,13 @@ def settings_of(prefix: str, cls: type) -> dict[str, Setting]:
 @functools.cache  # getsource reads the whole file again for each class
 def _comments(cls: type) -> dict[str, str]:
     """Return the comment of each field: at the end of its line, or on the lines right above it."""
-    classes = (c for c in reversed(cls.__mro__) if dataclasses.is_dataclass(c))
+    source = ""
+    for each in reversed(cls.__mro__):
+        with suppress(OSError, TypeError):  # of `object`, and of classes that a function made
+            source += inspect.getsource(each)
     found: dict[str, str] = {}
     above: list[str] = []
-    for line in "".join(map(_source, classes)).split("\n"):
+    for line in source.split("\n"):
         if line.startswith("    # "):
             above.append(line.removeprefix("    # "))
             continue
@@ -121,14 +117,6 @@ def _comments(cls: type) -> dict[str, str]:
             found[field[1]] = line.partition("  # ")[2] or " ".join(above)
         above = []
     return found
-
-
-def _source(cls: type) -> str:
-    """Return the source of a class, "" of one that `make_dataclass` made."""
-    try:
-        return inspect.getsource(cls)
-    except OSError:
-        return ""
 
 
 def all_settings() -> dict[str, Setting]:
@@ -146,11 +134,7 @@ def all_settings() -> dict[str, Setting]:
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.5) -> list[str]:
-    """Return those of `names` that look like `word`, nearest first.
-
-    >>> nearest("layrs", ["num_layers", "d_model"])
-    ['num_layers']
-    """
+    """Return those of `names` that look like `word`, nearest first."""
     return difflib.get_close_matches(word, list(names), n=3, cutoff=cutoff)
 
 

@@ -148,11 +148,6 @@ EXAMPLES = [*zip((line[2:] for line in _LINES[::2]), _LINES[1::2], strict=True)]
 
 
 def examples_of(command: str) -> list[str]:
-    """Return the examples of a command.
-
-    >>> examples_of("tokenize")
-    ['ppctl tokenize notes.txt --vocab-size 4096 --out tokenizer']
-    """
     return [line for _, line in EXAMPLES if line.split()[1] == command]
 
 

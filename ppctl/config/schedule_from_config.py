@@ -135,8 +135,6 @@ def pipeline_of(
 def trained_share(model: AnyModel, optim: settings.Optim) -> float:
     """Return the share of the layers' weights that are trained; 1 for custom models.
 
-    `ppctl.model.trainable_parameters` counts it of a custom model's parameters.
-
     >>> optim = settings.AdamW(train="lora", lora_rank=4, lora_targets=["q"])
     >>> trained_share(settings.Transformer(d_model=64), optim)
     0.0103092783505154...
@@ -150,11 +148,7 @@ def trained_share(model: AnyModel, optim: settings.Optim) -> float:
 
 
 def named(family: str, num_microbatches: int, num_chunks: int) -> settings.Schedule:
-    """Return the request for a family with its usual knobs, num_chunks among them if it has that.
-
-    >>> named("looped_bfs", 8, 4)
-    Chunked(name='looped_bfs', num_microbatches=8, vocab='whole', num_chunks=4)
-    """
+    """Return the request for a family with its usual knobs, with num_chunks if it has that."""
     knobs: dict[str, Any] = FAMILIES[family].knobs_for(num_chunks)
     return settings_of_family(family)(name=family, num_microbatches=num_microbatches, **knobs)
 

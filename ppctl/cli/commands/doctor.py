@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -62,7 +63,7 @@ def doctor(config: Config, *, as_json: bool) -> int:
         request, mesh, needed = _request(config)
         local = [*request, _directory(config.run, needed)]
         links = list[MeasuredLink]()
-        findings = [*_merged(_gathered(Finding, local)), _together()]
+        findings = [*_merged(_gathered(Finding, local))]
         if mesh is not None:
             links = _measured(mesh)
             findings += _of_links(links)
@@ -153,14 +154,9 @@ def _merged(by_process: Sequence[Sequence[Finding]]) -> Iterator[Finding]:
             continue
         for process, finding in enumerate(same):
             yield Finding(finding.what, finding.is_ok, f"process {process}: {finding.text}")
-
-
-def _together() -> Finding:
-    """Return where the processes run."""
     hosts = distributed.gather(socket.gethostname())
-    counts = {host: hosts.count(host) for host in hosts}
-    where = ", ".join(f"{count} on {host}" for host, count in counts.items())
-    return Finding("processes", True, f"{len(hosts)}: {where}")
+    where = ", ".join(f"{number} on {host}" for host, number in Counter(hosts).items())
+    yield Finding("processes", True, f"{len(hosts)}: {where}")
 
 
 # --- links
@@ -186,12 +182,10 @@ def _measured(mesh: Mesh) -> list[MeasuredLink]:
             ends = f"device {a.id} (process {a.process_index}) and {b.id} ({b.process_index})"
             with _answering(f"exchange of {ends}"):
                 links.append(measure_link(a, b))
-    found: dict[tuple[int, int], MeasuredLink] = {}
-    for link in itertools.chain(*_gathered(MeasuredLink, links)):  # both ends of each
-        ends = link.first, link.second
-        if ends not in found or not link.is_right:
-            found[ends] = link
-    return [found[ends] for ends in sorted(found)]
+    # both ends of each; a wrong one counts
+    found = sorted(itertools.chain(*_gathered(MeasuredLink, links)), key=lambda link: link.is_right)
+    by_ends = {(link.first, link.second): link for link in reversed(found)}
+    return [by_ends[ends] for ends in sorted(by_ends)]
 
 
 def _of_links(links: Sequence[MeasuredLink]) -> list[Finding]:

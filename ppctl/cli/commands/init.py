@@ -30,9 +30,8 @@ def parser() -> Parser:
 
 def serve(options: Namespace) -> int:
     """Write the files; return 0. ConfigError if that fails or would replace others."""
-    # 1. the directory and the starter
+    # 1. the files
     directory, starter = Path(options.dir), NETWORK if options.network else STARTER
-    # 2. the files
     files = _files(starter)
     has_maker = Path(MAKE_DATA) in files
     written = [*map(str, files), *(MADE if has_maker else ())]
@@ -51,7 +50,7 @@ def serve(options: Namespace) -> int:
     if has_maker and subprocess.run(maker, cwd=directory, check=False).returncode:
         fault = f"{directory / MAKE_DATA} cannot write {' and '.join(MADE)} here"
         raise ConfigError(f"{fault}: its error is above.")
-    # 3. the next commands
+    # 2. the next commands
     if options.json:
         show_json({"files": [str(directory / file) for file in written]})
         return 0

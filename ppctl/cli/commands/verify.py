@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ppctl.config import Config
+from ppctl.config.schedule_from_config import label
 from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, show_table
 from ppctl.training.pipeline.job import TrainingJob, assemble, partition_text
 from ppctl.training.pipeline.job_checks import check_job
@@ -92,7 +93,7 @@ def _show(comparison: Comparison, notes: Sequence[str]) -> None:
     line = partial(show_lines, console)
     # 1. gradients
     rows = (_gradient_row(leaf, tolerance) for leaf in of_batch.gradients)
-    title = f"gradients of {_what(job)} compared with the un-pipelined model's"
+    title = f"gradients of {_what(job.config)} compared with the un-pipelined model's"
     show_table(console, title, (*GRADIENT, "worst layer"), rows)
     text = partition_text(job)
     if text is not None:
@@ -162,13 +163,8 @@ def _error_text(error: float, tolerance: float) -> str:
     return f"{error:.1e}" + ("" if error <= tolerance else " !")  # NaN is marked
 
 
-def _what(job: TrainingJob) -> str:
-    config = job.config
+def _what(config: Config) -> str:
     if not config.executor.ENGINE.is_pipelined:
         return "executor=reference"
-    schedule, knobs = config.schedule, config.schedule.knobs()
-    sizes = {"microbatches": schedule.num_microbatches}
-    sizes |= {key.removeprefix("num_"): value for key, value in knobs.items()}
-    text = ", ".join(f"{value} {name}" for name, value in sizes.items())
-    mesh, remat = config.mesh.text, config.executor.remat
-    return f"schedule={schedule.name} ({text}), mesh={mesh}, remat={remat}"
+    schedule = f"{label(config.schedule)}, {config.schedule.num_microbatches} microbatches"
+    return f"schedule={schedule}, mesh={config.mesh.text}, remat={config.executor.remat}"

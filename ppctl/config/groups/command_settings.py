@@ -123,14 +123,11 @@ class Tune(
 
     def check(self) -> None:
         Settings.check(self)
-        self._check_recipe()
         if self.measure > self.best:
             raise ConfigError(
                 f"tune.measure={self.measure} runs more layouts than tune.best={self.best} "
                 f"shows. Use tune.best={self.measure} or more, or a smaller tune.measure."
             )
-
-    def _check_recipe(self) -> None:
         if self.recipe is not None and re.fullmatch(r"[\w-]+", self.recipe) is None:
             raise ConfigError(
                 f"tune.recipe={self.recipe} is not a name. Use letters, digits, _ and -; the "

@@ -97,11 +97,6 @@ class Hardware(Settings):
         """The properties in `cuda`. ConfigError where one is missing or unknown."""
         return None if self.cuda is None else settings_from(Cuda, self.cuda, "hardware.cuda")
 
-    @property
-    def adds_products(self) -> bool:
-        """Whether matrix products add to sums of gradients themselves, as cuBLAS's do."""
-        return self.cuda is not None
-
     def check(self) -> None:
         super().check()
         if not self.peak_flops:

@@ -34,20 +34,12 @@ class Mesh(axes_record(kind=Devices), Settings):
 
     @property
     def text(self) -> str:
-        """As one types it: the sizes, without those at the end that are 1.
-
-        >>> Mesh(2, 4).text, Mesh(2, 4, 2).text, Mesh(1, 4, cp=2).text
-        ('2x4', '2x4x2', '1x4x1x1x2')
-        """
+        """The sizes as one types them, without those at the end that are 1."""
         return mesh_text(vars(self))
 
     @property
     def axes_text(self) -> str:
-        """Return the axes with their sizes, those inside a stage where they divide anything.
-
-        >>> Mesh(2, 4).axes_text, Mesh(2, 4, tp=2).axes_text
-        ('dp=2 pp=4 fsdp=1', 'dp=2 pp=4 fsdp=1 tp=2')
-        """
+        """The axes with their sizes, those inside a stage where they divide anything."""
         return axes_text(vars(self))
 
 

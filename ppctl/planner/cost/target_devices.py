@@ -68,8 +68,8 @@ class Target:
 
     @property
     def adds_products(self) -> bool:
-        """Whether products of the devices can add to sums; of unknown ones they do not."""
-        return self.known_hardware is not None and self.known_hardware.adds_products
+        """Whether matrix products add to sums of gradients themselves, as cuBLAS's do."""
+        return self.known_hardware is not None and self.known_hardware.cuda is not None
 
     @property
     def host_devices(self) -> int | None:
