@@ -23,7 +23,6 @@ STARTED, FINISHED, INTERRUPTED, FAILED = "started", "finished", "interrupted", "
 DIRECTORY = "directory"  # key of a start: the directory in which it was started
 OVERRIDES = "overrides"  # key of a start: the requested words, which resume the run
 CHANGED = "changed"  # key of a start: settings that differ from those of the resumed checkpoint
-WARM_UP_STEPS = 2  # of each start: slow, because of first allocations and caches
 LOCK_S = 1.0  # seconds to wait for a lock: `is_held` takes it for microseconds
 
 

@@ -21,7 +21,7 @@ from ppctl.reports.run_files import (
     setting_changes,
     tracker_commands,
 )
-from ppctl.reports.run_page.one_run_page import MOST_SLOW, warnings_of
+from ppctl.reports.run_page.one_run_page import warnings_of
 from ppctl.reports.run_page.read_run import TIMED, Points, RecordedRun, versions_of
 from ppctl.reports.run_status import FINISHED
 from ppctl.reports.terminal_output import (
@@ -133,7 +133,7 @@ def show_run(run: RecordedRun, *, as_json: bool) -> int:
 
 def run_document(run: RecordedRun) -> dict[str, Any]:
     """Return all that is known of a run, as JSON has it; null where it has no such number."""
-    path, slow = run.summary.path, run.slow_steps()[:MOST_SLOW]
+    path = run.summary.path
     medians = {name: run.median(name) for name in TIMED if name in run.curves}
     folders = [path / name for name in ("tensorboard", "profile", "timeline")]
     return summary_document(run.summary, time.time()) | {
@@ -146,7 +146,6 @@ def run_document(run: RecordedRun) -> dict[str, Any]:
         "medians": medians,
         **run.newest,
         "measured_bubble_fraction": run.measured_bubble,
-        "slow_steps": [{"step": step, "step_time_s": seconds} for step, seconds in slow],
         "checkpoints": list(run.summary.checkpoints),
         "disk_bytes": disk_bytes(path),
         **{folder.name: str(folder) for folder in folders if folder.is_dir()},

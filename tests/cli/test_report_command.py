@@ -105,52 +105,6 @@ def test_mfu_and_rows_are_told_where_they_are_recorded(capsys):
     assert "MFU 40.0% median" in seen
 
 
-def test_steps_that_are_far_slower_than_the_median_are_named(capsys):
-    slow = {7: 2.0, 30: 9.0}
-    make("a", [record(step, step_time_s=slow.get(step, 0.5)) for step in range(1, 101)])
-    text, said = write(capsys, "a")
-    told = (
-        "2 steps took more than 3 times the median of 0.5 s; the slowest: step 30 9 s, step 7 2 s"
-    )
-    assert told in words_of(text)
-    assert said["runs"][0]["slow_steps"] == [
-        {"step": 30, "step_time_s": 9.0},
-        {"step": 7, "step_time_s": 2.0},
-    ]
-    make("b", [record(step, step_time_s=1.0 if step == 7 else 0.5) for step in range(1, 101)])
-    warnings = write(capsys, "b")[1]["runs"][0]["warnings"]
-    assert all(
-        each.startswith("config.yaml has no") for each in warnings
-    )  # those of these tests are short
-
-
-def test_steps_that_warm_up_after_a_start_are_not_told_as_slow(capsys):
-    slow = (1, 2, 3, 51, 52, 53)
-    run_dir = make(
-        "a", [record(step, step_time_s=9.0 if step in slow else 0.5) for step in range(1, 101)]
-    )
-    starts = ({"status": "started", "step": step, "at": 1.0} for step in (0, 50, "?"))
-    (run_dir / "status.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
-    text, said = write(capsys, "a")
-    assert (
-        "2 steps took more than 3 times the median of 0.5 s; the slowest: step 3 9 s, step 53 9 s"
-        in words_of(text)
-    )
-    assert [each["step"] for each in said["runs"][0]["slow_steps"]] == [3, 53]
-    (run_dir / "status.jsonl").unlink()  # as of an imported model
-    assert [each["step"] for each in write(capsys, "a")[1]["runs"][0]["slow_steps"]] == [
-        3,
-        51,
-        52,
-        53,
-    ]
-
-
-def test_a_run_of_warm_up_alone_has_no_slow_step(capsys):
-    make("a", [record(1, step_time_s=9.0), record(2, step_time_s=0.1)])
-    assert write(capsys, "a")[1]["runs"][0]["slow_steps"] == []
-
-
 def test_losses_that_are_not_finite_are_crosses_and_a_warning(capsys):
     records = [
         record(step, **({"loss": None, "grad_norm": None} if step in (5, 9) else {}))

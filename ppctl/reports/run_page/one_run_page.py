@@ -15,12 +15,11 @@ from ppctl.reports.charts.palette import PARTS
 from ppctl.reports.charts.schedule_drawing import Drawing
 from ppctl.reports.recorded_settings import setting_text
 from ppctl.reports.run_files import RUNNING, record_number, setting_changes, tracker_commands
-from ppctl.reports.run_page.read_run import SLOW, RecordedRun, versions_of
+from ppctl.reports.run_page.read_run import RecordedRun, versions_of
 from ppctl.reports.run_status import FAILED, FINISHED
 from ppctl.reports.terminal_output import iso_text
 
 MARK = '<main data-by="ppctl report">'  # tells a page of ours from other files
-MOST_SLOW = 5  # steps that are named
 MOST_BARS = 16  # of ranks whose memory is drawn
 LOOKS = {FINISHED: kit.YES, FAILED: kit.NO, RUNNING: kit.GOES_ON}
 RAN_WITH = ("mesh", "hardware", "executor", "schedule")  # choices that are listed
@@ -98,23 +97,14 @@ def _cards(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
 
 
 def warnings_of(run: RecordedRun) -> list[str]:
-    """Return warnings: problems of the files, numbers that are not finite, slow steps."""
+    """Return warnings: problems of the files, numbers that are not finite."""
     warnings = list(run.problems)
     if not run.curves:
         warnings.append("no step is recorded")
-    # 1. numbers that are not finite
     for name, of in (("loss", "loss"), ("grad_norm", "gradient norm"), ("eval_loss", "eval loss")):
         if lost := [step for step, value in run.curves.get(name, ()) if value is None]:
             many = f"{len(lost):,} steps, first at " if len(lost) > 1 else ""
             warnings.append(f"the {of} is not finite at {many}step {lost[0]:,}")
-    # 2. slow steps
-    if slow := run.slow_steps():
-        named = ", ".join(f"step {step:,} {seconds:.3g} s" for step, seconds in slow[:MOST_SLOW])
-        took = "steps took" if len(slow) > 1 else "step took"
-        warnings.append(
-            f"{len(slow):,} {took} more than {SLOW:g} times the median of "
-            f"{run.median('step_time_s'):.3g} s; the slowest: {named}"
-        )
     return warnings
 
 

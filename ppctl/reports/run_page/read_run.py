@@ -26,7 +26,6 @@ NEWEST = (
     *("predicted_step_time_s", "ideal_bubble_fraction", "predicted_bubble_fraction"),
     *("predicted_memory_bytes", "memory_bytes", "compile_time_s"),
 )
-SLOW = 3.0  # medians: a slow step
 MOST_BYTES = 10**18  # on a device
 MOST_STEP = 10**15  # exact as a float
 LARGEST = 1e100  # larger numbers cannot be drawn, and count as not finite
@@ -59,23 +58,6 @@ class RecordedRun:
         """Return the median of a curve, None where it has no finite value."""
         values = [value for _, value in self.curves.get(name, ()) if value is not None]
         return statistics.median(values) if values else None
-
-    @property
-    def warm_up_steps(self) -> set[float]:
-        """Return the first WARM_UP_STEPS steps of each start, and of the records."""
-        first = next((points[0][0] - 1 for points in self.curves.values() if points), 0)
-        finished = [first, *(_step(start) for start in self.starts)]
-        offsets = range(1, run_status.WARM_UP_STEPS + 1)
-        return {step + offset for step in finished if step is not None for offset in offsets}
-
-    def slow_steps(self) -> list[tuple[float, float]]:
-        """Return (step, seconds) above SLOW medians, the slowest first, without warm-up steps."""
-        median, warm_up = self.median("step_time_s"), self.warm_up_steps
-        if not median:
-            return []
-        known = [(step, s) for step, s in self.curves["step_time_s"] if s is not None]
-        slow = [(step, s) for step, s in known if s > SLOW * median and step not in warm_up]
-        return sorted(slow, key=lambda pair: -pair[1])
 
 
 def read_run(

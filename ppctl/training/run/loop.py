@@ -21,7 +21,6 @@ from ppctl.errors import NonFiniteError, SaveError
 from ppctl.launch import join_processes as distributed
 from ppctl.reports import measured_timeline_file as timeline_io
 from ppctl.reports.bubble_names import shared_cores_text
-from ppctl.reports.run_status import WARM_UP_STEPS
 from ppctl.schedule.simulator import Timeline
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.pipeline.engines.step_memory import Footprint
@@ -35,6 +34,7 @@ from ppctl.training.run.run_lines import StepPrediction
 
 Tree = Any
 MOST_TIMES = 1000  # step times kept for their median
+WARM_UP_STEPS = 2  # of each start: slow, because of first allocations and caches
 
 
 class StepClock:
