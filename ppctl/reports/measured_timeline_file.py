@@ -25,7 +25,8 @@ from ppctl.reports.foreign_files import from_json, read_file
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.schedule.schedule_text import from_csv, to_csv
-from ppctl.schedule.simulator import Timeline, timeline_at
+from ppctl.schedule.scheduled_step import ScheduledStep
+from ppctl.schedule.simulator import Timeline
 from ppctl.schedule.tick_lowering import Ticks
 from ppctl.schedule.validation import validate
 
@@ -73,7 +74,7 @@ def measured_and_simulated(
     """Return a measured timeline, and one simulated from its means, in lockstep if `ticks`."""
     name = label or timeline.schedule.name
     schedule = timeline.schedule if ticks is None else ticks.schedule
-    simulated = timeline_at(schedule, ticks, timeline.costs)
+    simulated = ScheduledStep(schedule, timeline.costs, ticks).timeline(timeline.costs)
     return (
         Drawing(f"{name}, measured", timeline),
         Drawing(f"{name}, simulated from its means", simulated),

@@ -8,7 +8,7 @@ from ppctl.schedule.costs import Costs, task_costs
 from ppctl.schedule.engine_traits import EngineTraits
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.schedule.remat import Remat
-from ppctl.schedule.simulator import Timeline, simulate, timeline_at
+from ppctl.schedule.simulator import Timeline, free_running, lockstep, simulate
 from ppctl.schedule.tick_lowering import Ticks, forward_only, ticks
 
 
@@ -36,7 +36,9 @@ class ScheduledStep:
 
     def timeline(self, costs: Costs, capacity: float = inf) -> Timeline:
         """Return when each task runs at these costs, on ranks that share `capacity`."""
-        return timeline_at(self.schedule, self.ticks, costs, capacity)
+        if self.ticks is None:
+            return free_running(self.schedule, costs, capacity)
+        return lockstep(self.ticks, costs, capacity)
 
     def bubble_fraction(self, costs: Costs) -> float:
         """Return the idle share of all ranks at these costs, 0..1."""

@@ -142,15 +142,6 @@ def together_s(works_s: Sequence[float], capacity: float) -> float:
     return elapsed
 
 
-def timeline_at(
-    schedule: Schedule, ticks: Ticks | None, costs: Costs, capacity: float = inf
-) -> Timeline:
-    """Return the timeline at these costs: in ticks, or of free-running ranks if there are none."""
-    if ticks is None:
-        return free_running(schedule, costs, capacity)
-    return _lockstep(ticks, costs, capacity)
-
-
 def free_running(schedule: Schedule, costs: Costs, capacity: float = inf) -> Timeline:
     """Return the timeline of free ranks that share `capacity`; transfers take none.
 
@@ -198,7 +189,7 @@ def free_running(schedule: Schedule, costs: Costs, capacity: float = inf) -> Tim
     return Timeline(schedule, costs, start_s, end_s, is_uneven=True)
 
 
-def _lockstep(ticks: Ticks, costs: Costs, capacity: float) -> Timeline:
+def lockstep(ticks: Ticks, costs: Costs, capacity: float) -> Timeline:
     """Return the timeline of ticks in lockstep: ranks meet after each phase of a tick.
 
     Those that share `capacity` go on alike: all have done the same seconds of work, or have ended.

@@ -59,7 +59,8 @@ def _check_tasks(schedule: Schedule, rule: Rule) -> bytearray:
                 raise fault(schedule, rank, step, _misplaced(schedule, task, rank))
             for base in rule.writes[stage, kind]:
                 if written[base + m]:
-                    raise _written_twice(schedule, rank, step)
+                    value = writes(task)[rule.writes[stage, kind].index(base)]
+                    raise fault(schedule, rank, step, f"{task} writes {value} a second time.")
                 written[base + m] = 1
     return written
 
@@ -72,18 +73,6 @@ def _misplaced(schedule: Schedule, task: Task, rank: int) -> str:
         return f"{task} is on rank {rank}, but {place} {stage} is on rank {held[stage]}."
     last = schedule.num_microbatches - 1
     return f"{task} is outside {place}s 0..{len(held) - 1}{whole} x microbatches 0..{last}."
-
-
-def _written_twice(schedule: Schedule, rank: int, step: int) -> ScheduleError:
-    """Return the error for a task that writes a value that an earlier rank or step writes."""
-    task = schedule.ranks[rank][step]
-    before = [*(t for tasks in schedule.ranks[:rank] for t in tasks), *schedule.ranks[rank][:step]]
-    for value in writes(task):
-        for other in before:
-            if value in writes(other):
-                what = f"{task} writes {value}, which {other} writes too."
-                return fault(schedule, rank, step, what)
-    raise AssertionError(f"{task} writes nothing twice")
 
 
 def _check_complete(schedule: Schedule, rule: Rule, written: bytearray) -> None:

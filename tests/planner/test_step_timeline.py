@@ -11,7 +11,8 @@ from ppctl.planner.cost import step_time as timing
 from ppctl.schedule.families.registry import FAMILIES, ON_RING, build
 from ppctl.schedule.ir import Task, reads, writes
 from ppctl.schedule.piece_times import OpTimes, PieceTimes, costs_of_stages
-from ppctl.schedule.simulator import simulate, timeline_at
+from ppctl.schedule.scheduled_step import ScheduledStep
+from ppctl.schedule.simulator import simulate
 from ppctl.schedule.tick_lowering import ticks
 
 CAPACITIES = (0.7, 1.0, 2.5, inf)
@@ -40,7 +41,7 @@ def step_time(op_times, schedule, table, costs, copies):
 
 
 def step_timeline(op_times, schedule, table, costs, copies):
-    return timeline_at(schedule, table, costs, op_times.capacity / copies)
+    return ScheduledStep(schedule, costs, table).timeline(costs, op_times.capacity / copies)
 
 
 def check_order(timeline):

@@ -24,12 +24,8 @@ def climb(jobs: Jobs, orders: Orders, cap: int, budget: int) -> tuple[float, Ord
     """
     run = jobs.run(orders)
     assert run is not None, "climbing starts from orders that can run"
-    choose = random.Random(0)
-    until = jobs.spent + budget
-    while jobs.spent < until:
-        better = _first_better(jobs, orders, run, cap, until, choose)
-        if better is None:
-            break
+    choose, until = random.Random(0), jobs.spent + budget
+    while (better := _first_better(jobs, orders, run, cap, until, choose)) is not None:
         run, orders = better
     return run.makespan_s, orders
 
@@ -37,7 +33,7 @@ def climb(jobs: Jobs, orders: Orders, cap: int, budget: int) -> tuple[float, Ord
 def _first_better(
     jobs: Jobs, orders: Orders, run: TimedOrders, cap: int, until: int, choose: random.Random
 ) -> tuple[TimedOrders, Orders] | None:
-    """Return the first neighbour that is shorter, or None."""
+    """Return the first neighbour that is shorter, None without one or after `until` tasks."""
     # 1. pairs of neighbours on the critical path
     limit_s = run.makespan_s * (1 - LEAST_GAIN)
     step = [0] * len(jobs.tasks)
@@ -53,14 +49,13 @@ def _first_better(
     # 2. their moves
     for rank, i in neighbours:
         for order in _moves(orders[rank], i):
-            if not jobs.fits(order, cap):
-                continue
-            moved = [*orders[:rank], order, *orders[rank + 1 :]]
-            found = jobs.run(moved, limit_s)
-            if found is not None:
-                return found, moved
             if jobs.spent >= until:
                 return None
+            if jobs.fits(order, cap):
+                moved = [*orders[:rank], order, *orders[rank + 1 :]]
+                found = jobs.run(moved, limit_s)
+                if found is not None:
+                    return found, moved
     return None
 
 
