@@ -94,21 +94,18 @@ def run_jobs(sweep: Sweep, console: Console) -> tuple[list[Result], int | None]:
     ones are waited for, as they may be saving. Submitted jobs go on.
     """
     with stop_requests() as events:
-        starter = _starter(sweep)
+        if sweep.is_submitted:
+            from ppctl.launch.sweep.submitit_jobs import SubmittedJobs  # an extra
+
+            starter = SubmittedJobs(sweep)
+        else:
+            starter = LocalJobs(sweep)
         try:
             loop = _Loop(sweep, console, starter, deque(sweep.jobs), [*map(Result, sweep.jobs)])
             loop.run(events)
         finally:
             starter.close()
     return loop.results, loop.stop
-
-
-def _starter(sweep: Sweep) -> LocalJobs | SubmittedJobs:
-    if not sweep.is_submitted:
-        return LocalJobs(sweep)
-    from ppctl.launch.sweep.submitit_jobs import SubmittedJobs
-
-    return SubmittedJobs(sweep)
 
 
 @dataclass

@@ -65,7 +65,12 @@ def process_group(run: Run, mesh: MeshSettings, settings: Mapping[str, Any]) -> 
         versions = {f"the version of {name}": version(name) for name in ("ppctl", "jax")}
         names = (name for name in setting_names(settings) if name not in LOCAL)
         compare({name: setting_value(settings, name) for name in names} | versions)
-        _check_divisible(mesh, count)
+        if jax.default_backend() == "cpu" and mesh.num_devices % count:
+            raise _of_all(
+                f"mesh={mesh.text} has {mesh.num_devices} devices, which {count} processes cannot "
+                f"share evenly. Use a mesh of {count}, {2 * count}, ... devices, or another number "
+                "of processes."
+            )
         how = {"process": process, "num_processes": count, "slow_after_s": run.slow_after_s}
         heartbeat = Heartbeat(_shared_directory(Path(run.dir)), say=_say, **how)
         heartbeat.start()
@@ -109,21 +114,10 @@ def compare(facts: Mapping[str, Any]) -> None:
             both = (json.dumps(each[key]) if key in each else "not set" for each in (first, theirs))
             expected, actual = both
             if expected != actual:
-                if not distributed.is_lead():
-                    raise ElsewhereError
-                raise AgreedError(
+                raise _of_all(
                     f"{key} is {expected} on process 0 and {actual} on process {process}. All "
                     "processes need the same settings, data and versions."
                 )
-
-
-def _check_divisible(mesh: MeshSettings, count: int) -> None:
-    if jax.default_backend() == "cpu" and mesh.num_devices % count:
-        raise _of_all(
-            f"mesh={mesh.text} has {mesh.num_devices} devices, which {count} "
-            f"processes cannot share evenly. Use a mesh of {count}, {2 * count}, ... devices, or "
-            "another number of processes."
-        )
 
 
 def _of_all(message: str) -> PpctlError:

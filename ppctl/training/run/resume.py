@@ -87,10 +87,7 @@ def _newest(job: TrainingJob, checkpoints: Checkpoints) -> tuple[int, list[Chang
     # 3. settings and code since then
     meta = checkpoints.meta(step)
     changed = [*changes(meta["config"], job.config), *_code_changes(job, meta)]
-    _check_data(job, meta, changed, which)
-    _check_arrays(checkpoints.unlike(step, job.pipe.states.natural), changed, which)
-    if run.resume_with != "changed":
-        _check_function(changed, which)
+    _check(job, checkpoints, step, changed, which)
     return step, changed
 
 
@@ -102,35 +99,31 @@ def _code_changes(job: TrainingJob, meta: Mapping[str, Any]) -> Iterator[Change]
             yield Change(f"{part}.code({module})", before.get(module), now.get(module))
 
 
-def _check_data(
-    job: TrainingJob, meta: Mapping[str, Any], changed: Sequence[Change], which: str
+def _check(
+    job: TrainingJob, checkpoints: Checkpoints, step: int, changed: Sequence[Change], which: str
 ) -> None:
-    if meta["data"]["fingerprint"] == job.data.fingerprint:
-        return
-    tokenizer = changed_tokenizer(Path(job.config.run.dir), job.config.data)
-    of_data = [] if tokenizer is None else [tokenizer]
-    others = "model.seq_len", "run.seed"
-    of_data += [each.text for each in changed if each.part == "data" or each.name in others]
-    raise CheckpointError(
-        f"{which} was trained on other data or another order "
-        f"({'; '.join(of_data) or 'the files have changed'}), so its position "
-        f"{meta['data']['next_step']} means nothing here. Restore that, or use another run.dir."
-    )
-
-
-def _check_arrays(unlike: Sequence[str], changed: Sequence[Change], which: str) -> None:
-    """Raise CheckpointError, naming changed settings, where the job needs other arrays."""
-    if not unlike:
-        return
-    others = f" (the first of {len(unlike)} arrays that differ)" if len(unlike) > 1 else ""
-    phrases = [*(each.text for each in changed if each.is_of_arrays), unlike[0] + others]
-    what = f"{which} holds other arrays: {'; '.join(phrases)}"
-    raise CheckpointError(f"{what}. Restore that, or use another run.dir.")
-
-
-def _check_function(changed: Sequence[Change], which: str) -> None:
+    """Raise CheckpointError, naming changed settings, where a run cannot go on from this step."""
+    config, of_data = job.config, checkpoints.meta(step)["data"]
+    # 1. its data
+    if of_data["fingerprint"] != job.data.fingerprint:
+        tokenizer = changed_tokenizer(Path(config.run.dir), config.data)
+        reasons = [] if tokenizer is None else [tokenizer]
+        others = "model.seq_len", "run.seed"
+        reasons += [each.text for each in changed if each.part == "data" or each.name in others]
+        raise CheckpointError(
+            f"{which} was trained on other data or another order "
+            f"({'; '.join(reasons) or 'the files have changed'}), so its position "
+            f"{of_data['next_step']} means nothing here. Restore that, or use another run.dir."
+        )
+    # 2. its arrays
+    if unlike := checkpoints.unlike(step, job.pipe.states.natural):
+        others = f" (the first of {len(unlike)} arrays that differ)" if len(unlike) > 1 else ""
+        phrases = [*(each.text for each in changed if each.is_of_arrays), unlike[0] + others]
+        what = f"{which} holds other arrays: {'; '.join(phrases)}"
+        raise CheckpointError(f"{what}. Restore that, or use another run.dir.")
+    # 3. its model
     phrases = [each.text for each in changed if each.is_of_function]
-    if phrases:
+    if phrases and config.run.resume_with != "changed":
         raise CheckpointError(
             f"{which} is of another model: {'; '.join(phrases)}. Restore that, use another "
             "run.dir, or insist with run.resume_with=changed, which goes on from its parameters."

@@ -17,21 +17,11 @@ from ppctl.errors import ConfigError
 PACKAGES = ("ppctl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of PACKAGES, by name."""
-    return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
-
-
 def checkpoint_metadata(
     settings: Mapping[str, Any], step: int, sources: Any, data: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the metadata of a checkpoint after `step` steps, as plain JSON; data: described."""
-    return {
-        "config": dict(settings),
-        "sources": sources,
-        "data": {**data, "next_step": step},
-        "versions": versions(),
-    }
+    return {"config": dict(settings), "sources": sources, "data": {**data, "next_step": step}}
 
 
 @contextmanager
@@ -50,8 +40,9 @@ def writing(run_dir: Path) -> Iterator[None]:
 def environment(mesh: Mesh) -> dict[str, Any]:
     """Return versions, system and devices, as a start of a run records them."""
     device = mesh.devices.flat[0]
+    versions = {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
     return {
-        "versions": versions(),
+        "versions": versions,
         "system": platform.platform(),
         "platform": device.platform,
         "device_kind": device.device_kind,
