@@ -169,13 +169,6 @@ class Loop:
             self._show_timeline(measured)
         return state
 
-    def summary(self, exit_code: int) -> dict[str, Any]:
-        """Return the run in one JSON object."""
-        config = self.job.config
-        status = "interrupted" if exit_code else "finished"
-        times = {"compile_time_s": self.compile_time_s}
-        return {"status": status, "run_dir": config.run.dir, **times, **self.last}
-
     def _read(self) -> None:
         """Wait for the step in flight, check its numbers and log them."""
         if self._unread is None:

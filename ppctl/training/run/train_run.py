@@ -158,13 +158,14 @@ def _stop_requests(console: OutputConsole) -> Iterator[Callable[[int], int | Non
 
 
 def _sum_up(loop: Loop, exit_code: int, say: Say, *, as_json: bool) -> None:
-    summary, run = loop.summary(exit_code), loop.job.config.run
+    run, status = loop.job.config.run, INTERRUPTED if exit_code else FINISHED
     if loop.step_times_s:
         say(loop.prediction.compared(loop.step_times_s, max(loop.footprint.total_bytes)))
     left = "checkpoints, metrics and logs" if run.checkpoint.enabled else "metrics and logs"
-    say(f"{summary['status']} at step {summary['step']}; {left} are in {Path(run.dir)}")
+    say(f"{status} at step {loop.last['step']}; {left} are in {Path(run.dir)}")
     if as_json:
-        print(json.dumps(summary))
+        times = {"compile_time_s": loop.compile_time_s}
+        print(json.dumps({"status": status, "run_dir": run.dir, **times, **loop.last}))
 
 
 def _status(run_dir: Path) -> AbstractContextManager[RunStatus | None]:
