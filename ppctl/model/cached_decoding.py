@@ -119,10 +119,7 @@ class Decoder:
     def read(
         self, tokens_BT: jax.Array, cache: Cache, first: int, starts_B: jax.Array
     ) -> tuple[jax.Array, Cache]:
-        """Return (logits after the last token [B, V], new cache).
-
-        Do not use the given cache again. first + T <= num_positions.
-        """
+        """Return (logits after the last token [B, V], new cache); the given cache is used up."""
         x, kept = tokens_BT, []
         for s, device in enumerate(self.devices):
             piece = Piece(jnp.int32(first), jax.device_put(starts_B, device))

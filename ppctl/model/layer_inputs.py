@@ -1,10 +1,9 @@
 """The values that a layer takes besides its parameters and x: places of attached losses, its key.
 
-Layers stay functions (params, x) -> x. An attached loss is the identity on x, whose backward gives
-the loss the cotangent 1 and hands the loss itself on as the "gradient" of a place: a scalar next to
-the layer's parameters. So executors sum it as they sum gradients: over microbatches, stages and
-devices, and once however often a forward is recomputed. Source of the first half: Megatron-LM,
-MoEAuxLossAutoScaler.
+An attached loss is the identity on x, whose backward gives the loss the cotangent 1 and hands the
+loss itself on as the "gradient" of a place: a scalar next to the layer's parameters. So executors
+sum it as they sum gradients, once however often a forward is recomputed. Source of the first half:
+Megatron-LM, MoEAuxLossAutoScaler.
 """
 
 import re

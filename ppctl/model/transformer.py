@@ -118,10 +118,18 @@ class _Transformer:
         return with_starts(self._embed_ids(embed_head, own_tokens(ids_BT, axes), part), marks_BT)
 
     def _embed_ids(self, embed_head: Tree, ids_BT: jax.Array, part: jax.Array | int) -> jax.Array:
-        x_BTD = _looked_up(embed_head["embedding"], ids_BT, self.axes, part)
-        if not self.sizes.scale_embedding:
-            return x_BTD
-        return x_BTD * jnp.asarray(self.sizes.d_model**0.5, x_BTD.dtype)
+        """Return the embeddings of tokens, or a rank's summands, from a device's part of ids."""
+        axes, table_VD, scale = self.axes, embed_head["embedding"], self.sizes.scale_embedding
+        if axes.parts(("pp", "tp")) == 1:
+            x_BTD = table_VD[ids_BT]
+        else:
+            num_ids, d_model = table_VD.shape
+            ids_BT = ids_BT - first_id(num_ids, axes.tp, part)
+            is_here = (ids_BT >= 0) & (ids_BT < num_ids)
+            x_BTD = jnp.where(is_here[..., None], table_VD[jnp.clip(ids_BT, 0, num_ids - 1)], 0)
+            rows = scatter(x_BTD.reshape(-1, d_model), axes)
+            x_BTD = rows.reshape(ids_BT.shape[0], -1, d_model)
+        return x_BTD * jnp.asarray(self.sizes.d_model**0.5, x_BTD.dtype) if scale else x_BTD
 
     def check_batch(self, inputs_BT: Any, targets_BT: Any) -> None:
         """Raise ConfigError for what are not token ids; values are those of NumPy's arrays."""
@@ -230,19 +238,6 @@ class _Transformer:
     ) -> tuple[jax.Array, jax.Array | None]:
         x_MD, w = self._normed(embed_head, x_BTD)
         return part_log_sums(gather(x_MD, self.axes), w, part, self._head)
-
-
-def _looked_up(
-    table_VD: jax.Array, ids_BT: jax.Array, axes: StageAxes, part: jax.Array | int
-) -> jax.Array:
-    """Return the embeddings of tokens, or a rank's summands; a device has a part of the table."""
-    if axes.parts(("pp", "tp")) == 1:
-        return table_VD[ids_BT]
-    num_ids, d_model = table_VD.shape
-    ids_BT = ids_BT - first_id(num_ids, axes.tp, part)
-    is_here = (ids_BT >= 0) & (ids_BT < num_ids)
-    x_BTD = jnp.where(is_here[..., None], table_VD[jnp.clip(ids_BT, 0, num_ids - 1)], 0)
-    return scatter(x_BTD.reshape(-1, d_model), axes).reshape(ids_BT.shape[0], -1, d_model)
 
 
 def _sharding(params: Tree, axes: StageAxes, num_kv_heads: int) -> Tree:

@@ -60,9 +60,8 @@ def transfer_entry(
 def with_moves(programs: Iterable[PlanEntry]) -> list[PlanEntry]:
     """Return programs in this order, with the moves of values to their readers.
 
-    A move comes before its sender's next program or its reader, whichever is first. Programs of
-    tasks come by their start. So those that the receiver begins before the value is made come
-    before the move and need not wait for it.
+    A move comes before its sender's next program or its reader, whichever is first: programs that
+    the receiver begins before the value is made come before the move and need not wait for it.
     """
     entries: list[PlanEntry] = []
     pending: list[PlanEntry] = []  # moves that are not in `entries` yet

@@ -44,8 +44,8 @@ class ProgramLibrary:
     """The function, PartitionSpecs, donated arguments and compiler preset of each program.
 
     param_specs: those of each rank's parameters. once: functions by kind of the programs after the
-    gradients; once_specs(program, name): the specs of a value that only these have, or None;
-    whole_arrays: the kinds that take a rank's whole arrays, for XLA to divide.
+    gradients; once_specs: the specs of a value that only these have, or None; whole_arrays: the
+    kinds that take a rank's whole arrays, for XLA to divide.
     """
 
     def __init__(

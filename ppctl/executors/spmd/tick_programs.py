@@ -29,9 +29,8 @@ At = dict[str, jax.Array]  # a tick's columns by name, a task's as single-op tic
 class TickBody:
     """Its tasks are functions (columns of the tick, output, carry) -> (output, carry).
 
-    Carried from tick to tick: slots for activations and gradients that arrive, "act" and "grad", or
-    "value" for both; `stash`, slots for stashes (None with remat=full); `pending`, slots from I to
-    W; `ends` and `layers`, the sums of the device.
+    Carried from tick to tick: slots of arrivals, "act" and "grad", or "value" for both; `stash`
+    (None with remat=full); `pending`, from I to W; `ends` and `layers`, the sums of the device.
     """
 
     def __init__(self, device: Device, hop: Callable[[jax.Array, int], jax.Array]):

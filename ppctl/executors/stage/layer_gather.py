@@ -1,10 +1,9 @@
 """Sharded layers, each gathered one layer ahead of its use, so that the gather overlaps compute.
 
-At most two layers are whole at the same time: the running one and the next. For unrolled layers a
-barrier holds a gather back until the gather before it has arrived and the layer before that is
-done. Without it compilers merge the gathers of several layers, and those of forward and backward.
-For scanned layers the loop carries the next layer, and the barrier keeps compilers from fetching
-the one after it.
+At most two layers are whole at the same time. For unrolled layers a barrier holds a gather back
+until the gather before it has arrived and the layer before that is done: otherwise compilers merge
+gathers of several layers, and those of forward and backward. For scanned layers the loop carries
+the next layer, and the barrier keeps compilers from fetching the one after it.
 """
 
 from collections.abc import Callable, Sequence

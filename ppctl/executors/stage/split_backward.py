@@ -1,8 +1,7 @@
 """The backward of a layer in two: its input gradient (I) now, its weight gradients (W) later.
 
 I is the part of the backward's jaxpr that the input gradient needs, W the rest; the values between
-them are `pending`. docs/executors-internals.md, "The split backward", says which values cross,
-which are computed twice and which work moves from W to I.
+them are `pending`. docs/executors-internals.md: "The split backward".
 """
 
 from __future__ import annotations

@@ -94,10 +94,9 @@ class Stage:
 
     layers: the function of all layers, or those of the model's layers in order, and every method
     then needs `slots` (None: equal layers without padding). gather: from a layer's shards, which
-    `w` then holds, to the layer; None: `w` holds whole layers. Gradients are whole. trainable: as
-    in `StackOptions`; frozen parameters have None for gradients. in_order: a layer is recomputed
-    (remat=layer) after the backward of the next layer. Since it needs nothing of that backward, XLA
-    for GPUs would otherwise run all forwards first and hold the residuals of all layers at a time.
+    `w` then holds, to the layer. Gradients are whole, None for frozen parameters (trainable).
+    in_order: a layer is recomputed (remat=layer) after the backward of the next layer: XLA for GPUs
+    would otherwise run all forwards first and hold the residuals of all layers at a time.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """A network, any function of a batch, as a stack: its operations in order, cut into layers.
 
 x is one vector an example. A layer's parameters are one row [1, n] for "kernel", one vector [n] for
-"bias", each padded to the longest: optimizers that tell matrices by their dims tell them so too.
-docs/executors-internals.md, "A network as a stack", defines embedding, layers and head.
+"bias", by whose dims optimizers tell matrices. docs/executors-internals.md: "A network as a stack".
 """
 
 import hashlib
@@ -42,14 +41,12 @@ MULTIPLE = 64  # divides the length of a layer's parameters, so that they can be
 
 
 class TracedNetwork:
-    """A network and where it is cut.
+    """A network and where it is cut. ConfigError for one that cannot be.
 
-    num_layers: None: one more than its marks; with auto as many as requested. inputs: shapes of
-    a batch; dtype: of parameters; compute: of parameters and floating inputs in `apply`.
-    ConfigError for a network that cannot be cut.
-
-    A network with a key is traced and cut twice, with keys for steps and without for evaluations;
-    both have the same layers.
+    num_layers: None: one more than its marks; with auto as many as requested. inputs: shapes of a
+    batch; dtype: of parameters; compute: of parameters and floating inputs in `apply`. A network
+    with a key is traced and cut twice, with keys for steps and without for evaluations, into the
+    same layers.
     """
 
     def __init__(

@@ -127,11 +127,7 @@ def _capability(device: Any) -> tuple[int, int]:
 def attention(
     wanted: str, device: Any = None, axes: StageAxes = WHOLE, scoring: Scoring = PLAIN
 ) -> Kernel:
-    """Return causal softmax attention by the kernel of `choose`, softmax in at least float32.
-
-    device: the target device; None: the first attached one. axes: with cp, T are the tokens of one
-    device.
-    """
+    """Return causal softmax attention by the kernel of `choose` on a device, or the first one."""
 
     def mix(
         q_BTNH: jax.Array,

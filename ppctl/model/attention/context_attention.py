@@ -22,10 +22,10 @@ from ppctl.model.parallel import StageAxes
 class PairKernel(NamedTuple):
     """Attention of some queries to some keys, mergeable with other parts of the same softmax.
 
-    forward(q [B, T, N, H], k, v [B, S, G, H], causal) -> (output [B, T, N, H], logarithms of the
-    sums [B, N, T]). backward(q, k, v, output, log_sums, g, causal) -> gradients of q, k, v through
-    these keys; output, log_sums and g are of the whole softmax. causal: T = S, and no query attends
-    to a later key.
+    forward(q [B, T, N, H], k, v [B, S, G, H], causal) -> (output [B, T, N, H], log sums [B, N, T]).
+    backward(q, k, v, output, log_sums, g, causal) -> gradients of q, k, v through these keys;
+    output, log_sums and g are of the whole softmax. causal: T = S, and no query attends to a later
+    key.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
