@@ -87,7 +87,7 @@ class Model:
 
     @cached_property
     def inputs(self) -> LayerInputs:
-        """The inputs of layers besides parameters and x. ConfigError: one attached elsewhere."""
+        """The inputs of layers besides parameters and x. ConfigError: losses attached elsewhere."""
         embed_head, batch = self.computed(self.embed_head), self.microbatch
         with without_attached("embedding"):
             self.traced(lambda: jax.eval_shape(self.stack.embed, embed_head, batch["inputs"]))
@@ -181,7 +181,7 @@ class Model:
         return trained_part(w, which)
 
     def used_by(self, is_first: bool, is_last: bool) -> tuple[bool, ...]:
-        """Return for each leaf if a rank with this first or last stage holds it; parts: all do."""
+        """Return for each leaf if a rank with the first or last stage holds it; of parts all do."""
         if self.own_embed_head is not None:
             return (True,) * len(self.own_embed_head)
         return tuple((is_first and a) or (is_last and b) for a, b in zip(*self.uses, strict=True))

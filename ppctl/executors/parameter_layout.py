@@ -163,7 +163,7 @@ class Layout:
         return tuple(slots)
 
     def shard(self, path: tuple, shape: tuple[int, ...]) -> Shard | None:
-        """Return the division of a leaf of this shape, in one layer, or None: also a row's mean."""
+        """Return the division of a leaf of this shape, in one layer; None, as of a row's mean."""
         shard = self.shards.get(parameter_of(path))
         if shard is None or shard.num_dims != len(shape):
             return None

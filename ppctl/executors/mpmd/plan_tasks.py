@@ -54,7 +54,7 @@ class Role(NamedTuple):
 def roles(
     partition: Partition, *, are_alike: bool, have_embed_head: bool = True
 ) -> tuple[Role, ...]:
-    """Return the role of each stage; have_embed_head: else every rank has a part of both."""
+    """Return the role of each stage; without have_embed_head all ranks have parts of both."""
     first, last = (0, len(partition) - 1) if have_embed_head else (None, None)
     return tuple(
         Role(len(layers), s == first, s == last, None if are_alike else layers.start)

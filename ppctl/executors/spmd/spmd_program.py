@@ -135,7 +135,7 @@ def spmd_bytes(model: Model, layout: Layout, ticks: Ticks, layers: Tree) -> dict
 
 
 def waiting_bytes(model: Model, num_layers: int, *, with_pending: bool) -> tuple[int, int]:
-    """Return the bytes of a microbatch's stash and pending values, if XLA divides them whole."""
+    """Return the bytes of a microbatch's stash and pending values, whole where XLA divides."""
     stage, w = model.stage, [model.computed_layer] * num_layers
     pending = lambda: tree_bytes(stage.pending_shapes(w)) if with_pending else 0  # noqa: E731
     return model.traced(lambda: (tree_bytes(stage.stash_shapes(w)), pending()))

@@ -67,16 +67,13 @@ class LayerSlots:
     def at(self, k: Any) -> tuple[Any, tuple[int, ...]]:
         """Return (the layer in slot k, the layers that it may be when traced)."""
         assert self.numbers is not None, "layers differ"
-        is_known, numbers = isinstance(k, int), self.numbers
-        if isinstance(numbers, range) and not is_known:
-            numbers = jnp.asarray(tuple(numbers))
-        return numbers[k], self.may_be(k if is_known else None)
+        if isinstance(k, int):
+            return self.numbers[k], self.may_be(k)
+        return jnp.asarray(self.numbers)[k], self.may_be(None)
 
     def may_be(self, k: int | None) -> tuple[int, ...]:
         """Return the layers that slot k may hold; None: any slot."""
-        among = self.among
-        if isinstance(self.numbers, range):
-            among = tuple((number,) for number in self.numbers)
+        among = self.among or tuple((number,) for number in self.numbers or ())
         return tuple(sorted(set().union(*among))) if k is None else among[k]
 
 
