@@ -15,6 +15,7 @@ stash, and later `weight_grad`, which recomputes nothing from `pending`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -112,6 +113,9 @@ class Stage:
         self.in_order = in_order and remat.keeps_layer_inputs
         programs = {id(each): LayerPrograms(each, remat, w0, x, trainable) for each in functions}
         self.layers = [programs[id(function)] for function in functions]
+        # the packing of any layer's arrays that wait: "saved", or "pending"
+        packed = lambda what: FlatPacking([getattr(layer, what) for layer in self.layers])  # noqa: E731
+        self.packing = cache(packed)
 
     def layer(self, slots: LayerSlots | None, k: Any) -> LayerPrograms | LayerSwitch:
         """Return the programs of slot k."""
@@ -121,7 +125,7 @@ class Stage:
         number, among = slots.at(k)
         if self._are_one(among) and not slots.is_one_of:
             return self.layers[among[0]]
-        return LayerSwitch(self.layers, number, among, self._packing)
+        return LayerSwitch(self.layers, number, among, self.packing)
 
     def _fold(
         self,
@@ -169,11 +173,7 @@ class Stage:
         among = range(len(self.layers)) if slots is None or slots.is_one_of else slots.may_be(k)
         if self._are_one(among):
             return getattr(self.layers[among[0]], what)
-        return self._packing(what).shapes
-
-    def _packing(self, what: str) -> FlatPacking:
-        """Return the packing of any layer's arrays that wait: "saved", or "pending"."""
-        return FlatPacking([getattr(layer, what) for layer in self.layers])
+        return self.packing(what).shapes
 
     def _are_one(self, among: Sequence[int]) -> bool:
         """Return whether these layers have the same programs."""
