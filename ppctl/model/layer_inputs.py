@@ -185,9 +185,9 @@ class LayerInputs:
     def computed(self, params: Tree, dtype: Any, updates: Updates) -> Tree:
         """Return parameters in the dtype of compute; inputs and counted parameters keep theirs."""
         layers = cast_layers(self.separate(params["layers"])[0], dtype, updates)
+        layers = params["layers"] | {PARAMS: layers} if self else layers
         embed_head = jax.tree.map(lambda a: a.astype(dtype), params["embed_head"])
-        cast = {"embed_head": embed_head, "layers": layers}
-        return cast | {"layers": params["layers"] | {PARAMS: cast["layers"]}} if self else cast
+        return {"embed_head": embed_head, "layers": layers}
 
     def separate(self, tree: Tree) -> tuple[Tree, Mapping[str, Any]]:
         """Return (the tree of parameters, attached losses by name) of an extended tree."""

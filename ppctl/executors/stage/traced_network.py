@@ -80,14 +80,14 @@ class TracedNetwork:
         apply = partial(network.apply, key=None) if self.has_key else network.apply
         self.losses = attached_in(apply, params, examples)  # names; leaves after parameters
         self.traces: dict[tuple[int, bool], Trace] = {}
-        trace = self.at(NUM_EXAMPLES[0])
+        trace = self.trace = self.at(NUM_EXAMPLES[0])
         self.num_layers = len(trace.marks) + 1 if num_layers is None else num_layers
         self.bounds = NetworkCuts(trace, self.num_layers, len(self.shapes), self.auto).bounds()
         self.places = self._places(trace, self.bounds)
         self.widths = [self._checked(place) for place in self.bounds]
         self.keyed_bounds = self._bounds_with_key() if self.has_key else self.bounds
         # 3. no loss is attached outside of layers
-        ends = (0, self.bounds[0]), (self.bounds[-1], self.at(NUM_EXAMPLES[0]).num_ops)
+        ends = (0, self.bounds[0]), (self.bounds[-1], trace.num_ops)
         for where, ops in zip(("embedding", "head"), ends, strict=True):
             for name in self._attached(*ops).values():
                 raise outside_of_layers(name, where)
@@ -143,7 +143,7 @@ class TracedNetwork:
                 "operations, and apply has others with a key than without. Set stage_boundary "
                 f"marks, and use {setting('model.layers', 'marks', 'layers=None')}."
             )
-        trace, plain = self.at(NUM_EXAMPLES[0], True), self.at(NUM_EXAMPLES[0])
+        trace, plain = self.at(NUM_EXAMPLES[0], True), self.trace
         bounds = NetworkCuts(trace, self.num_layers, len(self.shapes), self.auto).bounds()
         crossing = [[t.crossing(p) for p in b] for t, b in ((trace, bounds), (plain, self.bounds))]
         if self._places(trace, bounds) != self.places or crossing[0] != crossing[1]:
@@ -183,7 +183,7 @@ class TracedNetwork:
         """Return the numbers of an example that cross a boundary. ConfigError if values cannot."""
         few, many = (self.at(num_examples).crossing(place) for num_examples in NUM_EXAMPLES)
         l = self.bounds.index(place)
-        if integers := integers_crossing(self.at(NUM_EXAMPLES[0]), place):
+        if integers := integers_crossing(self.trace, place):
             raise no_floats(integers, l)
         if not few:
             raise ConfigError(
@@ -203,8 +203,7 @@ class TracedNetwork:
     @property
     def contents(self) -> tuple[Contents, ...]:
         """The names, parameters and operations of the embedding, each layer and the head."""
-        trace = self.at(NUM_EXAMPLES[0])
-        names = ["embedding", *map(str, range(self.num_layers)), "head"]
+        trace, names = self.trace, ["embedding", *map(str, range(self.num_layers)), "head"]
         params: list[dict[str, tuple[int, ...]]] = [{} for _ in names]
         for i, (name, place) in enumerate(zip(self.names, self.places, strict=True)):
             first_or_last = {0 if op < self.bounds[0] else len(names) - 1 for op in trace.users(i)}
@@ -219,8 +218,7 @@ class TracedNetwork:
     @cached_property
     def x(self) -> tuple[int, Any]:
         """(width, dtype) of x: the widest boundary, the most exact dtype."""
-        trace = self.at(NUM_EXAMPLES[0])
-        values = (a for place in self.bounds for a in trace.crossing(place))
+        values = (a for place in self.bounds for a in self.trace.crossing(place))
         dtypes = [a.dtype for a in values if is_floating(a)]
         return max(1, *self.widths), jnp.result_type(self.compute, *dtypes)
 
