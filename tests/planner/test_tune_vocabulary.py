@@ -85,8 +85,8 @@ def test_executors_that_cannot_divide_the_vocabulary_have_it_whole(monkeypatch):
     stack = assemble(
         replace(asked, tune=config.Tune()), on_one_device=True, only_planned=True
     ).pipe.stack
-    assert tune_module._vocab(asked.executor, None, stack, batch) == ("whole", "parallel")
-    monkeypatch.setattr(tune_module, "with_vocabulary_of", refuses)
-    assert tune_module._vocab(asked.executor, None, stack, batch) == ("whole",)
+    assert tune_module._vocab(None, stack, batch) == ("whole", "parallel")
+    monkeypatch.setattr(tune_module, "divided_stack", refuses)
+    assert tune_module._vocab(None, stack, batch) == ("whole",)
     with pytest.raises(errors.ConfigError, match="not here"):
-        tune_module._vocab(asked.executor, ["parallel"], stack, batch)
+        tune_module._vocab(["parallel"], stack, batch)

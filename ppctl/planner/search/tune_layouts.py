@@ -34,11 +34,9 @@ from ppctl.planner.search.layout_candidate import Candidate
 from ppctl.planner.search.layout_search import LayoutSearch, uncollected
 from ppctl.planner.search.layout_space import PREFERRED, Space
 from ppctl.planner.search.token_budget import TokenBudget, check_tokens, token_budget
-from ppctl.schedule.families.registry import BASELINE, FAMILIES, ON_RING, build
+from ppctl.schedule.families.registry import FAMILIES, ON_RING
 from ppctl.schedule.mesh_axes import STAGE_AXES, MeshSizes
 from ppctl.schedule.remat import Remat
-from ppctl.schedule.vocabulary_parallel import with_vocabulary
-from ppctl.training.pipeline.execution import Execution
 from ppctl.training.pipeline.jax_start import check_memory_fraction, start_jax
 from ppctl.training.pipeline.job import (
     DEFAULT_DTYPE,
@@ -51,7 +49,7 @@ from ppctl.training.pipeline.job import (
 )
 from ppctl.training.pipeline.known_hardware import described_device, planned_for, resolved
 from ppctl.training.pipeline.optimizers import clipped, state_shapes
-from ppctl.training.pipeline.pipeline_request import divided_stack, with_vocabulary_of
+from ppctl.training.pipeline.pipeline_request import divided_stack
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
@@ -210,7 +208,7 @@ def search_of(
         layer_costs=layer_costs,
         trained=trained_share(state["params"]["layers"], stack.trains("layers")),
         divisions=tuple(divisions),
-        vocab=_vocab(executor, tune.vocab, stack, batch),
+        vocab=_vocab(tune.vocab, stack, batch),
     )
     return LayoutSearch(space, step_of, inf if limit is None else limit.size_bytes)
 
@@ -234,14 +232,10 @@ def _check(executor: settings.Reference, vocab: str, families: Sequence[str] | N
             )
 
 
-def _vocab(
-    executor: Spmd | Mpmd, requested: Sequence[str] | None, stack: Stack, batch: Shapes
-) -> tuple[str, ...]:
+def _vocab(requested: Sequence[str] | None, stack: Stack, batch: Shapes) -> tuple[str, ...]:
     """Return choices of schedule.vocab. ConfigError for an impossible one that is requested."""
-    execution = Execution(executor.name, Remat.NONE, executor.unroll, executor.gather, False)
-    divided = with_vocabulary(build(BASELINE, 2, 1))
     try:  # what a run would say
-        divided_stack(stack, with_vocabulary_of(divided, execution), batch)
+        divided_stack(stack, StageAxes(vocab_parts=2), batch)
     except ConfigError:
         if requested is not None and "parallel" in requested:
             raise

@@ -117,7 +117,9 @@ def _scheduled(
         costs = relative().with_parts(task_costs(remat, trained))
         plan = request.divided_vocabulary(plan, vocab, requested, execution, costs)
     step = scheduled_step(plan, execution.engine, remat, trained)
-    execution = replace(execution, axes=request.with_vocabulary_of(plan, execution))
+    if execution.engine.is_pipelined:
+        axes = replace(execution.axes, vocab_parts=plan.vocab_parts)
+        execution = replace(execution, axes=axes)
     if not plan.vocab_parts:
         return step, execution, relative
     step = replace(step, costs=relative().with_parts(step.costs))

@@ -88,9 +88,13 @@ def mlp(*, input_dim: int, target_dim: int, dtype: Any = jnp.float32, **sizes: A
     dtype: of parameters. sizes: num_layers, d_model, activation (relu | tanh | gelu), as in
     `ppctl.config.MLP`, with its defaults. ConfigError if a size is unknown or impossible.
     """
-    known = asdict(_checked(settings.MLP, sizes, drop=("name",)))
-    del known["name"]
-    return mlp_model.mlp(**known, input_dim=input_dim, target_dim=target_dim, dtype=dtype)
+    return _mlp(_checked(settings.MLP, sizes, drop=("name",)), input_dim, target_dim, dtype)
+
+
+def _mlp(model: settings.MLP, input_dim: int, target_dim: int, dtype: Any) -> Stack:
+    how: dict[str, Any] = {"input_dim": input_dim, "target_dim": target_dim, "dtype": dtype}
+    how |= {"activation": model.activation, "dropout": model.dropout}
+    return mlp_model.mlp(num_layers=model.num_layers, d_model=model.d_model, **how)
 
 
 def _checked(schema: type, sizes: dict[str, Any], drop: tuple[str, ...]) -> Any:
@@ -151,16 +155,15 @@ def make_stack(
         vocab_size = _vocab_size(model, data)
         attention_kernels(model, cp, compute, device, data)  # refuses those that cannot run
         return _transformer(model, vocab_size, dtype=dtype, device=device, **how)
-    sizes = asdict(model)
-    del sizes["name"]
     if isinstance(model, settings.CustomModel):
-        del sizes["seq_len"]
-        return custom_stack(**sizes, data=data, dtype=dtype, compute=compute, device=device)
+        how: dict[str, Any] = {"layers": model.layers, "mixes_examples": model.mixes_examples}
+        how |= {"data": data, "dtype": dtype, "compute": compute, "device": device}
+        return custom_stack(model.target, model.num_layers, model.options, **how)
     input_dim, target_dim = data.input_dim, data.target_dim
     if input_dim is None or target_dim is None:
         what = f"data={data.name} states no input_dim and no target_dim"
         raise ConfigError(f"model=mlp needs rows of numbers, but {what}.")
-    return mlp_model.mlp(**sizes, input_dim=input_dim, target_dim=target_dim, dtype=dtype)
+    return _mlp(model, input_dim, target_dim, dtype)
 
 
 def _vocab_size(model: settings.Transformer, data: DataSet) -> int:

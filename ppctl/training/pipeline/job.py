@@ -295,15 +295,16 @@ def batch_shapes(data: DataSet) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def make_optimizer(
-    request: settings.Optim, num_steps: int
+    request: settings.AdamW | settings.SGD, num_steps: int
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """Return the optimizer of these settings without clipping, and its learning rates."""
-    given = asdict(request)
-    rates = {key: given.pop(key) for key in ("lr", "min_lr_fraction", "warmup_steps")}
-    lr_schedule = optim.warmup_cosine(**rates, num_steps=num_steps)
-    for key in ("clip_norm", "train", "lora_rank", "lora_alpha", "lora_targets"):
-        del given[key]
-    return optim.OPTIMIZERS[given.pop("name")](lr_schedule, **given), lr_schedule
+    rates = request.lr, request.min_lr_fraction, request.warmup_steps
+    lr_schedule = optim.warmup_cosine(*rates, num_steps)
+    if isinstance(request, settings.AdamW):
+        sizes = request.b1, request.b2, request.eps
+        decay = request.weight_decay
+        return optim.adamw(lr_schedule, *sizes, weight_decay=decay), lr_schedule
+    return optax.sgd(lr_schedule, request.momentum), lr_schedule
 
 
 def open_data(config: Config, *, sizes_only: bool = False) -> DataSet:

@@ -40,7 +40,6 @@ def decays(params: Any) -> Any:
 
 
 adamw = partial(optax.adamw, mask=decays)
-OPTIMIZERS = {"adamw": adamw, "sgd": optax.sgd}
 
 
 def clipped(

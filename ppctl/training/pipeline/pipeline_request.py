@@ -55,7 +55,14 @@ def schedule_for(
 ) -> Schedule:
     """Return the schedule of a request, validated, which divides a batch of these shapes."""
     plan = _schedule_for(schedule, mesh.shape["pp"], num_microbatches, knobs)
-    check_batch_size(shapes, plan.num_microbatches, mesh)
+    size, sizes = num_examples(shapes["inputs"]), MeshSizes.of(mesh.shape).shown(DATA_AXES)
+    factors = {"num_microbatches": plan.num_microbatches} | sizes
+    multiple = prod(factors.values())
+    if size % multiple:
+        remedy = f"Use {-(-size // multiple) * multiple}, or fewer microbatches."
+        raise ConfigError(
+            f"batch size {size} is not a multiple of {product_text(factors)}. {remedy}"
+        )
     return plan
 
 
@@ -95,20 +102,6 @@ def _schedule_for(
     return plan
 
 
-def check_batch_size(
-    shapes: Mapping[str, jax.ShapeDtypeStruct], num_microbatches: int, mesh: Mesh
-) -> None:
-    """Raise ConfigError where the batch cannot be divided."""
-    size, sizes = num_examples(shapes["inputs"]), MeshSizes.of(mesh.shape).shown(DATA_AXES)
-    factors = {"num_microbatches": num_microbatches} | sizes
-    multiple = prod(factors.values())
-    if size % multiple:
-        remedy = f"Use {-(-size // multiple) * multiple}, or fewer microbatches."
-        raise ConfigError(
-            f"batch size {size} is not a multiple of {product_text(factors)}. {remedy}"
-        )
-
-
 def layered_stack(
     model: Stack | Network, batch: Tree, layers: int | None, dtype: jnp.dtype
 ) -> Stack:
@@ -141,12 +134,6 @@ def divided_vocabulary(
         why = f"vocab=parallel is of a schedule family, not of a custom {type(schedule).__name__}"
         raise ConfigError(f"{why}. Give it with_vocabulary(schedule).")
     return with_vocabulary(plan, 0 if execution.engine.in_ticks else None, costs)
-
-
-def with_vocabulary_of(plan: Schedule, execution: Execution) -> StageAxes:
-    """Return the division of stages, with the ranks that divide this schedule's vocabulary."""
-    vocab_parts = plan.vocab_parts if execution.engine.is_pipelined else 0
-    return replace(execution.axes, vocab_parts=vocab_parts)
 
 
 def divided(

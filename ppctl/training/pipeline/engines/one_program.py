@@ -17,7 +17,7 @@ from ppctl.model.layer_inputs import LOSS
 from ppctl.model.random_keys import SEED, key_of_seed, with_example_keys
 from ppctl.schedule.mesh_axes import DATA_AXES
 from ppctl.training.pipeline.engines.step_memory import Footprint, Temporaries
-from ppctl.training.pipeline.engines.step_programs import StepPrograms, one_program
+from ppctl.training.pipeline.engines.step_programs import StepProgram, StepPrograms
 from ppctl.training.pipeline.engines.train_states import PlacedBatches, States, shardings_of
 from ppctl.training.pipeline.optimizers import Optimizer, train_step
 
@@ -135,8 +135,10 @@ class OneProgram:
 
     def programs(self) -> StepPrograms:
         """Return the traced programs of a step."""
-        mesh = self.states.layout.mesh.shape
-        return one_program(self.trace_train_step(), mesh, self.compile_program)
+        traced, mesh = self.trace_train_step(), self.states.layout.mesh.shape
+        compile = lambda: self.compile_program(step.lowered)  # noqa: E731
+        step = StepProgram("step", mesh, tuple(range(mesh["pp"])), 1, traced, traced.lower, compile)
+        return StepPrograms([step], [])
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         """Return (next state, {"loss", attached losses, "grad_norm", and "lr" if known}).

@@ -83,17 +83,6 @@ def compile_all(programs: Sequence[StepProgram]) -> None:
         list(threads.map(lambda program: program.compiled, programs))
 
 
-def one_program(
-    traced: jax.stages.Traced,
-    mesh: Mapping[str, int],
-    compiled: Callable[[jax.stages.Lowered], jax.stages.Compiled],
-) -> StepPrograms:
-    """Return the programs of a step that is one program of all ranks."""
-    ranks, compile = tuple(range(mesh["pp"])), lambda: compiled(step.lowered)
-    step = StepProgram("step", mesh, ranks, 1, traced, traced.lower, compile)
-    return StepPrograms([step], [])
-
-
 def dispatched_programs(
     runtime: Runtime, ops: Sequence[PlanEntry], given: dict[Key, Any]
 ) -> StepPrograms:
