@@ -28,9 +28,6 @@ from ppctl.schedule.mesh_axes import mesh_text
 
 UNKNOWN_KEY = (omegaconf_errors.ConfigKeyError, omegaconf_errors.ConfigAttributeError)
 ASSUMED = "such costs are assumed by `ppctl schedule` alone. Leave them out."
-IN_RUN_DIR = (
-    "A run's files are in run.dir, and it stays in the directory of its start. Leave it out."
-)
 
 
 def parse_override(text: str) -> Override:
@@ -62,11 +59,16 @@ def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
     """
     key, line = override.key_or_group, str(override.input_line)
     group, is_swept = key.split(".")[0], override.is_sweep_override()
-    # 1. keys of other commands, and values that Hydra would take
-    if drawing:
-        _refuse_for_drawing(group, line)
-    elif group == "costs":
+    # 1. keys of other commands
+    parts = (*choices.DRAWN, "recipes")
+    if drawing and group not in parts and not group.startswith("hydra"):
+        what = f"no schedule depends on {group}. Leave it out"
+        if group not in (*PARTS, *choices.PLAIN):
+            what = f"{group} is not a part of a drawing.{choices.did_you_mean(group, parts)}"
+        raise ConfigError(f"{line}: {what} (parts: {', '.join(parts)}).")
+    if group == "costs" and not drawing:
         raise ConfigError(f"{line}: {ASSUMED}")
+    # 2. values that Hydra would take
     if override.is_delete():
         raise ConfigError(f"{line}: nothing can be removed. Give {key} another value instead.")
     if is_swept and (drawing or not multirun):
@@ -77,34 +79,21 @@ def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
         raise ConfigError(f"{line} gives several values. {many}")
     if key in GROUPS and not is_swept and not isinstance(override.value(), str | dict):
         raise ConfigError(wrong_option(key, shown(override.value()), options(key)))
-    # 2. settings of Hydra's, of which only those of a sweep are read
-    if group.partition("/")[0] == "hydra":
-        _refuse_of_sweep(override, line, multirun=multirun)
-
-
-def _refuse_of_sweep(override: Override, line: str, *, multirun: bool) -> None:
-    key = override.key_or_group.replace("/", ".")
-    if part_of(key, SWEEP_PARTS) is None:
-        raise ConfigError(f"{line}: ppctl reads no such setting of Hydra's. {IN_RUN_DIR}")
-    if override.is_sweep_override():
-        raise ConfigError(f"{line}: a sweep runs in one way. Give {key} one value.")
-    if key in SWEEP_PARTS and str(override.value()) not in SWEEP_PARTS[key]:
+    # 3. settings of Hydra's, of which only those of a sweep are read
+    if group.partition("/")[0] != "hydra":
+        return
+    part = key.replace("/", ".")
+    if part_of(part, SWEEP_PARTS) is None:
         raise ConfigError(
-            wrong_option(key.replace(".", "/"), shown(override.value()), options(key))
+            f"{line}: ppctl reads no such setting of Hydra's. A run's files are in run.dir, and it "
+            "stays in the directory of its start. Leave it out."
         )
+    if is_swept:
+        raise ConfigError(f"{line}: a sweep runs in one way. Give {part} one value.")
+    if part in SWEEP_PARTS and str(override.value()) not in SWEEP_PARTS[part]:
+        raise ConfigError(wrong_option(key, shown(override.value()), options(part)))
     if not multirun:
         raise ConfigError(f"{line} is for the jobs of a sweep. Add --multirun, or leave it out.")
-
-
-def _refuse_for_drawing(group: str, line: str) -> None:
-    """Raise ConfigError for an override that no schedule depends on."""
-    parts = (*choices.DRAWN, "recipes")
-    if group in parts or group.startswith("hydra"):
-        return
-    what = f"no schedule depends on {group}. Leave it out"
-    if group not in (*PARTS, *choices.PLAIN):
-        what = f"{group} is not a part of a drawing.{choices.did_you_mean(group, parts)}"
-    raise ConfigError(f"{line}: {what} (parts: {', '.join(parts)}).")
 
 
 def check_keys(cfg: DictConfig) -> None:

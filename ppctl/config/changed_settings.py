@@ -21,8 +21,8 @@ FREE = {f"run.{name}" for name in _FREE_OF_RUN.split()} | {"data.cache_dir"}
 # Settings of a model that leave its function as it is. Another vocabulary or cut shows in the
 # shapes of its arrays.
 SAME_FUNCTION = ("model.attention", "model.vocab_size", "model.layers", "model.mixes_examples")
-ADAPTERS = tuple(f"optim.{name}" for name in ("train", "lora_rank", "lora_targets"))
 # besides the model's: settings that decide which arrays a checkpoint has
+ADAPTERS = ("optim.train", "optim.lora_rank", "optim.lora_targets")
 ARRAYS = ("optim", "optim.momentum", "run.dtype", *ADAPTERS)
 
 

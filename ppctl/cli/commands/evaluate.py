@@ -6,8 +6,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ppctl.cli.choices import request_words
 from ppctl.cli.command_options import Parser
 from ppctl.cli.commands.generate import run_or_checkpoint
 from ppctl.config import DTYPES
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
     from ppctl.language.language_model import LanguageModel
 
 # one device reads all examples, in batches of 1: a data set of fewer examples than one is refused
-ONE_DEVICE = ("mesh=1x1", "schedule=gpipe", "schedule.num_microbatches=1", "run.eval_every=null")
+ONE_DEVICE = (
+    *("mesh=1x1", "schedule=gpipe", "schedule.num_microbatches=1", "run.eval_every=null"),
+    *("data.batch_size=1", "data.eval_fraction=0"),
+)
 HOW_TRAINED = ("data.batch_size", "data.eval_fraction")  # words of data that only training needs
 BY_TOKENIZER = ("data.tokenizer", "data.end_token")  # words that the run's tokenizer replaces
 NOTES = """\
@@ -128,25 +132,16 @@ def _config(model: LanguageModel, overrides: Sequence[str]) -> Config:
     if not overrides:
         kept = {"tokenizer": model.tokenizer.name} if hasattr(data, "tokenizer") else {}
         return replace(model.config, data=replace(data, **kept))
-    from ppctl.cli.choices import request_words
     from ppctl.cli.compose import compose
 
-    # 1. the run's data, unless data= names other data; then defaults
-    words = [*overrides]
+    # later words count: those of one device, of the run's data unless data= names other, the user's
+    words = [*ONE_DEVICE, f"model.seq_len={model.transformer.seq_len}"]
     if not any(word.startswith("data=") for word in overrides):
-        of_run = request_words({"data": asdict(data)})
-        left_out = HOW_TRAINED + BY_TOKENIZER
-        words = [*(word for word in of_run if not word.startswith(left_out)), *words]
-    given = {word.partition("=")[0] for word in words}
-    defaults = (
-        "data.batch_size=1",
-        "data.eval_fraction=0",
-        f"model.seq_len={model.transformer.seq_len}",
-    )
-    words += [word for word in defaults if word.partition("=")[0] not in given]
-    # 2. the run's tokenizer
-    config: Any = compose([*ONE_DEVICE, *words])
-    if "data.tokenizer" not in given and hasattr(config.data, "tokenizer"):
-        config.data.tokenizer = model.tokenizer.name
-        config.data.end_token = getattr(data, "end_token", None)
+        of_run, left_out = request_words({"data": asdict(data)}), HOW_TRAINED + BY_TOKENIZER
+        words += [word for word in of_run if not word.startswith(left_out)]
+    config = compose([*words, *overrides])
+    named = any(word.startswith("data.tokenizer=") for word in overrides)
+    if not named and hasattr(config.data, "tokenizer"):
+        kept = {"tokenizer": model.tokenizer.name, "end_token": getattr(data, "end_token", None)}
+        return replace(config, data=replace(config.data, **kept))
     return config

@@ -43,9 +43,8 @@ class Run(Settings):
     resume_with: Annotated[str, one_of("same", "changed")] = "same"
     log_every: Count = 10  # steps between lines on the terminal; metrics.jsonl has every step
     eval_every: Count | None = 100  # steps; None: no evaluation
-    eval_batches: Count | None = (
-        None  # of data.batch_size each; None: 4, or as many as are held out
-    )
+    # of data.batch_size each; None: 4, or as many as are held out
+    eval_batches: Count | None = None
     # of metrics: tensorboard, wandb, mlflow
     trackers: list[Annotated[str, one_of("tensorboard", "wandb", "mlflow")]] = field(
         default_factory=lambda: ["tensorboard"]
