@@ -194,15 +194,14 @@ def _memory(job: TrainingJob, target: Target, found: PipelinePlan) -> dict[str, 
         if total is not None:
             memory, needed, is_compiled = job.pipe.memory(), total, True
 
-    # 2. whether it fits
-    limit = target.limit
-    fits = refusal is None
-    if fits and limit is not None:
+    # 2. whether it fits: the compiler for a topology has accepted it
+    limit, fits = target.limit, None
+    if refusal is not None:
+        fits = False
+    elif limit is not None:
         fits = max(needed) <= limit.size_bytes
-    elif fits and not (
-        is_compiled and target.plan.topology is not None
-    ):  # else the compiler accepts it
-        fits = None
+    elif is_compiled and target.plan.topology is not None:
+        fits = True
     size_bytes, source, fraction = (None, None, None) if limit is None else limit
     return {
         "memory_bytes": memory,

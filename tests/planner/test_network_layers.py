@@ -1,10 +1,8 @@
-"""`ppctl plan` lists what stands in each layer of a network, by its author's names."""
+"""`ppctl plan --json` lists what stands in each layer of a network, by its author's names."""
 
 import json
 
 from ppctl import cli
-from ppctl.planner.make_plan import LayerPart
-from ppctl.planner.show.plan_terminal import MOST_LAYERS, layer_table
 
 NET = """
 import jax, jax.numpy as jnp, ppctl
@@ -58,17 +56,3 @@ def test_a_plan_lists_what_stands_in_each_layer(tmp_path, monkeypatch, capsys):
     # forward and gradients of weights each a product; of the first layer's inputs there is no
     # gradient to make
     assert layers["0"]["cost"] + layers["1"]["cost"] == 2
-    monkeypatch.setenv("COLUMNS", "120")
-    assert cli.main(WORDS) == 0
-    lines = capsys.readouterr().out.splitlines()
-    [row] = [line for line in lines if "last/w [32, 3]" in line]
-    assert row.split()[:2] == ["1", "1"]
-
-
-def test_of_many_layers_the_first_and_the_head_are_shown():
-    parts = [LayerPart(str(k), 0, 1.0, {f"w{i}": (2,) for i in range(9)}, {}) for k in range(40)]
-    _, columns, rows = layer_table(parts)
-    assert [row[0] for row in rows] == [*map(str, range(MOST_LAYERS - 1)), "39"]
-    assert {len(row) for row in rows} == {len(columns)}
-    assert rows[0][3] == "w0 [2], w1 [2], w2 [2], w3 [2], 5 more"
-    assert len(layer_table(parts[:MOST_LAYERS]).rows) == MOST_LAYERS

@@ -16,7 +16,7 @@ from ppctl.cli.commands.plan import plan as run_plan
 from ppctl.errors import ConfigError
 from ppctl.planner import make_plan as plan
 from ppctl.planner.show.plan_page import picture_of, plan_page
-from ppctl.planner.show.plan_terminal import memory_table, plan_lines, stage_tables
+from ppctl.planner.show.plan_terminal import memory_table, plan_lines, stage_table
 from ppctl.reports.charts.palette import PARTS as COLOURS
 from ppctl.training.pipeline.engines.step_memory import PARTS
 from ppctl.training.pipeline.job import assemble
@@ -100,7 +100,8 @@ def test_the_page_has_the_lines_and_tables_of_the_terminal(name, capsys):
     said = Page(text).text
     for words in (word for line in plan_lines(found) for word in line):
         assert " ".join(words.split()) in said
-    for title, columns, rows in (*stage_tables(found), memory_table(found)):
+    tables = [stage_table(found.stages)] if found.stages else []
+    for title, columns, rows in (*tables, memory_table(found)):
         cells = [cell for row in (columns, *rows) for cell in row if cell]
         assert " ".join(" ".join(cells).split()) in said, title
 

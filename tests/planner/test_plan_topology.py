@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from support.plans import plan_json, planned, request, said_of
+from support.plans import plan_json, planned, request
 
 from ppctl import cli, config
 from ppctl.cli.commands.plan import plan as run_plan
@@ -126,9 +126,3 @@ def test_a_topology_of_unknown_chips_has_memory_but_no_time():
 def test_a_program_is_compiled_for_tpus(capsys):
     code, found = plan_json(capsys, request(plan=TOPOLOGY))
     assert (code, found["devices"]) == (0, "4 x TPU v5 lite")
-
-
-def test_devices_that_no_compiler_has_numbered_have_no_column(capsys):
-    away = config.Plan(compile=False, topology="v5e:2x2")
-    assert "devices   " not in said_of(request(plan=away), capsys)[1]
-    assert "devices   " in said_of(request(), capsys)[1]

@@ -72,11 +72,6 @@ class Target:
         return self.known_hardware is not None and self.known_hardware.cuda is not None
 
     @property
-    def host_devices(self) -> int | None:
-        """The devices of a host; None: all."""
-        return host_devices(self.hardware, self.plan.topology)
-
-    @property
     def peak_flops(self) -> float | None:
         """The peak FLOP/s of all devices that MFU compares with; None if unknown."""
         peak = mfu_peak_flops(self.known_hardware or self.request, "", self.dtype)
@@ -109,7 +104,7 @@ class Target:
             speed_of(hardware, peak),
             Link(hardware.link_latency_s, hardware.link_bytes_per_s),
             None if hosts is None else Link(hosts.latency_s, hosts.bytes_per_s),
-            self.host_devices,
+            host_devices(hardware, self.plan.topology),
             hardware.task_s,
             cores=os.cpu_count() if is_nominal else None,
             order=self.order,

@@ -16,7 +16,7 @@ from ppctl.planner.cost.planned_step import Step
 from ppctl.planner.cost.step_bytes import array_bytes, task_bytes, workspace_bytes
 from ppctl.planner.cost.step_time import StepTime, op_times, step_time
 from ppctl.planner.search.layout_space import Bounds
-from ppctl.schedule.costs import OF_STAGES, Costs, task_costs
+from ppctl.schedule.costs import OF_STAGES, task_costs
 from ppctl.schedule.families.registry import FAMILIES
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.lockstep_ticks import Counted
@@ -161,15 +161,12 @@ class Placed:
         costs = LayerCosts(space.layer_costs, self._op_times, lambda _: partition, held, **how)
         return costs.on(self.placed.rank_of)
 
-    @property
-    def costs(self) -> Costs:
-        return self.placed_costs.costs
-
     @cached_property
     def seconds(self) -> float:
         """The time of its work, whatever the order of its tasks."""
         number = self.step.microbatch.number
-        return makespan_bound_s(self.placed, self.costs, number) + self._op_times.overhead_s
+        bound_s = makespan_bound_s(self.placed, self.placed_costs.costs, number)
+        return bound_s + self._op_times.overhead_s
 
     @property
     def least_bytes(self) -> int:
@@ -179,13 +176,14 @@ class Placed:
         """Return the layout with its time by simulation, its bytes by the order of its tasks."""
         # 1. seconds
         step, space, copies = self.step, self.layout.bounds.space, self.step.layout.rank_devices
+        costs = self.placed_costs.costs
         times, slots = list[Mapping[str, float]](), list[Mapping[str, float]]()
         for key, schedule in self.schedules:
             counted = None
             if space.engine.in_ticks:
                 counted, num_slots = _in_ticks(key, step.microbatch.remat, space.trained)
                 slots.append(num_slots)
-            times.append(vars(step_time(self._op_times, schedule, counted, self.costs, copies)))
+            times.append(vars(step_time(self._op_times, schedule, counted, costs, copies)))
         time = StepTime(**self._along(times))
 
         # 2. bytes

@@ -18,7 +18,7 @@ from ppctl.planner.show.plan_terminal import (
     ranks_to_show,
     rehearsal_lines,
     shown_ranks,
-    stage_tables,
+    stage_table,
 )
 from ppctl.reports import page_kit as kit
 from ppctl.reports.charts.html_charts import charts_html, too_many_tasks
@@ -39,7 +39,7 @@ def plan_page(found: Prediction, picture: Drawing | str, words: Sequence[str]) -
     pipeline = "un-pipelined" if found.ideal_bubble_fraction is None else found.schedule
     bars = [(rank_name(found, r), found.memory_bytes[r]) for r in shown_ranks(found, MOST_BARS)]
     memory = memory_bars(bars, PARTS, found.limit_bytes, ABOUT), _table(*memory_table(found))
-    stages = [_table(*table, "stages") for table in stage_tables(found)]
+    stages = [_table(*stage_table(found.stages), "stages")] if found.stages else []
     return kit.page(
         f"Plan: {found.request.title}, {pipeline}",
         kit.verdict(FITS[found.fits], fit_text(found)),

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ppctl.planner.make_plan import LayerPart, Prediction, StagePart
+from ppctl.planner.make_plan import Prediction, StagePart
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal, RehearsedRank
 from ppctl.reports.bubble_names import bubble_text
 from ppctl.reports.terminal_output import OutputConsole, show_lines, show_table, size_text
@@ -36,7 +36,6 @@ PREDICTED = "total, predicted"
 IN_BACKWARD = "in backward"
 MOST_COLUMNS = 8
 MOST_STAGES = 16
-MOST_LAYERS, MOST_PARAMS, MOST_OPERATIONS = 24, 4, 6  # of a network
 
 
 class TextTable(NamedTuple):
@@ -51,8 +50,8 @@ def show_plan(found: Prediction) -> None:
     """Print a prediction for people."""
     console = OutputConsole()
     show_lines(console, *(f"{name:<10}{text}" for name, text in plan_lines(found)))
-    for table in stage_tables(found):
-        show_table(console, *table)
+    if found.stages:
+        show_table(console, *stage_table(found.stages))
     show_table(console, *memory_table(found))
     assumed, width = "; ".join(found.assumes), max(console.width - 10, 40)
     for i, text in enumerate(textwrap.wrap(assumed, width, break_long_words=False)):
@@ -99,14 +98,6 @@ def memory_table(found: Prediction) -> TextTable:
     return TextTable("memory of one device", ("", *(rank_name(found, r) for r in ranks)), cells)
 
 
-def stage_tables(found: Prediction) -> Iterator[TextTable]:
-    """Yield a table of the stages, and of a network one of its layers."""
-    if found.stages:
-        yield stage_table(found.stages)
-    if found.layers:
-        yield layer_table(found.layers)
-
-
 def costs_text(found: Prediction) -> str | None:
     """Return costs for `ppctl schedule`, relative to a forward through 1/p of the model."""
     kinds = ("forward_s", "input_grad_s", "weight_grad_s")
@@ -143,30 +134,6 @@ def stage_table(stages: Sequence[StagePart]) -> TextTable:
 
 def _seconds(seconds: float | None) -> str:
     return "not known" if seconds is None else f"{seconds:.3g}"
-
-
-def layer_table(layers: Sequence[LayerPart]) -> TextTable:
-    """Return the contents of layers: of more than MOST_LAYERS the first ones, and the head."""
-    cut = layers if len(layers) <= MOST_LAYERS else [*layers[: MOST_LAYERS - 1], layers[-1]]
-    rows = []
-    for part in cut:
-        params = [f"{name} {list(shape)}" for name, shape in part.params.items()]
-        counts = part.operations.items()
-        operations = [name if count == 1 else f"{count} {name}" for name, count in counts]
-        texts = _few(params, MOST_PARAMS), _few(operations, MOST_OPERATIONS)
-        rows.append((part.name, str(part.stage), f"{part.cost:.2f}", *texts))
-    title = "what stands in each layer; FLOPs of its matrix products over the mean layer's"
-    return TextTable(title, ("layer", "stage", "FLOPs", "parameters", "operations"), rows)
-
-
-def _few(items: Sequence[str], most: int) -> str:
-    """Return items as text, the first few of them.
-
-    >>> _few(["a", "b", "c"], 2), _few([], 2)
-    ('a, b, 1 more', 'none')
-    """
-    left = len(items) - most
-    return ", ".join([*items[:most], *([f"{left} more"] if left > 0 else [])]) or "none"
 
 
 def time_text(found: Prediction) -> str:
