@@ -124,7 +124,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _html_of(schedule: Schedule) -> str:
-    return import_module("ppctl.reports.charts.notebook_display").schedule_html(schedule)
+    return import_module("ppctl.reports.charts.draw_schedule").schedule_html(schedule)
 
 
 Schedule.html = staticmethod(_html_of)  # schedules, below the reports, know no charts

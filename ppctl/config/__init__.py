@@ -49,8 +49,7 @@ from ppctl.config.groups.schedule_settings import (
     Schedule,
 )
 from ppctl.errors import ConfigError, as_setting, written_as
-from ppctl.schedule.mesh_axes import DATA_AXES, product_text
-from ppctl.schedule.partition.divisibility import check_sequences, check_widths
+from ppctl.schedule.mesh_axes import DATA_AXES, check_sequences, check_widths, product_text
 
 
 @dataclass

@@ -13,7 +13,7 @@ from ppctl.model.attention.attention_scores import Scoring
 from ppctl.model.attention.rotary_positions import Rope
 from ppctl.model.lora import Lora
 from ppctl.model.parallel import StageAxes
-from ppctl.schedule.partition.divisibility import check_widths
+from ppctl.schedule.mesh_axes import check_widths
 
 ACTIVATIONS = {  # those of the MLP model's layers too
     "relu": jax.nn.relu,

@@ -1,10 +1,11 @@
-"""Sets of axes by what they divide, sizes of meshes, and their texts: all from the axis table."""
+"""Axes by what they divide, sizes of meshes and their texts, and sizes that they must divide."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import field, make_dataclass
 from math import prod
 from typing import Any, Self
 
+from ppctl.errors import ConfigError, setting
 from ppctl.schedule.axis_table import MESH_AXES, Axis, Divided
 
 
@@ -147,3 +148,33 @@ def product_text(factors: Mapping[str, int]) -> str:
     return (
         f"{'*'.join(factors)} = {'*'.join(map(str, factors.values()))} = {prod(factors.values())}"
     )
+
+
+def check_widths(tp: int, num_heads: int, num_kv_heads: int, hidden: int) -> None:
+    """Raise ConfigError for widths that tp does not divide. hidden: that of the MLP."""
+    heads = setting("model.num_heads")
+    for name, size in ((heads, num_heads), ("the width of the MLP", hidden)):
+        if size % tp:
+            divisors = (n for n in range(2, tp) if num_heads % n == 0 and hidden % n == 0)
+            fitting = ", ".join(map(str, divisors))
+            raise ConfigError(
+                f"{name}={size} is not a multiple of {setting('mesh.tp', tp)}: each device has "
+                f"whole heads and as many columns. Use {setting('mesh.tp', fitting or 1)}, or "
+                "other sizes of the model."
+            )
+    if num_kv_heads % tp and tp % num_kv_heads:
+        raise ConfigError(
+            f"{setting('model.num_kv_heads', num_kv_heads)} and {setting('mesh.tp', tp)}: devices "
+            f"would share heads unevenly. Use a {setting('mesh.tp')} that divides it, or is a "
+            "multiple of it."
+        )
+
+
+def check_sequences(cp: int, num_tokens: int) -> None:
+    """Raise ConfigError for sequences too short for cp, which divides each into 2*cp pieces."""
+    if cp > 1 and num_tokens < 2 * cp:
+        raise ConfigError(
+            f"sequences of {num_tokens} tokens are fewer than the 2*{setting('mesh.cp')} = 2*{cp} "
+            f"= {2 * cp} pieces that {setting('mesh.cp', cp)} divides each into. Use "
+            f"{setting('mesh.cp', max(1, num_tokens // 2))} at most, or longer sequences."
+        )

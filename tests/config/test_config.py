@@ -171,10 +171,8 @@ def test_settings_load_no_schedule_family():
         "ppctl.schedule.ir",  # of ppctl itself: a schedule shows its chart in notebooks
         "ppctl.schedule.remat",
         "ppctl.schedule.engine_traits",
-        "ppctl.schedule.partition",
-        "ppctl.schedule.partition.divisibility",
-        "ppctl.schedule.axis_table",
         "ppctl.schedule.mesh_axes",
+        "ppctl.schedule.axis_table",
     )
     assert {*done.stdout.split()} == {"ppctl.schedule", *rules}
 

@@ -170,6 +170,14 @@ class _Search:
         assert self.cap is not None, "one of the caps is there"
         return int(self.cap * schedule.num_chunks + 1e-9)
 
+    def holds(self, schedule: Schedule) -> int:
+        """Return the most that a rank holds, in the units of `limit`."""
+        if self.rank_bytes is not None:
+            return self.rank_bytes(schedule)
+        placed = self.placement(schedule.rank_of)
+        assert placed is not None, "a schedule that was found has a placement"
+        return max(self.ledger(placed, schedule).peaks(schedule))
+
     def add_published(self, label: str, schedule: Schedule) -> None:
         """Add a published schedule if it fits, and its priorities for greedy runs."""
         placed = self.placement(schedule.rank_of)
@@ -181,9 +189,8 @@ class _Search:
         self.priorities.append((label, free))
         self.bounds_s.append(bound_under_cap_s(free.schedule, costs, ledger, limit))
         # 2. the schedule itself, if it fits
-        rank_bytes = self.rank_bytes
         try:
-            holds = rank_bytes(schedule) if rank_bytes else max(ledger.peaks(schedule))
+            holds = self.holds(schedule)
         except ScheduleError:  # it cannot run in lockstep
             return
         unit = schedule.num_chunks if self.limit_bytes is None else 1
@@ -244,17 +251,8 @@ class _Search:
             best.append(min(fits, key=lambda start: start.length_s))
         candidates = tuple(self._candidate(start) for start in best)
         tried = min(self.bounds_s), len(self.priorities), self.num_blocks
-        held = self.limit_bytes, self._held_bytes(candidates[0].schedule)
-        return Choice(candidates[0], candidates, self.cap, *tried, *held)
-
-    def _held_bytes(self, schedule: Schedule) -> int | None:
-        if self.limit_bytes is None:
-            return None
-        if self.rank_bytes is not None:
-            return self.rank_bytes(schedule)
-        placed = self.placement(schedule.rank_of)
-        assert placed is not None, "it was found there"
-        return max(placed.ledger(schedule).peaks(schedule))
+        held = None if self.limit_bytes is None else self.holds(candidates[0].schedule)
+        return Choice(candidates[0], candidates, self.cap, *tried, self.limit_bytes, held)
 
     def _too_little(self, num_ranks: int, num_microbatches: int) -> ScheduleError:
         """Return the error where nothing fits, with the schedule that holds least."""

@@ -18,7 +18,7 @@ from ppctl.executors.parameter_layout import Layout
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts
 from ppctl.model.stack import Stack, num_examples
 from ppctl.model.trainable_parameters import trained_part
-from ppctl.reports.charts.notebook_display import pipeline_html
+from ppctl.reports.charts.draw_schedule import pipeline_html
 from ppctl.reports.terminal_output import size_text
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule

@@ -22,8 +22,14 @@ from ppctl.model.stack import DividedStack, Stack, num_examples, over_ranks
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FamilyWithKnobs, family
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.mesh_axes import DATA_AXES, SHARD_AXES, MeshSizes, axes_dividing, product_text
-from ppctl.schedule.partition.divisibility import check_sequences
+from ppctl.schedule.mesh_axes import (
+    DATA_AXES,
+    SHARD_AXES,
+    MeshSizes,
+    axes_dividing,
+    check_sequences,
+    product_text,
+)
 from ppctl.schedule.partition.partition import Partition, explicit, uniform
 from ppctl.schedule.validation import validate
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
