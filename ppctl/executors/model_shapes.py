@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.parameter_layout import gather_shards, sharded_over
+from ppctl.executors.stage.layer_programs import add_embedding_grad, add_head_grads
 from ppctl.executors.stage.stage import Stage
 from ppctl.model.layer_inputs import LayerInputs, without_attached
 from ppctl.model.layer_reports import cast_layers, check_reports
@@ -199,6 +200,34 @@ class Model:
         zeros = (jnp.zeros(a.shape, self.dtype) for a in leaves)
         filled = [z if a is None else a for z, a in zip(zeros, found, strict=True)]
         return jax.tree.unflatten(treedef, filled)
+
+    # embedding and head by a rank's parameters, None for others, or by its part of the vocabulary
+
+    def embed(self, embed_head: Tree, inputs: Tree, part: jax.Array | None = None) -> jax.Array:
+        if part is not None and self.parts is not None:
+            return self.parts.embed(embed_head, inputs, part)
+        return self.stack.embed(self.fill(embed_head), inputs)
+
+    def head(self, embed_head: Tree, y: jax.Array, targets: Tree, *known: Any) -> tuple:
+        """Return (sum of losses, their number); known: of a part, as in `VocabularyParts`."""
+        if known and self.parts is not None:
+            return self.parts.head(embed_head, y, targets, *known)
+        return self.stack.head(self.fill(embed_head), y, targets)
+
+    def add_embedding(
+        self, embed_head: Tree, inputs: Tree, gx: jax.Array, total: Tree, part: Any = None
+    ) -> Tree:
+        """Return `total` with the gradient of the embedding."""
+        trains, embed = self.stack.trains("embed_head"), partial(self.embed, part=part)
+        return add_embedding_grad(embed, embed_head, inputs, gx, total, trains)
+
+    def add_head(
+        self, embed_head: Tree, y: jax.Array, targets: Tree, total: Tree, *known: Any
+    ) -> tuple[jax.Array, Tree, Any]:
+        """Return (gradient of y, `total` with the head's, (sum of losses, their number))."""
+        trains, head = self.stack.trains("embed_head"), lambda *args: self.head(*args, *known)
+        gy, total, *losses = add_head_grads(head, embed_head, y, targets, total, trains)
+        return gy, total, tuple(losses)
 
     def check_reports(self) -> None:
         """Raise ConfigError unless layers report the counts that the stack declares."""

@@ -27,7 +27,6 @@ from ppctl.executors.mpmd.rank_programs import (
     reduce_stage,
     without_shared,
 )
-from ppctl.executors.stage.layer_programs import add_embedding_grad, add_head_grads
 from ppctl.executors.stage.stage import LayerSlots
 from ppctl.model.random_keys import KEYS
 from ppctl.model.stack import log_sums_of_parts
@@ -197,42 +196,26 @@ def _microbatch_of(model: Model, v: dict[str, Any], name: str) -> Tree:
 
 def _embedded(model: Model, v: dict[str, Any]) -> jax.Array:
     """Return the embedding of a microbatch, by a rank's part of the vocabulary its summand."""
-    return _embed(model, v)(v["embed_head"], _microbatch_of(model, v, "inputs"))
-
-
-def _embed(model: Model, v: dict[str, Any]) -> Callable[[Tree, Tree], jax.Array]:
-    """Return the embedding as a function of a rank's parameters and inputs."""
-    if (parts := model.parts) is not None:
-        return lambda embed_head, inputs: parts.embed(embed_head, inputs, v["part"])
-    return lambda embed_head, inputs: model.stack.embed(model.fill(embed_head), inputs)
+    return model.embed(v["embed_head"], _microbatch_of(model, v, "inputs"), v.get("part"))
 
 
 def _with_embedding(model: Model, v: dict[str, Any], gx: jax.Array) -> Tree:
     """Return the sums of gradients with that of the embedding."""
-    total, which = v["acc_embed_head"], model.stack.trains("embed_head")
-    args = v["embed_head"], _microbatch_of(model, v, "inputs"), gx, total, which
-    return add_embedding_grad(_embed(model, v), *args)
+    inputs, total = _microbatch_of(model, v, "inputs"), v["acc_embed_head"]
+    return model.add_embedding(v["embed_head"], inputs, gx, total, v.get("part"))
 
 
 def _with_head(
     model: Model, v: dict[str, Any], y: jax.Array
 ) -> tuple[jax.Array | None, dict[str, Any]]:
     """Return (gradient of y, sums by name with loss and gradients); (None, losses) to evaluate."""
-    # 1. the head, or a rank's part of it
-    parts, targets = model.parts, _microbatch_of(model, v, "targets")
-    if parts is not None:
-        known = v["all_log_sums"], v["logits"], v["part"]
-        head = lambda embed_head, y, targets: parts.head(embed_head, y, targets, *known)  # noqa: E731
-    else:
-        head = lambda embed_head, y, targets: model.stack.head(model.fill(embed_head), y, targets)  # noqa: E731
-    # 2. its loss and gradients
-    args = v["embed_head"], y, targets
+    args = v["embed_head"], y, _microbatch_of(model, v, "targets")
+    known = (v["all_log_sums"], v["logits"], v["part"]) if "part" in v else ()
     add = partial(jax.tree.map, lambda total, a: total + jnp.asarray(a, total.dtype), v["losses"])
     if "acc_embed_head" not in v:
-        return None, {"losses": add(head(*args))}
-    which = model.stack.trains("embed_head")
-    gy, total, *losses = add_head_grads(head, *args, v["acc_embed_head"], which)
-    return gy, {"losses": add(tuple(losses)), "acc_embed_head": total}
+        return None, {"losses": add(model.head(*args, *known))}
+    gy, total, losses = model.add_head(*args, v["acc_embed_head"], *known)
+    return gy, {"losses": add(losses), "acc_embed_head": total}
 
 
 def add_device_dim(tree: Tree) -> Tree:

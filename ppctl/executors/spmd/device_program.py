@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.parameter_layout import Layout, gather_shards, layer_specs
-from ppctl.executors.stage.layer_programs import add_embedding_grad, add_head_grads, zeros_like
+from ppctl.executors.stage.layer_programs import zeros_like
 from ppctl.executors.stage.stage import LayerSlots
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.random_keys import KEYS
@@ -194,21 +194,19 @@ class Device:
 
     def embed(self, m: Any) -> jax.Array:
         """Return the embedding of microbatch m."""
-        return self.stack.embed(self.embed_head, self.microbatch("inputs", m))
+        return self.model.embed(self.embed_head, self.microbatch("inputs", m))
 
     def add_head(self, y: jax.Array, m: Any, ends: Tree) -> tuple[jax.Array, Tree]:
         """Return (gradient of y, or y without backwards; ends with microbatch m's head)."""
         args = self.embed_head, y, self.microbatch("targets", m)
         if not self.ticks.has_backward:
-            return y, (*jax.tree.map(jnp.add, ends[:2], self.stack.head(*args)), None)
-        which = self.stack.trains("embed_head")
-        gy, total, *losses = add_head_grads(self.stack.head, *args, ends[2], which)
-        return gy, (*jax.tree.map(jnp.add, ends[:2], tuple(losses)), total)
+            return y, (*jax.tree.map(jnp.add, ends[:2], self.model.head(*args)), None)
+        gy, total, losses = self.model.add_head(*args, ends[2])
+        return gy, (*jax.tree.map(jnp.add, ends[:2], losses), total)
 
     def add_embedding(self, gx: jax.Array, m: Any, total: Tree) -> Tree:
         """Return the gradients of embedding and head, that of microbatch m's embedding added."""
-        inputs, which = self.microbatch("inputs", m), self.stack.trains("embed_head")
-        return add_embedding_grad(self.stack.embed, self.embed_head, inputs, gx, total, which)
+        return self.model.add_embedding(self.embed_head, self.microbatch("inputs", m), gx, total)
 
 
 def _layer_slots(

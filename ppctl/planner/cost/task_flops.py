@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.executors.model_shapes import Model, tree_bytes
-from ppctl.executors.stage.layer_programs import add_embedding_grad, add_head_grads, add_trees
+from ppctl.executors.stage.layer_programs import add_trees
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.stack import Stack as ModelStack
 from ppctl.model.trainable_parameters import trained_flags, trained_part
@@ -179,18 +179,10 @@ class CountedModel:
         return f, i, ops_of(weight_grad, w, pending, acc), redo
 
     def embed(self) -> tuple[list[Op], ...]:
-        model, held = self.model, self._held(0)
-        trains, inputs = model.stack.trains("embed_head"), model.microbatch["inputs"]
+        model, held, inputs = self.model, self._held(0), self.model.microbatch["inputs"]
         embed_head, acc = self._computed(held), model.trained_embed_head(held)
-
-        def embed(embed_head: Tree, inputs: Any) -> jax.Array:
-            return model.stack.embed(model.fill(embed_head), inputs)
-
-        def embed_grad(embed_head: Tree, inputs: Any, gx: jax.Array, acc: Tree) -> Tree:
-            return add_embedding_grad(embed, embed_head, inputs, gx, acc, trains)
-
-        grads = ops_of(embed_grad, embed_head, inputs, model.x, acc)
-        return ops_of(embed, embed_head, inputs), [], grads
+        grads = ops_of(model.add_embedding, embed_head, inputs, model.x, acc)
+        return ops_of(model.embed, embed_head, inputs), [], grads
 
     def head(self) -> tuple[list[Op], ...]:
         return [], ops_of(*self._head_grads), []
@@ -198,9 +190,8 @@ class CountedModel:
     @property
     def _head_grads(self) -> tuple[Any, ...]:
         """(function to the gradients of the head's input and parameters, its arguments' shapes)."""
-        model, held, trains = self.model, self._held(1), self.model.stack.trains("embed_head")
-        head = lambda e, y, t: model.stack.head(model.fill(e), y, t)  # noqa: E731
-        run = lambda e, y, t, acc: add_head_grads(head, e, y, t, acc, trains)[:2]  # noqa: E731
+        model, held = self.model, self._held(1)
+        run = lambda e, y, t, acc: model.add_head(e, y, t, acc)[:2]  # noqa: E731
         targets, acc = model.microbatch["targets"], model.trained_embed_head(held)
         return run, self._computed(held), model.x, targets, acc
 
