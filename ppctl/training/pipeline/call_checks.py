@@ -159,10 +159,7 @@ def on_host(
 def check_values(
     arrays: Mapping[str, Any], shapes: Mapping[str, jax.ShapeDtypeStruct], stack: Stack
 ) -> None:
-    """Raise ConfigError for arrays of other kinds of numbers than `shapes`, or other values.
-
-    Values are those of NumPy's arrays: arrays on devices stay there.
-    """
+    """Raise ConfigError for other kinds of numbers than `shapes`, or other values (on the host)."""
     dtypes = {name: a.dtype for name, a in named(shapes).items()}
     for name, a in named(arrays).items():
         dtype = dtypes[name]

@@ -15,10 +15,7 @@ from ppctl.training.pipeline.pipeline import Pipeline
 
 
 def check_job(job: TrainingJob) -> list[str]:
-    """Return notes: of few evaluation batches, and why a model was not tried for mixing examples.
-
-    ConfigError or DataError: the job cannot run here, or not as intended.
-    """
+    """Return notes on a job; ConfigError or DataError if it cannot run here, or not as intended."""
     check_room(job.pipe)
     notes = check_evaluations(job.config.run, job.data), check_examples(job)
     return [note for note in notes if note is not None]
@@ -62,10 +59,7 @@ def check_evaluations(run: settings.Run, data: DataSet) -> str | None:
 
 
 def check_examples(job: TrainingJob) -> str | None:
-    """Return why a user's model was not tried for mixing examples, or None.
-
-    ConfigError if it mixes them.
-    """
+    """Return why a user's model was not tried for mixing examples; ConfigError if it mixes them."""
     model = job.config.model
     if not isinstance(model, settings.CustomModel):
         return None

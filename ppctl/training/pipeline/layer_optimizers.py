@@ -128,10 +128,9 @@ class LayerOptimizer:
     def _part(
         self, part: str, grads: Tree, state: Tree, params: Tree, *, norm: jax.Array, sizes: tuple
     ) -> tuple[Tree, dict[tuple, jax.Array]]:
-        """Return the updates of a part and leaves of the next state by path.
+        """Return the updates of "embed_head" or "layers", and leaves of the next state by path.
 
-        part: "embed_head" or "layers", which are stacked by `sizes`. The optimizer is given the
-        whole tree, so that masks see it, with zeros in the place of the other part.
+        The optimizer is given the whole tree, so that masks see it, with zeros for the other part.
         """
         # 1. the author's tree and its state
         is_of = lambda path: parameter_of(path)[:1] in ((), (part,))  # noqa: E731

@@ -62,6 +62,8 @@ class Pipeline:
     lr_schedule: optax.Schedule | None = None
     examples: Tree = None  # a few of the batch that it was made with
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    # what is tried or compiled already: "examples", "step", "loss"
+    _done: set[str] = field(default_factory=set[str], init=False, repr=False, compare=False)
 
     # its parts
 
@@ -150,8 +152,7 @@ class Pipeline:
 
         A batch of the pipeline's size goes through its stages, any other as in `evaluate`.
         """
-        is_whole = not isinstance(batch, Mapping) or "inputs" not in batch or self._is_whole(batch)
-        if not is_whole:
+        if isinstance(batch, Mapping) and "inputs" in batch and not self._is_whole(batch):
             return self.evaluate(state, batch)["loss"]
         placed = self._placed(state, batch)
         if "loss" not in self._done:
@@ -219,7 +220,6 @@ class Pipeline:
         return WholeModel(*how, self.model.num_examples)
 
     def _placed(self, state: Tree, batch: Mapping[str, Any]) -> Tree:
-        """Return a batch on the devices of its step, after checks of both."""
         self._state_checks.check(state)
         return self.put(batch)
 
@@ -261,11 +261,6 @@ class Pipeline:
         if note is not None:
             warnings.warn(note, stacklevel=3)
 
-    @cached_property
-    def _done(self) -> set[str]:
-        """The names of what is tried or compiled already: "examples", "step", "loss"."""
-        return set()
-
     def put(self, batch: Mapping[str, Any]) -> Tree:
         """Return a global batch on the devices of its step, unless it is there already.
 
@@ -278,10 +273,8 @@ class Pipeline:
             for key, to in shardings.items()
         ):
             return {key: batch[key] for key in shardings}
-        arrays, rows = (
-            on_host(batch, self.batch_shapes, self.stack),
-            list(self.engine.batches.examples),
-        )
+        arrays = on_host(batch, self.batch_shapes, self.stack)
+        rows = list(self.engine.batches.examples)
         return self.engine.batches.put(jax.tree.map(lambda a: a[rows], arrays))
 
     def to_natural(self, state: Tree) -> Tree:

@@ -38,11 +38,7 @@ def make_engine(
     execution: Execution,
     clip_norm: float | None,
 ) -> Engine:
-    """Return the engine that runs a step.
-
-    model: as one device computes it; shapes: of a global batch; clip_norm: of the optimizer's
-    clipping.
-    """
+    """Return the engine that runs a step; shapes: of a global batch; clip_norm: the optimizer's."""
     how = optimizer, lr_schedule
     # 1. mpmd
     if execution.engine.dispatches_tasks:
@@ -104,10 +100,7 @@ def model_of(
 
 
 def _by_reference(model: Model, layout: Layout, execution: Execution) -> tuple[LossAndGrads, Loss]:
-    """Return the functions of gradients and of evaluation without a pipeline.
-
-    The reference takes layers only in natural order.
-    """
+    """Return the functions of gradients and of evaluation without a pipeline."""
 
     def gradients(params: Tree, batch: Tree) -> tuple[dict[str, jax.Array], Tree]:
         losses, grads = of(with_grads=True)(layout.to_natural(params), batch)

@@ -147,10 +147,8 @@ def stacked(tree: Tree) -> Tree:
 
 
 def plain_model(job: TrainingJob) -> PlainModel:
-    """Return the un-pipelined model of a job."""
-    pipe = job.pipe
-    params = initial_params(pipe.stack, job.config.run.seed)
-    return PlainModel(job, params, *plain_functions(*pipe.plain))
+    params = initial_params(job.pipe.stack, job.config.run.seed)
+    return PlainModel(job, params, *plain_functions(*job.pipe.plain))
 
 
 def _norm(tree: Tree) -> float:
