@@ -21,7 +21,6 @@ from ppctl.reports.charts.schedule_drawing import Drawing
 from ppctl.reports.run_page.one_run_page import run_page
 from ppctl.reports.run_page.read_run import RecordedRun, read_run
 from ppctl.reports.run_page.write_report import compare_page
-from ppctl.schedule.simulator import simulate
 from ppctl.training.pipeline.job import assemble
 
 GIB = 2**30
@@ -31,7 +30,8 @@ def all_pages(directory: Path) -> dict[str, str]:
     """Return each page by its name; `directory`: an empty one, for the files of runs."""
     timeline = directory / "timeline"
     pipeline = pipeline_of(Plain("zb_h1", 8), Mpmd(), 4, 8)
-    timeline_io.write_timeline(timeline, simulate(pipeline.schedule, pipeline.costs))
+    step = pipeline.step
+    timeline_io.write_timeline(timeline, step.timeline(step.costs))
     return {
         "schedule": schedules_page([drawing("1f1b", 4, 8)]),
         "schedule, 8 ranks, 32 microbatches": schedules_page([drawing("zb_h1", 8, 32)]),
@@ -159,7 +159,8 @@ def run(run_dir: Path) -> str:
     """Return the report of a run with evaluations, memory, and a measured step."""
     pipeline = pipeline_of(Plain("zb_h1", 8), Mpmd(), 4, 8)
     one = recorded(run_dir, 5000, 2500, pipeline)
-    timeline_io.write_timeline(run_dir / "timeline", simulate(pipeline.schedule, pipeline.costs))
+    step = pipeline.step
+    timeline_io.write_timeline(run_dir / "timeline", step.timeline(step.costs))
     held = [
         {"parameters": 3 * GIB, "optimizer": 6 * GIB, "activations": (4 - r) * GIB}
         for r in range(4)
