@@ -80,11 +80,9 @@ def _limits(
     """Return the limits of a kernel: (whether it is exceeded, the message)."""
     merges = f"{setting('mesh.cp', cp)} merges parts of a softmax, which {kernel} does not give"
     limits = [(cp > 1 and kernel not in PAIR_KERNELS, merges)]
-    by_dtype, kind, platform = (
-        setting("run.dtype", dtype),
-        jnp.dtype(dtype),
-        getattr(device, "platform", ""),
-    )
+    if kernel not in ("pallas", "cudnn"):
+        return limits
+    by_dtype, kind, platform = setting("run.dtype", dtype), jnp.dtype(dtype), device.platform
     if kernel == "pallas":
         shape = f"{head_dim} wide and {num_tokens} tokens long"
         sizes = f"heads and sequences of multiples of {LANES}, and they are {shape}"
@@ -93,7 +91,7 @@ def _limits(
             (kind.itemsize > 4, f"the Pallas kernel computes in at most 32 bits, and {by_dtype}"),
             (head_dim % LANES + num_tokens % LANES > 0, f"the Pallas kernel needs {sizes}"),
         ]
-    if kernel == "cudnn":
+    else:
         flash, capability = "cuDNN's flash attention", _capability(device)
         most = 256 if capability >= (9, 0) else 128
         version = f"{getattr(device, 'device_kind', platform)} has {'.'.join(map(str, capability))}"
