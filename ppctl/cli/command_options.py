@@ -21,11 +21,6 @@ from ppctl.cli.commands import COMMANDS
 from ppctl.config.changed_settings import shown
 from ppctl.errors import ConfigError
 
-FIRST_EXAMPLES = (  # what to try first
-    "ppctl train recipes=tiny",
-    "ppctl schedule show schedule=interleaved mesh=1x4",
-    "ppctl plan mesh=2x4 schedule=1f1b hardware=h100",
-)
 APPLIES_TO = {  # commands of a part or a setting; any other applies to all of them
     "hardware": ("train", "plan", "rehearse", "tune", "doctor"),
     "launch": ("train", "doctor"),
@@ -241,9 +236,8 @@ def parse(command: str, words: list[str]) -> argparse.Namespace:
 def overview() -> str:
     """Return the text of `ppctl --help`."""
     commands = "\n".join(f"  {name:8} {about}" for name, about in COMMANDS.items())
-    return OVERVIEW.format(
-        commands=commands, examples="\n".join(f"  {line}" for line in FIRST_EXAMPLES)
-    )
+    first = "\n".join(f"  {examples_of(name)[0]}" for name in ("train", "schedule", "plan"))
+    return OVERVIEW.format(commands=commands, examples=first)
 
 
 def command_help(command: str, words: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any, NamedTuple, TypeGuard, cast
 
 from ppctl.config import Config
@@ -67,15 +67,14 @@ def changes(before: Mapping[str, Any], config: Config) -> list[Change]:
     Those that change nothing that a run computes or records are left out.
     """
     found: list[Change] = []
-    for part in fields(config):
-        stored: Any
-        stored, now = before.get(part.name), getattr(config, part.name)
-        if part.name in FREE_PARTS or not _are_settings(stored):
+    for part, now in asdict(config).items():
+        stored: Any = before.get(part)
+        if part in FREE_PARTS or not _are_settings(stored):
             continue
-        if stored.get("name") != getattr(now, "name", None) and part.name != "run":
-            found.append(Change(part.name, stored.get("name"), now.name))
-            continue
-        found += _differing(part.name, stored, asdict(now))
+        if part != "run" and stored.get("name") != now.get("name"):
+            found.append(Change(part, stored.get("name"), now["name"]))
+        else:
+            found += _differing(part, stored, now)
     return found
 
 
