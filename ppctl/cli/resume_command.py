@@ -50,11 +50,7 @@ def resumption(path: Path) -> Resumption:
 
 
 def _needed(directory: str | None, recorded: Mapping[str, Any], words: Sequence[str]) -> str | None:
-    """Return the directory of a run's start, if it is another one and the run needs it.
-
-    The user's code is looked for in the current directory, and a --config-dir may be relative to
-    it.
-    """
+    """Return the directory of a run's start, if custom code or a --config-dir is relative to it."""
     if directory is None or os.path.realpath(directory) == os.path.realpath(os.curdir):
         return None
     parts = [recorded.get(name) for name in ("model", "data")]

@@ -100,12 +100,10 @@ def check(config: Config) -> None:
     check_tasks(config.schedule, config.mesh)
     _check_batch(config.data.batch_size, config.mesh, config.schedule)
     _check_launch(config.launch, config.run, config.mesh)
-    _check_topology(config.plan, config.run)
     _check_executor(config.executor, config.mesh, config.partition.name, config.model)
     _check_data(config.model, config.data)
     _check_trained(config.model, config.optim)
-    _check_timeline(config.run, config.executor)
-    _check_inspected(config.inspect, config.executor)
+    _check_views(config.run, config.executor, config.plan, config.inspect)
 
 
 def _check_batch(batch_size: int, mesh: Mesh, schedule: AnySchedule) -> None:
@@ -145,15 +143,6 @@ def _check_launch(launch: Launch, run: Run, mesh: Mesh) -> None:
         raise ConfigError(
             f"launch.processes={processes} divides GPUs or simulated CPU devices, but "
             "run.platform=tpu. Use launch.processes=1: a process takes all TPU chips of a host."
-        )
-
-
-def _check_topology(plan: Plan, run: Run) -> None:
-    topology = plan.topology
-    if topology is not None and run.platform not in (None, "cpu"):
-        raise ConfigError(
-            f"plan.topology={topology} needs no devices, but run.platform={run.platform} starts "
-            "devices. Use run.platform=cpu, or leave it out."
         )
 
 
@@ -212,7 +201,7 @@ def _check_trained(model: AnyModel, optim: Optim) -> None:
         )
 
 
-def _check_timeline(run: Run, executor: AnyExecutor) -> None:
+def _check_views(run: Run, executor: AnyExecutor, plan: Plan, inspect: Inspect) -> None:
     if run.timeline and not executor.ENGINE.dispatches_tasks:
         raise ConfigError(
             "run.timeline=true measures tasks that are programs of their own, but "
@@ -230,13 +219,15 @@ def _check_timeline(run: Run, executor: AnyExecutor) -> None:
             f"run.timeline=true and run.profile={run.profile} both trace, and one trace can run "
             "at a time. Leave one of them out."
         )
-
-
-def _check_inspected(request: Inspect, executor: AnyExecutor) -> None:
-    if request.what == "program" and not executor.ENGINE.in_ticks:
+    if inspect.what == "program" and not executor.ENGINE.in_ticks:
         raise ConfigError(
             f"inspect.what=program shows the ticks of ranks, but executor={executor.name} has "
             "none. Use inspect.what=jaxpr, stablehlo or hlo, or executor=spmd."
+        )
+    if plan.topology is not None and run.platform not in (None, "cpu"):
+        raise ConfigError(
+            f"plan.topology={plan.topology} needs no devices, but run.platform={run.platform} "
+            "starts devices. Use run.platform=cpu, or leave it out."
         )
 
 

@@ -1,7 +1,4 @@
-"""Digests of the code of custom models and data sets, by which a resumed run notices changes.
-
-Loads no JAX.
-"""
+"""Digests of the code of custom models and data sets, by which a resumed run notices changes."""
 
 import ast
 import hashlib

@@ -18,11 +18,7 @@ OTHERS = (
 
 
 def about(name: str) -> str:
-    """Return the help of a command, from the first line of its file.
-
-    >>> about("verify")
-    'show that gradients and train steps equal those of the un-pipelined model'
-    """
+    """Return the help of a command, from the first line of its file."""
     with (Path(__file__).parent / f"{name}.py").open(encoding="utf-8") as file:
         head, _, text = file.readline().partition("`: ")
     assert head == f'"""`ppctl {name}', f"{name}.py does not open with its help"
