@@ -48,7 +48,9 @@ def test_every_example_composes(command, capsys):
         "evaluate",
     ):  # all is right but what is not there
         assert cli.main(words) == 2
-        assert re.search(r"(DIR|tiny).* is (no run|not there)", capsys.readouterr().err)
+        assert re.search(
+            r"(DIR|tiny).* (is no run|is not there|has no config.json)", capsys.readouterr().err
+        )
     elif words[0] == "schedule":  # starts no JAX: it may as well run
         assert cli.main(words) == 0
         assert "bubble" in capsys.readouterr().out
