@@ -35,21 +35,11 @@ class HeldError(Exception):
 
 
 class RunStatus:
-    """The record of one start of a run; use it as a context manager. An exception that leaves it is
-    the end "failed".
+    """The record of one start of a run, a context manager: an exception that leaves it is "failed".
 
-    Made, it holds the run directory's lock, and has written nothing; `begin` writes the line of
-    this start. A run that never begins leaves no trace.
-
-    Args:
-        run_dir: Holds `status.jsonl`; made where it is missing. Lines of earlier starts stay.
-
-    Raises:
-        HeldError: Another process holds the lock.
-        OSError: `run_dir` cannot be written.
-
-    Each line is one write. It is on disk, as far as a kill of the process goes, when a method
-    returns.
+    It holds the lock of `run_dir`, which is made where it is missing. `begin` writes the first
+    line; a run that never begins leaves no trace. Each line is one write, so that a kill of the
+    process loses none. HeldError if another process holds the lock.
     """
 
     def __init__(self, run_dir: Path):

@@ -88,11 +88,9 @@ def clusters(
 ) -> tuple[int, ...]:
     """Return the positions in the operations at which each of `count` clusters starts, and the end.
 
-    costs: of each operation; crossing[b]: the size that passes if a cluster starts at operation b
-    (inf: none may). No cluster costs more than 1 + tolerance times the least possible largest one;
-    among these the largest size that passes is the smallest possible, then the sum of all sizes,
-    then the sum of the squares of the costs. A position is looked at if nothing cheaper to cut lies
-    between the operations with costs around it.
+    crossing[b]: the size that passes if a cluster starts at operation b (inf: none may). No cluster
+    costs more than 1 + tolerance times the least possible largest one; then the largest size that
+    passes is the smallest possible, then the sum of all sizes, then that of the squares of costs.
 
     >>> clusters([1, 0, 1, 1, 0, 1], [0, 4, 9, 4, 9, 9], 2)
     (0, 3, 6)

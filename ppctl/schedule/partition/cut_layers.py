@@ -82,8 +82,7 @@ def improved(
     tried from the fastest partition whose moves were not, those of unusual stages first; the first
     that is faster than all goes on at once.
     step_s: seconds of a step, such as the simulator's makespan, or what else orders partitions.
-    num_detours: slower partitions in a row from which moves are tried in
-    vain.
+    num_detours: slower partitions in a row from which moves are tried in vain.
 
     >>> [len(held) for held in improved((range(3), range(3, 4)), lambda p: len(p[0]), max_tried=9)]
     [0, 4]
@@ -117,9 +116,6 @@ def improved(
 
 def _promising_first(sizes: list[int]) -> list[tuple[int, int]]:
     """Return all moves: first from large stages, to small ones, of the first and the last stage.
-
-    Layers are alike in most models: a partition is slow at its ends, which have embedding and head,
-    and where layers do not divide.
 
     >>> _promising_first([2, 2, 3, 2])[:2]
     [(0, 1), (1, 0)]

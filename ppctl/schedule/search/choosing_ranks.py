@@ -38,8 +38,7 @@ class ChoosingRanks:
         """Return the orders in which the ranks ran all tasks; None if they got stuck.
 
         choose(rank, now_s) returns the task that a free rank runs now, or None and when to ask
-        again: once the next of the tasks in question is ready. A rank is asked, by time, then rank,
-        when it is free, and when it received a value that was not written when it was asked.
+        again. A rank is also asked when it receives a value that was missing before.
         """
         jobs, left = self.jobs, len(self.jobs.tasks)
         done: Orders = [[] for _ in range(jobs.num_ranks)]
