@@ -148,17 +148,21 @@ def test_under_a_limit_of_bytes_it_is_as_short_as_brute_force_and_the_bound_is_b
     within = [[order for order in orders if jobs.fits(order, limit)] for orders in every]
     assert all(len(few) <= len(all_) for few, all_ in zip(within, every, strict=True))
     runs = [jobs.run(list(orders)) for orders in product(*within)]
-    shortest_s = min((run.makespan_s for run in runs if run is not None), default=None)
+    split_s = [run.makespan_s for run in runs if run is not None]
+    whole_s = [
+        simulate(schedule, costs).makespan_s
+        for _, schedule in published(2, m, 1)
+        if not schedule.is_split and max(replayed_bytes(schedule, placed)) <= limit
+    ]
     bound_s = bound_under_cap_s(jobs.schedule, costs, ledger, limit)
+    assert all(bound_s <= length_s for length_s in split_s)
+    shortest_s = min(split_s + whole_s, default=None)
     if shortest_s is None:
         with pytest.raises(ScheduleError, match="max_memory_gib"):
             choose(2, m, lambda rank_of: placed, limit_bytes=limit, max_chunks=1)
         return
-    assert bound_s <= shortest_s
-    assert (
-        choose(2, m, lambda rank_of: placed, limit_bytes=limit, max_chunks=1).best.length_s
-        == shortest_s
-    )
+    choice = choose(2, m, lambda rank_of: placed, limit_bytes=limit, max_chunks=1)
+    assert choice.best.length_s == shortest_s
 
 
 def test_bounds_hold_for_random_orders_of_unequal_stages_under_the_memory_that_they_take():
