@@ -189,7 +189,7 @@ def test_the_page_of_a_run_draws_its_measured_step_above_the_predicted_one(tmp_p
     pipeline = pipeline_of(Plain("zb_h1", 8), Mpmd(), 4, 8)
     run = recorded(tmp_path / "run", 50, 3, pipeline)
     timeline_io.write_timeline(
-        run.summary.path / "timeline", simulate(pipeline.schedule, pipeline.costs)
+        run.summary.path / "timeline", simulate(pipeline.step.schedule, pipeline.step.costs)
     )
     said, dom = browse_page(
         tmp_path, run_page(run, tmp_path / "report.html"), ["ArrowRight", "ArrowRight"], width
