@@ -45,6 +45,7 @@ class DataSet:
     is_shuffled: bool = True  # False: every epoch meets its examples in the order of their numbers
     is_packed: bool = False  # inputs mark where documents start, see `ppctl.data.pack_documents`
     mixture: Sequence[Part] = ()  # consecutive parts, mixed by weight, each with a separate order
+    num_short: int = 0  # examples of fewer targets, after all others: not met in training
 
     def batches(self, start_step: int = 0, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """Yield global batches start_step, start_step+1, ... without end, of each `rows` (all).
@@ -79,6 +80,14 @@ class DataSet:
                 f"Use {fewer} or a larger data.eval_fraction."
             )
         return self._in_order(held_out_of(self.num_examples, self._parts), range(num_batches), rows)
+
+    def numbers(self, *, held_out: bool) -> range:
+        """Return the numbers of all examples, or of all held-out ones: each target once."""
+        num_held_out = sum(number for _, number, _ in self._parts)
+        if held_out and not num_held_out:
+            return range(0)
+        last = self.num_examples + num_held_out + self.num_short
+        return range(self.num_examples if held_out else 0, last)
 
     @property
     def _parts(self) -> Sequence[Part]:

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 
 from ppctl.data.dataset import Batch, DataSet, divided, generator
-from ppctl.data.token_windows import next_token
 
 JUMP_FRACTION = 0.1  # of steps; the rest follow the rule
 TEACHER_WIDTH = 64
@@ -36,7 +35,9 @@ def synthetic(
         # A token is one step along the cycle for each place after the last jump or the start.
         last_jump = np.maximum.accumulate(np.where(jumps, places, 0), axis=1)
         steps = np.take_along_axis(landings, last_jump, axis=1) + places - last_jump
-        return next_token(cycle[steps % vocab_size].astype(np.int32))
+        ids = cycle[steps % vocab_size].astype(np.int32)
+        inputs, targets = map(np.ascontiguousarray, (ids[:, :-1], ids[:, 1:]))
+        return {"inputs": inputs, "targets": targets}
 
     return divided(
         name="synthetic",

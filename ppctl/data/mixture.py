@@ -30,15 +30,15 @@ def mixture(
         sets.append(text(source=f"data.parts[{number}].path={part['path']}", **of_part, **how))
         weights.append(float(part["weight"]))
 
-    # 2. examples: the training parts, then the held-out ones
-    trained = [each.num_examples for each in sets]
-    held_out = [each.num_eval_examples for each in sets]
-    bounds = np.cumsum([0, *trained, *held_out])
+    # 2. examples: the training parts, then the held-out ones, then short ones
+    sizes = [(each.num_examples, each.num_eval_examples, each.num_short) for each in sets]
+    trained, held_out, short = zip(*sizes, strict=True)
+    bounds = np.cumsum([0, *trained, *held_out, *short])
+    before = (np.cumsum(sizes, axis=1) - sizes).T.ravel()  # a piece's first number in its part
 
     def read(numbers: np.ndarray) -> Batch:
         piece = np.searchsorted(bounds, numbers, side="right") - 1
-        part, is_held_out = piece % len(sets), piece >= len(sets)
-        own = numbers - bounds[piece] + np.where(is_held_out, np.asarray(trained)[part], 0)
+        part, own = piece % len(sets), numbers - bounds[piece] + before[piece]
         batch: Batch = {}
         for i, each in enumerate(sets):
             rows = np.flatnonzero(part == i)
@@ -64,4 +64,5 @@ def mixture(
         vocab_size=sets[0].vocab_size,
         is_packed=sets[0].is_packed,
         mixture=mixed,
+        num_short=sum(short),
     )

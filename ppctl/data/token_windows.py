@@ -39,42 +39,43 @@ def from_tokens(
 
     Window i starts at token i*seq_len: the last target of one is the first input of the next, so
     that each token is predicted once. The held-out windows are the last ones; they start one token
-    later, to share none with training. source: opens messages; about: added for people; content:
-    the digest of the tokens; is_learned: [num_tokens], False for tokens that are no targets. Raises
-    DataError for too few tokens.
+    later, to share none with training. Tokens after the last whole window make a short one, filled
+    up with targets of NO_TOKEN: training reads it only without a whole one, in batches of 1.
+    source: opens messages; about: added for people; content: the digest of the tokens; is_learned:
+    [num_tokens], False for tokens that are no targets. Raises DataError for too few tokens.
     """
-    # 1. views of all windows
+    # 1. the number of windows
     gap = 1 if how["eval_fraction"] > 0 else 0
-    num_windows = max(0, len(tokens) - 1 - gap) // seq_len
-    views = np.lib.stride_tricks.sliding_window_view
-    windows = views(np.asarray(tokens), seq_len + 1)
-    learned = None if is_learned is None else views(is_learned, seq_len + 1)
+    num_targets = max(0, len(tokens) - 1 - gap)
+    num_windows, num_short = num_targets // seq_len, int(num_targets % seq_len > 0)
+    count = f"({len(tokens)} tokens - {1 + gap})//{seq_len} = {num_windows} windows"
+    if num_windows == 0 and how["batch_size"] == 1:
+        num_windows, num_short = num_short, 0
 
     # 2. examples
     def read(examples: np.ndarray) -> Batch:
-        starts = examples * seq_len + (examples >= data.num_examples)
-        batch = next_token(windows[starts].astype(np.int32))
-        if learned is not None:
-            targets = np.where(learned[starts][:, 1:], batch["targets"], np.int32(NO_TOKEN))
-            batch["targets"] = targets  # not in place: a view of the windows
-        return batch
+        inputs = np.zeros((len(examples), seq_len), np.int32)
+        targets = np.full_like(inputs, NO_TOKEN)
+        starts = examples * seq_len + gap * (examples >= data.num_examples)
+        for row, start in enumerate(starts.tolist()):
+            after = slice(start + 1, start + 1 + seq_len)
+            number = len(tokens[after])
+            inputs[row, :number] = tokens[start : start + number]
+            targets[row, :number] = tokens[after]
+            if is_learned is not None:
+                targets[row, :number][~is_learned[after]] = NO_TOKEN
+        return {"inputs": inputs, "targets": targets}
 
-    count = f"({len(tokens)} tokens - {1 + gap})//{seq_len} = {num_windows} windows"
     data = divided(
         source=source + about,
         content=[content, seq_len],
         have=f"{source}: {count} of model.seq_len={seq_len}",
         num_examples=num_windows,
+        num_short=num_short,
         read=read,
         **how,
     )
     return data
-
-
-def next_token(windows: np.ndarray) -> Batch:
-    """Return inputs [n, seq_len] and the targets after them of windows [n, seq_len+1]."""
-    inputs, targets = windows[:, :-1], windows[:, 1:]
-    return {"inputs": np.ascontiguousarray(inputs), "targets": np.ascontiguousarray(targets)}
 
 
 def digest(array: np.ndarray) -> str:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import ppctl
 from ppctl import cli
+from ppctl.cli.commands.evaluate import _config
+from ppctl.config import Text
 from ppctl.language.language_model import open_language_model
 from ppctl.language.text_evaluation import log_likelihood
 
@@ -172,6 +175,21 @@ def test_evaluation_is_the_mean_over_all_targets(here, capsys):
     )  # the last byte ends the text
     held_out = json.loads(printed(capsys, "evaluate", "run", "--json"))
     assert held_out["num_sequences"] < found["num_sequences"]
+
+
+@pytest.mark.parametrize("seq_len", [11, 16, 5000])
+def test_evaluation_counts_every_target_once(here, capsys, seq_len):
+    words = "data=text", "data.path=text.txt", f"model.seq_len={seq_len}"
+    found = json.loads(printed(capsys, "evaluate", "run", *words, "--json"))
+    assert found["num_tokens"] == len(TEXT)  # all but the first byte, and the end
+
+
+def test_evaluation_keeps_the_packing_of_training_unless_requested_otherwise(here):
+    model = open_language_model(here / "run")
+    packed = replace(model, config=replace(model.config, data=Text(path="text.txt", packing=True)))
+    words = ["data=text", "data.path=other.txt"]
+    assert [_config(each, words).data.packing for each in (model, packed)] == [False, True]
+    assert not _config(packed, [*words, "data.packing=false"]).data.packing
 
 
 def test_an_answer_is_the_likeliest_choice(here, capsys):

@@ -67,6 +67,16 @@ def test_what_is_held_out_is_mixed_alike(build):
     assert abs(share - 0.25) < 0.05
 
 
+@pytest.mark.parametrize("held_out", [False, True])
+def test_all_numbers_are_those_of_the_parts_and_their_short_examples(build, tmp_path, held_out):
+    dataset, expected = build("mixture", seq_len=13), []
+    for name in ("text.txt", "other.txt"):
+        part = build("text", path=str(tmp_path / name), batch_size=1, seq_len=13)
+        expected += part.read(np.array(part.numbers(held_out=held_out)))["targets"].tolist()
+    found = dataset.read(np.array(dataset.numbers(held_out=held_out)))["targets"].tolist()
+    assert sorted(found) == sorted(expected)
+
+
 def test_weights_and_parts_decide_the_fingerprint(build):
     prints = {
         build("mixture").fingerprint,

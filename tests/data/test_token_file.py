@@ -66,6 +66,25 @@ def test_held_out_windows_are_the_tail_and_share_no_token_with_training(
     assert dataset.num_eval_examples == int(0.2 * ((num_tokens - 2) // 16))
 
 
+@pytest.mark.parametrize("fraction", [0, 0.2])
+@pytest.mark.parametrize("num_tokens", [2, 16, 18, 993, 994, 1000])
+def test_all_windows_and_the_short_one_after_them_have_each_target_once(
+    build, tmp_path, num_tokens, fraction
+):
+    how = write(tmp_path / "x.npy", np.arange(num_tokens)) | {"eval_fraction": fraction}
+    if num_tokens < 993 and fraction:
+        with pytest.raises(DataError, match=r"fewer than data\.batch_size=1"):
+            build("tokens", **how, batch_size=1)
+        return
+    dataset = build("tokens", **how, batch_size=1)
+    targets = dataset.read(np.array(dataset.numbers(held_out=False)))["targets"]
+    first = int(dataset.read(np.array([dataset.num_examples]))["inputs"][0, 0])
+    expected = [n for n in range(1, num_tokens) if not fraction or n != first]
+    assert targets[targets != windows.NO_TOKEN].tolist() == expected
+    held_out = dataset.numbers(held_out=True)
+    assert [*held_out] == [*range(dataset.num_examples, len(targets))] * bool(fraction)
+
+
 def test_vocab_size_is_the_largest_id_plus_one_or_what_is_given(build, tmp_path):
     written = write(tmp_path / "x.npy", IDS)
     assert build("tokens", **written).vocab_size == 2000

@@ -29,9 +29,9 @@ BY_TOKENIZER = ("data.tokenizer", "data.end_token")  # words that the run's toke
 NOTES = """\
 RUN is a path, a name in the list of `ppctl runs`, or a checkpoint (RUN/checkpoints/STEP). Without
 data= it reads the sequences that the run holds out; of other data all of them, or those that
-data.eval_fraction=F holds out. Text is read by the run's tokenizer. Sequences are as long as in
-training, or model.seq_len=N tokens. It prints loss (nats a token), perplexity, bits_per_byte and
-num_tokens.
+data.eval_fraction=F holds out. Text is read by the run's tokenizer, packed where the run's is and
+data.packing is not set. Sequences are as long as in training, or model.seq_len=N tokens. It prints
+loss (nats a token), perplexity, bits_per_byte and num_tokens.
 
 A question of --choices is {"prompt": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0}. The model's
 answer is the likeliest choice (accuracy), or the one of the largest likelihood for each byte
@@ -99,9 +99,8 @@ def _evaluate(model: LanguageModel, overrides: Sequence[str], options: Namespace
     # 1. the examples
     config = _config(model, overrides)
     data = open_data(config)
-    total = data.num_examples + data.num_eval_examples
     held_out = not overrides or config.data.eval_fraction > 0
-    examples = range(data.num_examples, total) if held_out else range(total)
+    examples = data.numbers(held_out=held_out)
     if not examples:
         raise DataError(
             "data.eval_fraction=0 of this run holds out nothing to evaluate on. Name data=..."
@@ -140,8 +139,11 @@ def _config(model: LanguageModel, overrides: Sequence[str]) -> Config:
         of_run, left_out = request_words({"data": asdict(data)}), HOW_TRAINED + BY_TOKENIZER
         words += [word for word in of_run if not word.startswith(left_out)]
     config = compose([*words, *overrides])
-    named = any(word.startswith("data.tokenizer=") for word in overrides)
-    if not named and hasattr(config.data, "tokenizer"):
+    if not hasattr(config.data, "tokenizer"):
+        return config
+    named, kept = {word.partition("=")[0] for word in overrides}, dict[str, object]()
+    if "data.tokenizer" not in named:
         kept = {"tokenizer": model.tokenizer.name, "end_token": getattr(data, "end_token", None)}
-        return replace(config, data=replace(config.data, **kept))
-    return config
+    if "data.packing" not in named:
+        kept["packing"] = getattr(data, "packing", False)
+    return replace(config, data=replace(config.data, **kept))
