@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ppctl.config import Config, Regression, Run, Tokens, Transformer
+from ppctl.data.token_windows import NO_TOKEN
 from ppctl.errors import DataError
 from ppctl.training.pipeline.job import num_eval_batches, open_data
 from ppctl.training.pipeline.job_checks import check_evaluations
@@ -44,6 +45,20 @@ def test_a_request_for_more_than_is_held_out_is_refused_with_the_equation():
     )
     with pytest.raises(DataError, match=message):
         check_evaluations(Run(), few)
+
+
+def test_held_out_batches_without_a_target_are_refused_before_step_1():
+    first = {"inputs": np.zeros((8, 4), np.int32), "targets": np.full((8, 4), NO_TOKEN, np.int32)}
+    data = replace(rows(), vocab_size=9, read=lambda numbers: first)
+    with pytest.raises(
+        DataError, match="nothing is to be predicted in the 3 batches of an evaluation"
+    ):
+        check_evaluations(Run(), data)
+    assert check_evaluations(Run(eval_every=None), data) is None
+    one = {name: a.copy() for name, a in first.items()}
+    one["targets"][5, 2] = 3
+    late = replace(data, read=lambda numbers: one if 90 in numbers else first)
+    assert "evaluates on 3 batches" in str(check_evaluations(Run(), late))
 
 
 def test_sizes_are_known_without_reading_the_values(tmp_path):

@@ -1,8 +1,10 @@
 """The profile window: traces that tools can read, of its steps and no other."""
 
+import contextlib
 import gzip
 import json
 import os
+import re
 import signal
 from collections import defaultdict
 
@@ -10,7 +12,10 @@ import jax
 import pytest
 from support.traced_run import traced_run
 
+from ppctl.config import Run
+from ppctl.training.run import train_run as run
 from ppctl.training.run.metrics import Metrics
+from ppctl.training.run.profile_window import ProfileWindow
 
 
 def planes(directory):
@@ -44,7 +49,7 @@ def test_the_window_holds_its_steps_and_no_other(tmp_path, capsys):
 
 
 @pytest.mark.full
-def test_a_run_interrupted_in_the_window_leaves_a_readable_trace(tmp_path, monkeypatch):
+def test_a_run_interrupted_in_the_window_leaves_a_readable_trace(tmp_path, monkeypatch, capsys):
     log = Metrics.log
 
     def signal_itself(self, record, *attached):
@@ -61,6 +66,9 @@ def test_a_run_interrupted_in_the_window_leaves_a_readable_trace(tmp_path, monke
         "run.profile=2-41",
     ]
     assert traced_run(tmp_path, *words) == 143
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("profile")]
+    assert lines[0].startswith(f"profile   {tmp_path}/profile (xprof, Perfetto), cut by the end of")
+    assert re.search(r"of the run: steps 2-[345] of steps 2-41; tasks by rank", lines[0])
     events = [
         event.name
         for plane in planes(tmp_path / "profile")
@@ -68,3 +76,32 @@ def test_a_run_interrupted_in_the_window_leaves_a_readable_trace(tmp_path, monke
         for event in line.events
     ]
     assert "train" in events
+
+
+@pytest.mark.parametrize(
+    ("start", "steps", "line"),
+    [
+        (0, range(2, 10), None),
+        (2, range(2, 10), None),
+        (4, range(4, 10), "traces only steps 4-9: this start begins with step 4 (the first is 0)"),
+        (10, range(0), "traces nothing: this start begins with step 10 (the first is 0)"),
+    ],
+)
+def test_a_start_traces_the_steps_of_the_window_that_it_runs_and_names_the_others(
+    start, steps, line
+):
+    window = ProfileWindow(Run(profile="2-9"), start)
+    assert window.steps == steps
+    assert window.passed == (line and f"run.profile {line}")
+    assert ProfileWindow(Run(), start).passed is None
+
+
+def test_a_run_that_ends_before_its_window_says_so(train, monkeypatch):
+    late = lambda finished: signal.SIGTERM if finished == 2 else None
+    monkeypatch.setattr(run, "_stop_requests", lambda console: contextlib.nullcontext(late))
+    code, out, _ = train("run.profile=4")
+    assert code == 143
+    assert "\nprofile   no trace: the run ends before step 4 (the first is 0)\n" in out
+    code, out, _ = train("run.profile=0")
+    assert "\nprofile   run.profile traces nothing: this start begins with step 2 (the" in out
+    assert len([line for line in out.splitlines() if line.startswith("profile")]) == 1

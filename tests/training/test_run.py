@@ -20,7 +20,10 @@ from support.small_runs import ROWS, TOKENS, checkpoints, losses, records
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ppctl import cli
+from ppctl.errors import DataError
 from ppctl.launch.supervisor import STOP_SIGNALS
+from ppctl.training.pipeline.engines.train_states import PlacedBatches
+from ppctl.training.run import loop
 from ppctl.training.run import train_run as run
 from ppctl.training.run.metrics import Metrics
 
@@ -279,6 +282,43 @@ def assert_checkpoints_are_finite(run_dir):
         )
         state = ocp.load_checkpointables(path, {"state": wanted})["state"]
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+
+
+# faults found after the first step
+
+
+def failing_at(call, error):
+    """A function that raises an error at its call-th call, and returns None before."""
+    calls = itertools.count(1)
+
+    def fail(*_):
+        if next(calls) == call:
+            raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("where", ["reading a batch", "evaluating", "writing the metrics"])
+def test_a_fault_that_is_found_after_a_step_saves_it_first(train, tmp_path, monkeypatch, where):
+    fail = failing_at(3, DataError("the rows are gone."))
+    if where == "reading a batch":
+        put = PlacedBatches.put
+        monkeypatch.setattr(PlacedBatches, "put", lambda self, b: fail() or put(self, b))
+    elif where == "evaluating":
+        monkeypatch.setattr(loop, "evaluate", lambda *_: fail() or 1.0)
+    else:
+        monkeypatch.setattr(Metrics, "log", fail)
+    words = ["run.eval_every=1", "run.eval_batches=1"] if where == "evaluating" else []
+    code, _, err = train(*words, tiny=ROWS)
+    step = {"reading a batch": 2, "evaluating": 3, "writing the metrics": 4}[where]
+    assert (code, err) == (2, f"ppctl: the rows are gone. Step {step} is saved.\n")
+    assert checkpoints(tmp_path / "run") == [step]
+
+
+def test_a_fault_before_the_first_step_saves_nothing(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(PlacedBatches, "put", failing_at(1, DataError("the rows are gone.")))
+    assert train(tiny=ROWS)[::2] == (2, "ppctl: the rows are gone.\n")
+    assert checkpoints(tmp_path / "run") == []
 
 
 # signals

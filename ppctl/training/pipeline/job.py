@@ -127,12 +127,17 @@ def evaluate(engine: Engine, data: DataSet, num_batches: int, state: Tree) -> fl
     pairs = [(float(loss), float(number)) for loss, number in means]
     total = sum(number for _, number in pairs)
     if not total:
-        raise DataError(
-            f"data={data.name}: nothing is to be predicted in the {num_batches} batches of an "
-            "evaluation, which has no loss. Use more (run.eval_batches), a longer model.seq_len, "
-            "or run.eval_every=null."
-        )
+        raise no_targets(data, num_batches)
     return sum(loss * number for loss, number in pairs) / total
+
+
+def no_targets(data: DataSet, num_batches: int) -> DataError:
+    """Return the error of an evaluation without a target."""
+    return DataError(
+        f"data={data.name}: nothing is to be predicted in the {num_batches} batches of an "
+        "evaluation, which has no loss. Use more (run.eval_batches), a longer model.seq_len, "
+        "or run.eval_every=null."
+    )
 
 
 def _mesh_of(

@@ -5,10 +5,11 @@ import numpy as np
 
 from ppctl import config as settings
 from ppctl.data import DataSet
+from ppctl.data.token_windows import NO_TOKEN
 from ppctl.errors import ConfigError
 from ppctl.executors.model_shapes import shard_bytes
 from ppctl.reports.terminal_output import size_text
-from ppctl.training.pipeline.job import TrainingJob, num_eval_batches
+from ppctl.training.pipeline.job import TrainingJob, no_targets, num_eval_batches
 from ppctl.training.pipeline.known_hardware import stated_bytes
 from ppctl.training.pipeline.mixing import NUM_TRIED
 from ppctl.training.pipeline.pipeline import Pipeline
@@ -44,12 +45,16 @@ def check_room(pipe: Pipeline) -> None:
 def check_evaluations(run: settings.Run, data: DataSet) -> str | None:
     """Return a note if a run evaluates on fewer batches than usual, else None.
 
-    DataError if it would evaluate on more examples than are held out.
+    DataError if it would evaluate on more examples than are held out, or on tokens without targets.
     """
     if run.eval_every is None:
         return None
     number = num_eval_batches(run, data)
-    data.eval_batches(number)  # raises at the call, and reads nothing
+    batches = data.eval_batches(number)
+    if data.vocab_size is not None and not any(
+        np.any(batch["targets"] != NO_TOKEN) for batch in batches
+    ):
+        raise no_targets(data, number)
     if run.eval_batches is not None or number == run.EVAL_BATCHES:
         return None
     return (

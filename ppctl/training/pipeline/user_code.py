@@ -10,6 +10,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -104,7 +105,12 @@ def custom_data(
         count = f"{data.num_examples} examples to train on"
         raise ConfigError(f"{key} has {count}, fewer than data.batch_size={batch_size}.")
     _check_reading(key, data)
-    return data
+
+    def read(numbers: np.ndarray) -> Batch:
+        what = f"reading examples {', '.join(map(str, numbers[:4]))}, ..."
+        return call_user_code(key, what, lambda: data.read(numbers))
+
+    return replace(data, read=read)
 
 
 def _call_target(

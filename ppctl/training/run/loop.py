@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 import jax
 
 from ppctl.data.dataset import description
-from ppctl.errors import NonFiniteError, SaveError
+from ppctl.errors import ConfigError, DataError, NonFiniteError, SaveError
 from ppctl.launch import join_processes as distributed
 from ppctl.reports import measured_timeline_file as timeline_io
 from ppctl.reports.bubble_names import shared_cores_text
@@ -29,6 +29,7 @@ from ppctl.training.pipeline.mfu import mfu, mfu_peak_flops
 from ppctl.training.run import profiler
 from ppctl.training.run.heartbeat import Heartbeat
 from ppctl.training.run.metrics import Metrics
+from ppctl.training.run.profile_window import ProfileWindow
 from ppctl.training.run.run_environment import checkpoint_metadata, num_cores, writing
 from ppctl.training.run.run_lines import StepPrediction
 
@@ -115,43 +116,47 @@ class Loop:
         measured = min(start + WARM_UP_STEPS, config.num_steps - 1) if config.timeline else None
         batches = self.job.data.batches(start, engine.batches.examples)
         self.last = {"step": start}
-        traced = config.profile_steps if distributed.is_lead() else None
-        if traced is not None and traced.start < start:
-            traced = None
-        with ExitStack() as trace:  # its end writes a trace that still runs
+        with ProfileWindow(config, start) as profile:
+            if profile.passed is not None:
+                self.metrics.note(f"profile   {profile.passed}")
             for step in range(start, config.num_steps):
                 # 1. train
                 finished = step + 1
-                if traced is not None and step == traced.start:
-                    self._read()  # no step before the window in its trace
-                    directory = Path(config.dir) / "profile"
-                    directory.mkdir(parents=True, exist_ok=True)
-                    recording = jax.profiler.trace(str(directory), create_perfetto_trace=True)
-                    trace.enter_context(recording)
-                self.heartbeat.note("read", finished)
-                batch = engine.batches.put(next(batches))
+                with self._saved_first(state, step, is_new=step > start):
+                    if step in profile.steps[:1]:
+                        self._read()  # no step before the window in its trace
+                        profile.begin()
+                    self.heartbeat.note("read", finished)
+                    batch = engine.batches.put(next(batches))
                 self.heartbeat.note("run", finished)
-                state = self._train_step(state, batch, step, is_measured=step == measured)
+                state, now, timeline = self._train_step(state, batch, step, step == measured)
                 # 2. look after the save under way, the trace and evaluations
                 with self._saving(finished):
                     self.checkpoints.poll()
-                if traced is not None and finished == traced.stop:
+                with self._saved_first(state, finished):
                     self._read()
-                    trace.close()
-                    self._show_profile(len(traced))
-                if eval_every is not None and finished % eval_every == 0:
-                    self._evaluate(state, finished)
+                    self._unread = now
+                    if timeline is not None and distributed.is_lead():
+                        self._read()  # writing the timeline is no part of the step
+                        self._show_timeline(timeline)
+                    if profile.is_open and finished == profile.steps.stop:
+                        self._end_profile(profile, finished)
+                    if eval_every is not None and finished % eval_every == 0:
+                        self._evaluate(state, finished)
                 # 3. save, and stop
                 stop_signal = stop_requested(finished)  # once: a later signal finds nothing saved
                 is_last = stop_signal is not None or finished == config.num_steps
                 if is_last or (save_every is not None and finished % save_every == 0):
                     self._save(state, finished, is_last=is_last, stop_signal=stop_signal)
                 if is_last:
+                    self._end_profile(profile, finished)
                     return 0 if stop_signal is None else 128 + stop_signal
         return 0
 
-    def _train_step(self, state: Tree, batch: Tree, step: int, *, is_measured: bool) -> Tree:
-        """Dispatch a step, read the one before, return the state; a measured step runs alone."""
+    def _train_step(
+        self, state: Tree, batch: Tree, step: int, is_measured: bool
+    ) -> tuple[Tree, Dispatched, Timeline | None]:
+        """Dispatch a step; return (state, the step, its timeline). A measured step runs alone."""
         pipe, engine = self.job.pipe, self.job.pipe.engine
         dispatched_s, measured = time.perf_counter(), None
         if is_measured:
@@ -162,12 +167,7 @@ class Loop:
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 state, numbers = engine.step(state, batch)
         done = self.clock.watch(numbers)
-        self._read()
-        self._unread = Dispatched(step + 1, numbers, dispatched_s, done)
-        if measured is not None and distributed.is_lead():
-            self._read()  # writing the timeline is no part of the step
-            self._show_timeline(measured)
-        return state
+        return state, Dispatched(step + 1, numbers, dispatched_s, done), measured
 
     def _read(self) -> None:
         """Wait for the step in flight, check its numbers and log them."""
@@ -265,6 +265,24 @@ class Loop:
                 self.checkpoints.wait()
 
     @contextmanager
+    def _saved_first(self, state: Tree, finished: int, *, is_new: bool = True) -> Iterator[None]:
+        """Save the state, if it is new, before an error of the body ends training.
+
+        Not in a run of several processes, of which the others may go on.
+        """
+        try:
+            yield
+        except (ConfigError, DataError) as error:
+            if not (is_new and self.job.config.run.checkpoint.enabled) or distributed.is_joined():
+                raise
+            what = f"Step {finished} is saved."
+            try:
+                self._save(state, finished, is_last=True, stop_signal=None)
+            except SaveError as failed:
+                what = str(failed)
+            raise type(error)(f"{error} {what}") from error
+
+    @contextmanager
     def _saving(self, finished: int, *, is_last: bool = False) -> Iterator[None]:
         """End training if the body fails to save, or print that (run.checkpoint.on_failure)."""
         try:
@@ -293,11 +311,19 @@ class Loop:
         if shared is not None:
             self.metrics.note(f"note      {shared}")
 
-    def _show_profile(self, num_steps: int) -> None:
-        """Print where the trace of num_steps steps is; write its tasks where the trace has them."""
-        directory, pipe, tasks = Path(self.job.config.run.dir) / "profile", self.job.pipe, ""
+    def _end_profile(self, profile: ProfileWindow, finished: int) -> None:
+        """Write the trace, if one runs, and its tasks; print where, or why there is no trace."""
+        steps, pipe, tasks = profile.steps, self.job.pipe, ""
+        if not profile.is_open:
+            if finished <= steps.start:
+                text = f"no trace: the run ends before step {steps.start} (the first is 0)"
+                self.metrics.note(f"profile   {text}")
+            return
+        self._read()
+        lacks = profile.end(finished)
         if pipe.ticks is not None:
-            how = pipe.ticks, pipe.mesh, num_steps
-            file = profiler.write_tasks(directory, self.footprint.text, *how)
+            how = self.footprint.text, pipe.ticks, pipe.mesh, finished - steps.start
+            with writing(profile.directory):
+                file = profiler.write_tasks(profile.directory, *how)
             tasks = "" if file is None else f"; tasks by rank for Perfetto in {file}"
-        self.metrics.note(f"profile   {directory} (xprof, Perfetto){tasks}")
+        self.metrics.note(f"profile   {profile.directory} (xprof, Perfetto){lacks}{tasks}")
