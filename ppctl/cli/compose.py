@@ -31,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ppctl import config as settings
 from ppctl.cli import fault_messages as faults
 from ppctl.cli.choices import DRAWN, MESH_EXAMPLES, PARTS, SWEEP_PARTS, schemas
+from ppctl.cli.text_settings import TextSource, as_typed
 from ppctl.config import Config, Costs, Mesh, ScheduleConfig
 from ppctl.config.config_dirs import ROOT
 from ppctl.config.schedule_from_config import settled
@@ -50,7 +51,11 @@ class Composed(NamedTuple):
 def compose(overrides: list[str], config_dir: str | None = None) -> Config:
     """Return the checked request. ConfigError for whatever is wrong."""
     with composing(overrides, config_dir) as loader:
-        return checked(without_hydra(loader.load_configuration(CONFIG, overrides, RunMode.RUN)))
+        return checked(
+            without_hydra(
+                loader.load_configuration(CONFIG, [*map(as_typed, overrides)], RunMode.RUN)
+            )
+        )
 
 
 def compose_drawing(overrides: list[str], config_dir: str | None = None) -> ScheduleConfig:
@@ -60,7 +65,9 @@ def compose_drawing(overrides: list[str], config_dir: str | None = None) -> Sche
     incomplete.
     """
     with composing(overrides, config_dir, drawing=True) as loader:
-        composed = without_hydra(loader.load_configuration(CONFIG, overrides, RunMode.RUN))
+        composed = without_hydra(
+            loader.load_configuration(CONFIG, [*map(as_typed, overrides)], RunMode.RUN)
+        )
         parts = _parts(composed, DRAWN)
     config = ScheduleConfig(parts["mesh"], settled(parts["schedule"]), parts["costs"])
     config.check()
@@ -154,9 +161,9 @@ class PpctlSearchPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append("ppctl", "ppctl://")
-        search_path.append("recipes", f"file://{ROOT}")
+        search_path.append("recipes", f"text://{ROOT}")
         if self.config_dir is not None:
-            search_path.append("command-line", f"file://{self.config_dir.absolute()}")
+            search_path.append("command-line", f"text://{self.config_dir.absolute()}")
 
 
 @functools.cache
@@ -169,7 +176,7 @@ def _register() -> None:
     for part, options in SWEEP_PARTS.items():
         for name, cls in options.items():
             store.store(group=part.replace(".", "/"), name=name, node=cls, provider="ppctl")
-    for plugin in (MeshSource, PpctlSearchPath):
+    for plugin in (MeshSource, TextSource, PpctlSearchPath):
         Plugins.instance().register(plugin)
 
 

@@ -21,6 +21,7 @@ from ppctl.cli.choices import (
     unknown_key,
     wrong_option,
 )
+from ppctl.cli.text_settings import as_typed
 from ppctl.config import Mesh
 from ppctl.config.changed_settings import shown
 from ppctl.errors import ConfigError
@@ -33,7 +34,8 @@ ASSUMED = "such costs are assumed by `ppctl schedule` alone. Leave them out."
 def parse_override(text: str) -> Override:
     """Return one override as Hydra reads it; ConfigError if it cannot."""
     try:
-        override = OverridesParser.create().parse_override(text)
+        override = OverridesParser.create().parse_override(as_typed(text))
+        override.input_line = text
     except HydraException as error:
         key, equals, _ = text.partition("=")
         if not equals:

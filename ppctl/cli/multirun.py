@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ppctl.cli.compose import CONFIG, checked, composing, without_hydra
 from ppctl.cli.fault_messages import check_keys
+from ppctl.cli.text_settings import as_typed
 from ppctl.config.groups.command_settings import Launcher, Search, SideBySide, Sweeper
 from ppctl.errors import ConfigError, PpctlError
 from ppctl.launch.sweep.sweep_jobs import Job, Sweep, check_finished
@@ -45,7 +46,7 @@ class SweepRequest:
         check_keys(composed.config)
         parsed = OverridesParser.create().parse_overrides(overrides)
         swept = [each for each in parsed if each.get_key_element() in self.varied]
-        texts = [one_value(each.get_key_element(), each) for each in swept]
+        texts = [_as_typed(each) for each in swept]
         has_own_dir = any(each.key_or_group == "run.dir" for each in swept)
         top = Path(composed.config.run.dir if has_own_dir else self.common.run.dir)
         run_dir = top if has_own_dir else top / _directory_name(",".join(texts))
@@ -68,7 +69,7 @@ def compose_sweep(overrides: list[str], config_dir: str | None, words: list[str]
     ConfigError for whatever is wrong, or without a key of several values.
     """
     with composing(overrides, config_dir, multirun=True) as loader:
-        return _sweep(loader, overrides, words)
+        return _sweep(loader, [*map(as_typed, overrides)], words)
 
 
 def _sweep(loader: ConfigLoader, overrides: list[str], words: list[str]) -> Sweep:
@@ -115,8 +116,15 @@ def _sweep(loader: ConfigLoader, overrides: list[str], words: list[str]) -> Swee
 
 
 def one_value(key: str, override: Override) -> str:
-    """Return KEY=VALUE as one types it."""
+    """Return KEY=VALUE as Hydra reads it."""
     return f"{key}={override.get_value_element_as_str()}"
+
+
+def _as_typed(override: Override) -> str:
+    """Return KEY=VALUE without the quotes that only `as_typed` gives it."""
+    key = override.get_key_element()
+    plain, quoted = f"{key}={override.value()}", one_value(key, override)
+    return plain if as_typed(plain) == quoted else quoted
 
 
 def _directory_name(job: str) -> str:

@@ -30,7 +30,10 @@ NO_JAX = (
 )  # and all that they import
 STANDARD_LIBRARY_ONLY = ("schedule", "config", "errors")
 HYDRA = ("hydra", "omegaconf")
-HYDRA_SIDE = ("cli.compose", "cli.fault_messages", "cli.multirun", "cli.optuna_sweeper")
+HYDRA_SIDE = (
+    *("cli.compose", "cli.fault_messages", "cli.multirun", "cli.optuna_sweeper"),
+    "cli.text_settings",
+)
 MATPLOTLIB_SIDE = ("reports.charts.image_charts", "reports.charts.page_figures")
 PRIVATE = ("jax._src", "jax.interpreters", "jax.lib", "jax.core", "jaxlib")
 CONFIG_STOPS_AT = (

@@ -1,0 +1,122 @@
+"""Text settings are what was typed: run.name=12e4567 is no number, on the command line or in YAML.
+
+Hydra and YAML type a value before its setting is known, so texts that they take for numbers or
+booleans are quoted before Hydra reads them, or read again from the file.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from antlr4 import InputStream
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.grammar.gen.OverrideLexer import OverrideLexer as Lexer
+from hydra.plugins.config_source import ConfigResult
+
+from ppctl.cli.choices import GROUPS, SWEEP_PARTS, schemas
+
+TYPED = (Lexer.INT, Lexer.FLOAT, Lexer.BOOL)
+BEFORE = (None, Lexer.COMMA, Lexer.POPEN, Lexer.BRACKET_OPEN)
+AFTER = (None, Lexer.COMMA, Lexer.PCLOSE, Lexer.BRACKET_CLOSE, Lexer.BRACE_CLOSE)
+OF_NUMBERS = ("range", "interval")  # functions of Hydra's grammar
+
+
+@functools.cache
+def text_settings() -> frozenset[str]:
+    """Return the groups, and the keys of all settings whose value is a text or a list of texts.
+
+    >>> [key in text_settings() for key in ("run.name", "data.parts.path", "optim.lr")]
+    [True, True, False]
+    """
+    classes = [
+        *schemas().values(),
+        *(each for part in SWEEP_PARTS.values() for each in part.values()),
+    ]
+    keys = (key for cls in classes if hasattr(cls, "KEY") for key in _texts(cls.KEY, cls))
+    return frozenset({*GROUPS, *keys})
+
+
+def _texts(prefix: str, cls: Any) -> Iterator[str]:
+    hints = typing.get_type_hints(cls)
+    for name in (field.name for field in dataclasses.fields(cls)):
+        for kind in _kinds(hints[name]):
+            if dataclasses.is_dataclass(kind):
+                yield from _texts(f"{prefix}.{name}", kind)
+            elif kind is str:
+                yield f"{prefix}.{name}"
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """Return the types of a setting's value, or of the entries of a list."""
+    if typing.get_origin(hint) is dict:
+        return []
+    inner = typing.get_args(hint)
+    return [kind for each in inner for kind in _kinds(each)] if inner else [hint]
+
+
+def as_typed(override: str) -> str:
+    """Return an override whose texts have quotes where Hydra would read numbers or booleans.
+
+    >>> as_typed("run.name=12e4"), as_typed("+run.name=a,1_0"), as_typed("optim.lr=1_000")
+    ("run.name='12e4'", "+run.name=a,'1_0'", 'optim.lr=1_000')
+    """
+    # 1. the tokens of the value
+    head, _, value = override.partition("=")
+    lexer = Lexer(InputStream(value))
+    lexer.removeErrorListeners()  # a fault is reported when the override is parsed
+    lexer.mode(Lexer.VALUE_MODE)
+    tokens = [token for token in lexer.getAllTokens() if token.type != Lexer.WS]
+    if any(token.text in OF_NUMBERS for token in tokens):
+        return override
+    # 2. those that are a whole value, of a text setting
+    key, types = head.lstrip("+"), [None, *(token.type for token in tokens), None]
+    text, end = "", 0
+    for at, token in enumerate(tokens):
+        before, after = types[at], types[at + 2]
+        is_entry = before == Lexer.COLON and at > 1  # of {name: value}
+        place = f"{key}.{tokens[at - 2].text}" if is_entry else key
+        is_whole = (is_entry or before in BEFORE) and after in AFTER
+        if is_whole and token.type in TYPED and place in text_settings():
+            text += f"{value[end : token.start]}'{token.text}'"
+            end = token.stop + 1
+    return f"{head}={text}{value[end:]}" if text else override
+
+
+class TextSource(FileConfigSource):
+    """Files of recipes/ and of --config-dir; their text settings are the text in the file."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "text"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        found = super().load_config(config_path)
+        path = Path(self.path, self._normalize_file_name(config_path))
+        package = found.header["package"] or config_path.rpartition("/")[0].replace("/", ".")
+        node = yaml.compose(path.read_text(encoding="utf-8"))
+        _take_texts(found.config, node, "" if package == "_global_" else package)
+        return found
+
+
+def _take_texts(config: Any, node: yaml.Node | None, key: str) -> None:
+    """Replace numbers and booleans at text settings of a config by their text in its file."""
+    if isinstance(node, yaml.MappingNode):
+        entries = [
+            (name.value, each, f"{key}.{name.value}".lstrip(".")) for name, each in node.value
+        ]
+        entries = [each for each in entries if each[0] in config]
+    elif isinstance(node, yaml.SequenceNode):
+        entries = [(index, each, key) for index, each in enumerate(node.value)]
+    else:
+        return
+    for at, each, place in entries:
+        if not isinstance(each, yaml.ScalarNode):
+            _take_texts(config[at], each, place)
+        elif place in text_settings() and isinstance(
+            config._get_node(at)._value(), bool | int | float
+        ):
+            config[at] = each.value
