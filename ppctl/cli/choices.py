@@ -164,10 +164,24 @@ def wrong_option(group: str, option: str, names: Iterable[str]) -> str:
         )
     near = nearest(option, names := list(names))
     ordered = near + [name for name in names if name not in near]
+    mistyped = [name for name in names if name in also_called(option) or _is_typo(option, name)]
     return (
-        f"{group}={option} is not an option of {group}.{did_you_mean(option, names, f'{group}=')} "
-        f"({group}: {', '.join(ordered) or 'none'})"
+        f"{group}={option} is not an option of {group}."
+        f"{did_you_mean(option, mistyped, f'{group}=')} ({group}: {', '.join(ordered) or 'none'})"
     )
+
+
+def _is_typo(word: str, name: str) -> bool:
+    """Return whether a word is a name mistyped or begun, not the name of something else.
+
+    >>> _is_typo("mistral", "mistral_7b"), _is_typo("mixtral_8x7b", "mistral_7b")
+    (True, False)
+    """
+    alike = difflib.SequenceMatcher(None, word, name).ratio() >= 0.75
+    version = re.compile(r"\D*\d+")  # of another version or size: gemma4, v100
+    found = version.match(word)
+    is_same = found is None or name.startswith(found[0])
+    return name.startswith(word) or (alike and is_same)
 
 
 def unknown_key(key: str, chosen: Mapping[str, tuple[str, type]]) -> str:

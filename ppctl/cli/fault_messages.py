@@ -24,6 +24,7 @@ from ppctl.cli.choices import (
 from ppctl.cli.text_settings import as_typed
 from ppctl.config import Mesh
 from ppctl.config.changed_settings import shown
+from ppctl.config.groups.data_settings import Part
 from ppctl.errors import ConfigError
 from ppctl.schedule.mesh_axes import mesh_text
 
@@ -164,6 +165,8 @@ def explain(error: Exception, parsed: list[Override]) -> str:
 
 def _explain_key(error: OmegaConfBaseException, key: str, parsed: list[Override]) -> str:
     """Return the fault of a setting: an unknown one, without a value, or of a wrong type."""
+    if error.object_type is Part:
+        return _explain_part(error, key) + _origin("data.parts", parsed)
     chosen = _chosen(error.parent_node._get_root()) if error.parent_node is not None else {}
     if isinstance(error, UNKNOWN_KEY):
         return unknown_key(key, chosen) + _origin(key, parsed)
@@ -171,8 +174,25 @@ def _explain_key(error: OmegaConfBaseException, key: str, parsed: list[Override]
         part = key.split(".")[0]
         return f"{key} has no value. {part}={chosen[part][0]} needs one: add {key}=..."
     override = _override_of(key, parsed)
-    reason = str(error.msg).partition("\n")[0]
-    return f"{override.input_line if override else key}: {reason}.{_origin(key, parsed)}"
+    return f"{override.input_line if override else key}: {_reason(error)}{_origin(key, parsed)}"
+
+
+def _explain_part(error: OmegaConfBaseException, key: str) -> str:
+    """Return the fault of a part of data=mixture; its key may lack the number of the part."""
+    name, names = key.rpartition(".")[2], [field.name for field in dataclasses.fields(Part)]
+    if isinstance(error, UNKNOWN_KEY):
+        hint = choices.did_you_mean(name, names)
+        return (
+            f"data.parts: {name} is not a setting of a part.{hint} (settings: {', '.join(names)})"
+        )
+    if isinstance(error, MissingMandatoryValue):
+        return f"{key} has no value. Use data.parts=[{{path: PATH, weight: 0.7}}, {{path: PATH}}]."
+    return f"data.parts: {name}: {_reason(error)}"
+
+
+def _reason(error: OmegaConfBaseException) -> str:
+    """Return the first line of OmegaConf's message as a sentence."""
+    return str(error.msg).partition("\n")[0].rstrip(".") + "."
 
 
 def _origin(key: str, parsed: list[Override]) -> str:
@@ -183,4 +203,5 @@ def _origin(key: str, parsed: list[Override]) -> str:
 
 def _override_of(key: str, parsed: list[Override]) -> Override | None:
     """Return the last override of `key` or of what it lies in."""
-    return next((o for o in reversed(parsed) if f"{key}.".startswith(f"{o.key_or_group}.")), None)
+    key = key.replace("[", ".")  # data.parts[0]
+    return next((o for o in reversed(parsed) if part_of(key, [o.key_or_group])), None)

@@ -1,8 +1,9 @@
 """The three bubbles that a run has, by name, for every text, table and page."""
 
+EQUAL = "equal stages and F = I = W"
 ABOUT = (
     "Bubble: the idle share of the ranks while tasks run. Ideal: of the schedule on its "
-    "executor, with equal stages and F = I = W; predicted: by the planner's seconds, as the step "
+    f"executor, with {EQUAL}; predicted: by the planner's seconds, as the step "
     "time is; measured: in a step (run.timeline=true)."
 )
 
@@ -14,9 +15,13 @@ def bubble_text(
 
     >>> bubble_text(0.025, 0.203)
     '2.5% ideal, 20.3% predicted'
+    >>> bubble_text(0.273, 0.232)
+    '27.3% ideal, 23.2% predicted (predicted below ideal, which assumes equal stages and F = I = W)'
     """
     named = (("ideal", ideal), ("predicted", predicted), ("measured", measured))
-    return ", ".join(f"{value:.1%} {name}" for name, value in named if value is not None)
+    text = ", ".join(f"{value:.1%} {name}" for name, value in named if value is not None)
+    is_below = ideal is not None and predicted is not None and round(ideal - predicted, 3) > 0
+    return text + f" (predicted below ideal, which assumes {EQUAL})" * is_below
 
 
 def shared_cores_text(num_devices: int, num_cores: int | None) -> str | None:

@@ -53,6 +53,18 @@ FAULTS = [
         "train schedule=interleavd",
         "Did you mean schedule=interleaved.*.schedule: interleaved, .*gpipe",
     ),
+    ("train model=mixtral", "model=mixtral is not an option of model. .model: mistral_7b, "),
+    ("train hardware=v100", "hardware=v100 is not an option of hardware. .hardware: h100, "),
+    (
+        "train data=mixture data.parts=[{path:a,wieght:1}]",
+        "data.parts: wieght is not a setting of a part. Did you mean weight. .settings: path, field",
+    ),
+    ("train data=mixture data.parts=[{weight:x}]", "data.parts: weight: Value 'x' of type 'str'"),
+    (
+        "train data=mixture data.parts=[{weight:1}]",
+        r"data.parts\[0\].path has no value. Use data.parts=\[{path: PATH, weight: 0.7}, {path:",
+    ),
+    ("train data=mixture data.parts=[1]", r"data.parts=\[1\]: Invalid type .*value: 1\.\n"),
     ("train optim=zzz", "optim=zzz is not an option of optim. \\(optim: adamw, sgd\\)"),
     ("train schedule.name=gpipe", "but the choice is schedule=interleaved. Use schedule=gpipe"),
     (

@@ -14,6 +14,7 @@ from ppctl import cli, config
 from ppctl.config.changed_settings import SAME_FUNCTION, changes
 from ppctl.config.code_digests import changed_modules, sources
 from ppctl.config.groups.model_settings import Rope
+from ppctl.training.run.resume import start_fault
 
 WORDS = (
     "model=custom model.target=own_model.model model.num_layers=2 data=regression "
@@ -183,3 +184,16 @@ def test_code_is_that_of_all_modules_of_ones_own_without_comments_and_docstrings
     delattr(module, "own_bend")  # no longer used
     assert changed_modules(as_json, sources("own_model.model")) == ["own_bend"]
     assert sources("not.imported") == {}
+
+
+def test_parameters_of_another_dtype_are_not_of_another_model():
+    stored = {"a": "float64[2,3]", "b": "float64[3]"}
+    wanted = {name: each.replace("64", "32") for name, each in stored.items()}
+    assert start_fault(stored, stored) is None
+    assert start_fault(stored, wanted) == (
+        "another dtype: a is stored as float64[2,3], wanted float32[2,3] (the first of 2). Use "
+        "run.dtype=float64."
+    )
+    found = start_fault(stored, wanted | {"b": "float32[4]"})
+    assert found is not None
+    assert found.startswith("another model: ")

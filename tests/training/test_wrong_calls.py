@@ -1,5 +1,7 @@
 """Wrong calls of the Python API are one line with the value and the remedy, before any compiling."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -174,3 +176,21 @@ def test_a_state_of_equal_shapes_with_layers_in_another_order_is_refused():
 def test_a_seed_that_is_no_int32_is_refused_as_on_the_command_line(seed):
     with pytest.raises(ppctl.PpctlError, match=rf"^seed={seed!r} is not a whole number from 0 to"):
         make().init(seed)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"pp": 0}, "pp=0 must be a finite number of at least 1."),
+        ({"order": "x"}, "order=x is not one of auto, .*"),
+        ({"pp": 5000}, "5000 devices are more than the 4096 .* Use a smaller mesh, or attached .*"),
+        (
+            {"pp": 64},
+            ".* needs 64 devices, .* Use .* such as ppctl.mesh.*, or JAX_PLATFORMS=cpu, .*",
+        ),
+    ],
+)
+def test_messages_of_a_mesh_name_its_arguments_and_no_settings(sizes, message):
+    with pytest.raises(ppctl.PpctlError, match=f"^{message}$") as found:
+        ppctl.mesh(**sizes)
+    assert not re.search(r"\b(run|mesh|plan)\.\w+", str(found.value))

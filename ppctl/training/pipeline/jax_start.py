@@ -10,7 +10,8 @@ from jax.sharding import Mesh
 
 from ppctl.config import Hardware, Run
 from ppctl.config import Mesh as MeshSettings
-from ppctl.errors import ConfigError
+from ppctl.config.field_checks import domains
+from ppctl.errors import ConfigError, setting
 from ppctl.executors.device_mesh import make_mesh
 from ppctl.launch import join_processes as distributed
 from ppctl.launch import xla_stderr
@@ -43,7 +44,7 @@ def mesh(*, order: str = "auto", **sizes: int) -> Mesh:
         if name not in AXES:
             raise ConfigError(f"{name}={sizes[name]}: the axes of a mesh are {', '.join(AXES)}.")
     settings = MeshSettings(**sizes, order=order)
-    settings.check()
+    domains("", settings)
     simulate(settings.num_devices)
     return make_mesh(settings.sizes, order)
 
@@ -72,9 +73,10 @@ def start_jax(run: Run, dtype: str, num_devices: int, *, is_away: bool = False) 
 def simulate(num_devices: int) -> None:
     """Let JAX simulate num_devices CPU devices when it starts, unless it simulates more."""
     if num_devices > MOST_SIMULATED:
+        absent = setting("plan.topology", argument="attached devices")
         raise ConfigError(
             f"{num_devices} devices are more than the {MOST_SIMULATED} that a machine can "
-            "simulate. Use a smaller mesh, or plan.topology, which describes other devices."
+            f"simulate. Use a smaller mesh, or {absent}."
         )
     simulated: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue] made at run time
     if simulated < num_devices:

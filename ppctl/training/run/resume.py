@@ -163,12 +163,9 @@ def state_from(job: TrainingJob) -> Tree | None:
                 "MODEL --out RUN_DIR."
             )
         wanted = without_adapters(natural["params"]) if is_base else natural["params"]
-        unlike = differences(checkpoints.param_types(step), array_types(wanted))
-        if unlike:
-            raise CheckpointError(
-                f"run.start_from={directory} is of another model: {unlike[0]} (the first of "
-                f"{len(unlike)}). Use its recipe, or the model settings in its config.yaml."
-            )
+        fault = start_fault(checkpoints.param_types(step), array_types(wanted))
+        if fault is not None:
+            raise CheckpointError(f"run.start_from={directory} is of {fault}")
         params = checkpoints.restore_params(step, wanted)
 
     # 2. the state that starts with them
@@ -177,3 +174,20 @@ def state_from(job: TrainingJob) -> Tree | None:
         return init_state(params, job.pipe.optimizer, stack.options.trainable)
 
     return jax.jit(fresh, out_shardings=shardings_of(natural))(params)
+
+
+def start_fault(stored: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
+    """Return why a model of these arrays cannot start from stored parameters, None if it can.
+
+    >>> start_fault({"w": "float32[2]"}, {"w": "float64[2]"}).partition(": ")[0]
+    'another dtype'
+    """
+    unlike = differences(stored, wanted)
+    if not unlike:
+        return None
+    what, use = "another model", "its recipe, or the model settings in its config.yaml"
+    shapes = [{k: each.partition("[")[2] for k, each in of.items()} for of in (stored, wanted)]
+    if shapes[0] == shapes[1]:
+        name = next(name for name in sorted(stored) if stored[name] != wanted[name])
+        what, use = "another dtype", f"run.dtype={stored[name].partition('[')[0]}"
+    return f"{what}: {unlike[0]} (the first of {len(unlike)}). Use {use}."
