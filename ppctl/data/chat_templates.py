@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ppctl.errors import DataError, missing_package
+from ppctl.user_files import check_text
 
 FILE = "chat_template.jinja"
 BEGIN, END = "\ufdd0", "\ufdd1"  # noncharacters: mark the text in {% generation %} while rendering
@@ -133,7 +134,9 @@ def _rendered(
 ) -> str:
     values = {"messages": messages, "add_generation_prompt": add_generation_prompt}
     try:
-        return _compiled(template.source).render(**values, **dict(template.tokens))
+        text = _compiled(template.source).render(**values, **dict(template.tokens))
+        check_text(text)
+        return text
     except Exception as error:  # anything that the template's program raises
         raise DataError(f"the chat template fails: {type(error).__name__}: {error}.") from error
 

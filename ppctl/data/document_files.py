@@ -16,13 +16,14 @@ import json
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from ppctl.errors import DataError, missing_package, setting
+from ppctl.user_files import check_text
 
 KINDS = {".jsonl": "json_lines", ".ndjson": "json_lines", ".parquet": "parquet"}  # others: text
 COMPRESSED = (".gz", ".zst")
@@ -233,13 +234,35 @@ def _of_row(row: Any, place: str, fields: Fields) -> Document | Broken:
     if missing is not None:
         have = ", ".join(map(str, row)) or "none"
         return Broken(place, f"has no field {missing} (it has {have})")
-    text, prompt = row[fields.text], row[fields.prompt] if fields.prompt is not None else ""
+    try:
+        text = json_value(row[fields.text])
+        prompt = json_value(row[fields.prompt]) if fields.prompt is not None else ""
+    except ValueError as error:
+        return Broken(place, str(error))
     for name, value, types in ((fields.text, text, str | list), (fields.prompt, prompt, str)):
         if not isinstance(value, types):
             return Broken(place, f"field {name} is {type(value).__name__}, not a text")
     if not text or (isinstance(text, str) and not text.strip()):
         return Broken(place, f"field {fields.text} is empty")
     return Document(text, place, prompt)
+
+
+def json_value(value: Any) -> Any:
+    """Return a value as JSON holds it: dates, decimals and the like as text.
+
+    ValueError for bytes, and for text that UTF-8 cannot hold.
+    """
+    if isinstance(value, str):
+        check_text(value)
+        return value
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return {json_value(str(key)): json_value(item) for key, item in items}
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in cast("Sequence[Any]", value)]
+    if isinstance(value, bytes):
+        raise ValueError("holds bytes, which are no text")
+    return value if value is None or isinstance(value, int | float) else str(value)
 
 
 def _parquet(file: Path, fields: Fields) -> Iterator[Document | Broken]:

@@ -22,6 +22,7 @@ from ppctl.training.pipeline.built_in_models import transformer_sizes
 from ppctl.training.pipeline.job import DEFAULT_DTYPE
 from ppctl.training.run.kept_tokenizer import configured_ends, kept_tokenizer
 from ppctl.training.run.saved_run import load_run
+from ppctl.user_files import check_text
 
 Tree = Any
 
@@ -79,7 +80,7 @@ class LanguageModel:
 
     def token_of(self, text: str) -> int:
         """Return the token of a text, special or not. ConfigError unless it is one token."""
-        ids = self.tokenizer.encode_chat(text, ())[0].tolist()
+        ids = self._special_ids(text)
         if len(ids) != 1:
             tokens = f"{len(ids)} tokens of the tokenizer of {self.directory}"
             raise ConfigError(f"{text!r} is {tokens}. Name one token.")
@@ -94,8 +95,14 @@ class LanguageModel:
         """The model's sizes and variants, as `model.transformer` takes them."""
         return transformer_sizes(self.transformer, self.vocab_size)
 
+    def _special_ids(self, text: str) -> list[int]:
+        """Return the tokens of a text, special ones included."""
+        _check_prompt(text)
+        return self.tokenizer.encode_chat(text, ())[0].tolist()
+
     def encoded(self, text: str) -> list[int]:
         """Return the tokens of a prompt after the tokenizer's start; without any, its end."""
+        _check_prompt(text)
         ids = [*self.tokenizer.start, *self.tokenizer.encode([text])[0].tolist()]
         ids = ids or [self.tokenizer.end]
         if max(ids) >= self.vocab_size:
@@ -114,8 +121,14 @@ class LanguageModel:
                 "or in tokenizer_config.json). Leave --chat out, and write the prompt as the "
                 "model was trained."
             )
-        text = render_question(template, messages)
-        return self.tokenizer.encode_chat(text, ())[0].tolist()
+        return self._special_ids(render_question(template, messages))
+
+
+def _check_prompt(text: str) -> None:
+    try:
+        check_text(text)
+    except ValueError as error:
+        raise ConfigError(f"{text!r} {error}. Write it in UTF-8.") from error
 
 
 def open_language_model(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ppctl.data import DataSet
+from ppctl.data.document_files import json_value
 from ppctl.data.token_windows import NO_TOKEN
 from ppctl.data.tokenizer import Tokenizer
 from ppctl.errors import DataError
@@ -94,7 +95,7 @@ def read_questions(path: Path) -> list[Question]:
 
 def _question(path: Path, number: int, line: str) -> Question:
     try:
-        given: Any = json.loads(line)
+        given: Any = json_value(json.loads(line))
         prompt, choices, answer = given["prompt"], given["choices"], given["answer"]
         is_list = isinstance(choices, list) and all(isinstance(c, str) and c for c in choices)
         is_right = isinstance(prompt, str) and is_list and type(answer) is int

@@ -4,7 +4,6 @@ None makes a reader take more memory than a real one would, and none is written 
 leads out of its directory. See docs/security.md.
 """
 
-import errno
 import json
 import os
 import stat
@@ -17,34 +16,12 @@ import yaml
 from yaml.composer import ComposerError
 
 from ppctl.errors import ConfigError
+from ppctl.user_files import read_file
 
-MOST_BYTES = 2**28  # a file read whole; a timeline of a million tasks has a quarter of that
 MOST_SETTINGS_BYTES = 2**20  # a config.yaml; usual: 6 KB
 MOST_LINE_BYTES = 2**20  # a record; usual: 400 bytes
 UNPRINTABLE = ("Cc", "Cs")  # control characters, which may move the cursor; lone surrogates
 KEPT = "\n\t"
-
-
-def open_file(path: str | Path) -> BinaryIO:
-    """Return a plain file, open for reading. OSError for others: a pipe may never give a byte."""
-    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    mode = os.fstat(number).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(number)
-        if stat.S_ISDIR(mode):
-            raise OSError(errno.EISDIR, "Is a directory")
-        raise OSError(errno.EINVAL, "No plain file")
-    return os.fdopen(number, "rb")
-
-
-def read_file(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the bytes of a plain file. OSError for all else, and for one that is larger."""
-    with open_file(path) as file:
-        is_small = os.fstat(file.fileno()).st_size <= most_bytes
-        content = file.read(most_bytes + 1) if is_small else b""
-    if not is_small or len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"More than {most_bytes >> 20} MiB")
-    return content
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:

@@ -21,7 +21,7 @@ from ppctl.errors import PpctlError
 from ppctl.reports.bubble_names import bubble_text
 from ppctl.reports.charts.html_charts import schedules_page
 from ppctl.reports.charts.schedule_drawing import Drawing
-from ppctl.reports.foreign_files import from_json, read_file
+from ppctl.reports.foreign_files import from_json
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.schedule.schedule_text import from_csv, to_csv
@@ -29,6 +29,7 @@ from ppctl.schedule.scheduled_step import ScheduledStep
 from ppctl.schedule.simulator import Timeline
 from ppctl.schedule.tick_lowering import Ticks
 from ppctl.schedule.validation import validate
+from ppctl.user_files import read_file
 
 Span = tuple[float, float]  # start and end in seconds
 FILES = ("timeline.csv", "timeline.html")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ppctl.config.changed_settings import Change
 from ppctl.reports import foreign_files as foreign
 from ppctl.reports import run_status
+from ppctl.user_files import open_file, read_file
 
 RUNNING, BROKEN_OFF, NO_END, NOT_STARTED = "running", "broken off", "no end recorded", "not started"
 INSIDE = ("checkpoints", "tensorboard", "profile", "timeline", "processes")  # hold no runs
@@ -103,7 +104,7 @@ def _is_run(path: str, names: set[str]) -> bool:
     if "config.yaml" not in names:
         return False
     with suppress(OSError):  # other programs have files of that name
-        content = foreign.read_file(os.path.join(path, "config.yaml"), foreign.MOST_SETTINGS_BYTES)
+        content = read_file(os.path.join(path, "config.yaml"), foreign.MOST_SETTINGS_BYTES)
         return NUM_STEPS.search(content) is not None
     return False
 
@@ -202,7 +203,7 @@ def _failure_of_another(path: Path, last: Mapping[str, Any] | None) -> str | Non
     file = path / "processes" / FAILED_FILE
     with suppress(OSError, ValueError, KeyError, TypeError):
         if last is not None and file.stat().st_mtime >= last["at"]:
-            failed = foreign.from_json(foreign.read_file(file))
+            failed = foreign.from_json(read_file(file))
             return f"process {failed['process']}: {failed['message']}"
     return None
 
@@ -247,7 +248,7 @@ def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
     """
     bad = 0
     try:
-        with foreign.open_file(path) as file:
+        with open_file(path) as file:
             for line in foreign.lines_of(file):
                 record = _record(line)
                 if record is not None:
@@ -304,7 +305,7 @@ def disk_bytes(path: Path) -> int:
 
 def _started_s(path: Path) -> float | None:
     """Return the time of the first start in a status.jsonl, from the beginning of the file."""
-    with suppress(OSError), foreign.open_file(path) as file:
+    with suppress(OSError), open_file(path) as file:
         for line in file.read(TAILS[-1]).split(b"\n"):
             record = _record(line)
             if record is not None and record.get("status") == run_status.STARTED:
@@ -317,7 +318,7 @@ def _tail(path: str) -> _Tail:
     name = os.path.basename(path)
     # 1. the end of the file: at least one whole line
     try:
-        with foreign.open_file(path) as file:
+        with open_file(path) as file:
             info = os.fstat(file.fileno())
             content = b""
             for size in TAILS:

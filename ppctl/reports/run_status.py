@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ppctl.errors import one_line
-from ppctl.reports.foreign_files import open_file, read_file
+from ppctl.user_files import open_file, read_file
 
 FILE = "status.jsonl"
 STARTED, FINISHED, INTERRUPTED, FAILED = "started", "finished", "interrupted", "failed"

@@ -237,6 +237,9 @@ def test_a_score_is_the_sum_over_the_continuation(here):
             "evaluate run model.d_model=3",
             "takes only data=..., data.SETTING=... and model.seq_len=N",
         ),
+        ("generate run --prompt a\ud83d", "holds half of a pair of surrogates"),
+        ("generate run --prompt a --stop \udcff", "holds half of a pair of surrogates"),
+        ("evaluate run --choices half.jsonl", "half.jsonl:1 is no question"),
         ("evaluate run --choices none.jsonl", "--choices none.jsonl cannot be read"),
         ("evaluate run --choices text.txt", "text.txt:1 is no question"),
         ("evaluate run --choices text.txt data=stdlib", "has its own text"),
@@ -244,6 +247,8 @@ def test_a_score_is_the_sum_over_the_continuation(here):
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(here, capsys, words, message):
+    question = {"prompt": "\ud83d", "choices": ["a", "b"], "answer": 0}
+    (here / "half.jsonl").write_text(json.dumps(question) + "\n")
     capsys.readouterr()
     assert cli.main(words.split()) == 2
     err = capsys.readouterr().err

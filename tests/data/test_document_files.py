@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import gzip
 import json
 import signal
@@ -11,6 +13,7 @@ import time
 
 import pyarrow
 import pytest
+from pyarrow import parquet
 
 from ppctl.data import document_files as documents
 from ppctl.data import token_cache
@@ -109,6 +112,51 @@ def test_an_empty_or_cut_file_is_named(build, tmp_path, name, reason):
     file.write_bytes(gzip.compress(LINES.encode())[:-9] if name.endswith("gz") else b"")
     with pytest.raises(DataError, match=rf"{name}.* ({reason}).* Use on_error=skip"):
         build("text", path=str(file))
+
+
+HALF = json.dumps("half \ud83d of a pair")  # a text that UTF-8 cannot hold
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        f'{{"text": {HALF}}}',
+        f'{{"text": "good", "prompt": {HALF}}}',
+        f'{{"text": [{{"role": "user", "content": {HALF}}}]}}',
+        f'{{"text": [{{"role": "user", "content": [{{"type": "text", {HALF}: 1}}]}}]}}',
+    ],
+)
+def test_text_that_utf8_cannot_hold_is_a_broken_line(tmp_path, row):
+    file = written(tmp_path / "a.jsonl", row + "\n" + json.dumps({"text": "good", "prompt": ""}))
+    fields = Fields(prompt="prompt") if "prompt" in row else Fields()
+    broken, good = read_documents(file, fields)
+    assert broken.place.endswith("line 1")
+    assert "holds half of a pair of surrogates, which UTF-8 cannot hold" in broken.reason
+    assert good.content == "good"
+
+
+def test_values_of_parquet_that_json_cannot_hold_are_texts_or_refused(tmp_path):
+    """Null, decimal, date and dictionary columns next to the words of a chat; bytes are no text."""
+    when, price = datetime.datetime(2026, 11, 25, 12), decimal.Decimal("1.50")
+    message = {"role": "user", "content": "x", "at": when, "price": price, "none": None}
+    parts = {"role": "user", "content": [{"type": "text", "text": "x"}], "day": when.date()}
+    table = pyarrow.table({"text": [[message], [message | {"content": "y"}]]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    first, second = read_documents(tmp_path / "a.parquet", Fields())
+    stated = {"at": "2026-11-25 12:00:00", "price": "1.50", "none": None}
+    assert first.content == [{"role": "user", "content": "x", **stated}]
+    assert json.dumps(second.content)
+    parquet.write_table(pyarrow.table({"text": [[parts]]}), tmp_path / "b.parquet")
+    (only,) = read_documents(tmp_path / "b.parquet", Fields())
+    assert only.content[0]["day"] == "2026-11-25"
+    parquet.write_table(
+        pyarrow.table({"text": [[{"role": "user", "content": b"x"}]]}), tmp_path / "c.parquet"
+    )
+    (broken,) = read_documents(tmp_path / "c.parquet", Fields())
+    assert "holds bytes, which are no text" in broken.reason
+    words = pyarrow.array(["a", "b", "a"]).dictionary_encode()
+    parquet.write_table(pyarrow.table({"text": words}), tmp_path / "d.parquet")
+    assert texts_of(tmp_path / "d.parquet") == ["a", "b", "a"]
 
 
 def test_a_zst_file_that_is_cut_short_is_named(tmp_path):

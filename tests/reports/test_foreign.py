@@ -15,8 +15,9 @@ from ppctl.errors import ConfigError
 from ppctl.reports import foreign_files as foreign
 from ppctl.reports import measured_timeline_file as timeline_io
 from ppctl.reports import run_files
-from ppctl.reports.foreign_files import check_inside, lines_of, open_file, printable, read_settings
+from ppctl.reports.foreign_files import check_inside, lines_of, printable, read_settings
 from ppctl.reports.terminal_output import replace_file
+from ppctl.user_files import open_file
 
 HOSTILE = "bad \\ud800 \\u001b[31mred\\u001b]0;title\\u0007 \\u009b2J"
 

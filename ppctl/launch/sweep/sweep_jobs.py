@@ -16,7 +16,8 @@ from ppctl.config.code_digests import changed_modules, sources_here
 from ppctl.config.groups.command_settings import Launcher, SideBySide, SubmititSlurm
 from ppctl.errors import ConfigError, PpctlError, one_line
 from ppctl.launch.local_processes import newest_checkpoint
-from ppctl.reports.foreign_files import check_inside, from_json, read_file, read_settings
+from ppctl.reports.foreign_files import check_inside, from_json, read_settings
+from ppctl.user_files import read_file
 
 FILES = ("sweep.json", "sweep.html")
 LOG = "output.log"  # in a run.dir: the output of a job that shared the machine

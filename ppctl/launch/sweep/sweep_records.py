@@ -14,10 +14,11 @@ from ppctl.config.changed_settings import shown
 from ppctl.launch.local_processes import newest_checkpoint
 from ppctl.launch.sweep.sweep_jobs import DONE, FILES, LOG, NUMBERS, STATES, Job, Result
 from ppctl.reports import page_kit as kit
-from ppctl.reports.foreign_files import from_json, printable, read_file
+from ppctl.reports.foreign_files import from_json, printable
 from ppctl.reports.measured_timeline_file import measured_bubble
 from ppctl.reports.run_files import is_run, read_lines, record_number, run_summary, whole_number
 from ppctl.reports.terminal_output import SPEEDS, json_safe, replace_file, show_lines, show_table
+from ppctl.user_files import read_file
 
 ENDS = ("status", "exit_code", "seconds", "error", "run_dir")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ppctl.config.schedule_from_config import Planned
 from ppctl.reports import run_status
-from ppctl.reports.foreign_files import from_json, read_file
+from ppctl.reports.foreign_files import from_json
 from ppctl.reports.measured_timeline_file import measured_bubble
 from ppctl.reports.page_kit import SPEEDS
 from ppctl.reports.run_files import (
@@ -19,6 +19,7 @@ from ppctl.reports.run_files import (
     run_summary,
     whole_number,
 )
+from ppctl.user_files import read_file
 
 TIMED = ("grad_norm", "step_time_s", *SPEEDS, "mfu_fraction")  # curves with a median
 CURVES = ("loss", "lr", *TIMED)

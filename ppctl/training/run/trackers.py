@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import yaml
 
 from ppctl.errors import ConfigError, one_line
-from ppctl.reports.foreign_files import from_json, read_file
+from ppctl.reports.foreign_files import from_json
 from ppctl.reports.recorded_settings import setting_names, setting_value
 from ppctl.reports.run_files import TRACKERS_FILE
 from ppctl.reports.terminal_output import replace_file
+from ppctl.user_files import read_file
 
 PROJECT = "ppctl"  # of Weights & Biases, and MLflow's experiment, where the environment names none
 MOST_ID_BYTES = 4096

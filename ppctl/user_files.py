@@ -1,0 +1,63 @@
+"""Files and texts from outside, taken in one way: plain files, never waited for, as UTF-8."""
+
+import codecs
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+MOST_BYTES = 2**28  # a file read whole; a timeline of a million tasks has a quarter of that
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+def open_file(path: str | Path) -> BinaryIO:
+    """Return a plain file, open for reading. OSError for others: a pipe may never give a byte."""
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(number).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(number)
+        if stat.S_ISDIR(mode):
+            raise OSError(errno.EISDIR, "Is a directory")
+        raise OSError(errno.EINVAL, "No plain file")
+    return os.fdopen(number, "rb")
+
+
+def read_file(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
+    """Return the bytes of a plain file. OSError for all else, and for one that is larger."""
+    with open_file(path) as file:
+        is_small = os.fstat(file.fileno()).st_size <= most_bytes
+        content = file.read(most_bytes + 1) if is_small else b""
+    if not is_small or len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"More than {most_bytes >> 20} MiB")
+    return content
+
+
+def read_text(path: str | Path) -> str:
+    """Return the text of a plain UTF-8 file without byte order mark. OSError for all else."""
+    content = read_file(path)
+    if content.startswith(UTF_16):
+        raise OSError(errno.EILSEQ, "It is UTF-16: write it as UTF-8")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise OSError(errno.EILSEQ, f"It is no UTF-8 text: {error.reason}") from error
+
+
+def lines_of_text(text: str) -> list[str]:
+    r"""Return the lines of a text, which end at \n or \r\n and at no other character.
+
+    >>> lines_of_text("a\u2028b\r\nc\n")
+    ['a\u2028b', 'c']
+    """
+    lines = text.removesuffix("\n").split("\n")
+    return [line.removesuffix("\r") for line in lines]
+
+
+def check_text(text: str) -> None:
+    """Raise ValueError for a text that UTF-8 cannot hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        what = "holds half of a pair of surrogates, which UTF-8 cannot hold"
+        raise ValueError(what) from error
