@@ -19,6 +19,7 @@ from ppctl.schedule.search.auto_search import choose
 from ppctl.schedule.search.placement_costs import CostsOf
 from ppctl.schedule.tick_lowering import Ticks
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
+from ppctl.user_files import read_text
 
 _PLAIN, _WITH_CHUNKS = (settings.Schedule, settings.Eager1F1B), (settings.Chunked, settings.Hanayo)
 CLASSES: tuple[type[settings.Schedule], ...] = (*_PLAIN, *_WITH_CHUNKS, settings.Interleaved)
@@ -178,10 +179,9 @@ def read(path: str | Path) -> Schedule:
     and writes the same text. ConfigError if unreadable, ScheduleError if invalid.
     """
     try:
-        return from_csv(Path(path).read_text(), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"{path} cannot be read: {reason}.") from None
+        return from_csv(read_text(path), str(path))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
 
 
 def read_valid(path: Path) -> Schedule:

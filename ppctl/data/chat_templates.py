@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ppctl.errors import DataError, missing_package
-from ppctl.user_files import check_text
+from ppctl.user_files import check_text, read_text
 
 FILE = "chat_template.jinja"
 BEGIN, END = "\ufdd0", "\ufdd1"  # noncharacters: mark the text in {% generation %} while rendering
@@ -53,7 +53,11 @@ def chat_template(directory: Path, settings: Mapping[str, Any]) -> ChatTemplate 
     tokens = tuple((name, token) for name in TOKENS if (token := special_token(settings, name)))
     file = directory / FILE
     if file.is_file():
-        return ChatTemplate(file.read_text(encoding="utf-8"), tokens)
+        try:
+            return ChatTemplate(read_text(file), tokens)
+        except OSError as error:
+            why = f"{file} cannot be read ({error.strerror})"
+            raise DataError(f"{why}. Restore it, or remove it.") from error
     source = settings.get("chat_template")
     if isinstance(source, list):
         named = (each for each in source if isinstance(each, dict))

@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from ppctl.errors import DataError, missing_package, setting
-from ppctl.user_files import check_text
+from ppctl.user_files import UTF_16, check_text, open_file
 
 KINDS = {".jsonl": "json_lines", ".ndjson": "json_lines", ".parquet": "parquet"}  # others: text
 COMPRESSED = (".gz", ".zst")
 NOT_TEXT = b"\0"  # a byte that no text holds
+UTF_8 = "utf-8-sig"  # with or without a byte order mark
+IS_UTF_16 = "is UTF-16: write it as UTF-8"
 CHUNK_BYTES = 1 << 20
 ROWS_AT_ONCE = 256
 PROGRESS_S = 15.0  # between two lines
@@ -138,10 +140,12 @@ def unreadable(file: Path, error: OSError) -> DataError:
 
 def why_no_text(file: Path) -> str | None:
     """Return the reason why a file holds no UTF-8 text; None if it does."""
-    decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
+    decoder, position = codecs.getincrementaldecoder(UTF_8)(), 0
     try:
         with _opened(file) as source:
             while chunk := source.read(CHUNK_BYTES):
+                if not position and chunk.startswith(UTF_16):
+                    return IS_UTF_16
                 if NOT_TEXT in chunk:
                     return f"is no text: byte {position + chunk.index(NOT_TEXT)} is 0"
                 decoder.decode(chunk)
@@ -163,7 +167,7 @@ def _text(file: Path, fields: Fields) -> Iterator[Document | Broken]:
         if fields.document == "file":
             yield from _pieces(file, source)
             return
-        lines = io.TextIOWrapper(cast("Any", source), encoding="utf-8", newline="\n")
+        lines = io.TextIOWrapper(cast("Any", source), encoding=UTF_8, newline="\n")
         paragraph, first = "", 0
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -178,7 +182,7 @@ def _text(file: Path, fields: Fields) -> Iterator[Document | Broken]:
 
 def _pieces(file: Path, source: IO[bytes]) -> Iterator[Document]:
     """Yield the text of a file in pieces that are cut at ends of lines, each about CHUNK_BYTES."""
-    decoder, held = codecs.getincrementaldecoder("utf-8")(), ""
+    decoder, held = codecs.getincrementaldecoder(UTF_8)(), ""
     while chunk := source.read(CHUNK_BYTES):
         cut = _cut(held)
         if cut:
@@ -210,6 +214,9 @@ def _json_lines(file: Path, fields: Fields) -> Iterator[Document | Broken]:
     try:
         with _opened(file) as source:
             for number, line in enumerate(source, 1):
+                if number == 1 and line.startswith(UTF_16):
+                    yield Broken(str(file), IS_UTF_16)
+                    return
                 if line.strip():
                     is_empty = False
                     yield _of_row(line, f"{file} line {number}", fields)
@@ -298,7 +305,7 @@ def _parquet(file: Path, fields: Fields) -> Iterator[Document | Broken]:
 @contextmanager
 def _opened(file: Path) -> Iterator[IO[bytes]]:
     """Yield a file's decompressed bytes. The body raises one of DAMAGED where they are damaged."""
-    with file.open("rb") as raw:
+    with open_file(file) as raw:
         source: Any = raw
         if file.suffix == ".gz":
             source = gzip.GzipFile(fileobj=raw)

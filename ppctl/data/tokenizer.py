@@ -14,6 +14,7 @@ import numpy as np
 from ppctl.data.chat_templates import CHATML, ChatTemplate, chat_template, render, special_token
 from ppctl.data.document_files import Broken, Source, documents_of
 from ppctl.errors import DataError, missing_package
+from ppctl.user_files import read_text
 
 BYTES = "bytes"  # data.tokenizer of one token a byte
 NUM_BYTES = 256
@@ -90,12 +91,11 @@ def load_tokenizer(name: str, end_token: str | None) -> Tokenizer:
     path = Path(name).expanduser()
     file = path / FILE if path.is_dir() else path
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        text = read_text(file)
+    except OSError as error:
         raise DataError(
-            f"data.tokenizer={name}: {file} cannot be read ({why}). Use bytes, a tokenizer.json, "
-            "or a directory with one, as `ppctl tokenize` writes."
+            f"data.tokenizer={name}: {file} cannot be read ({error.strerror}). Use bytes, a "
+            "tokenizer.json, or a directory with one, as `ppctl tokenize` writes."
         ) from error
     settings = json_object(file.parent / SETTINGS)
     end_token = end_token or special_token(settings, "eos_token")
@@ -105,11 +105,12 @@ def load_tokenizer(name: str, end_token: str | None) -> Tokenizer:
 def json_object(file: Path) -> dict[str, Any]:
     """Return the values in a JSON file by name, {} without such a file. DataError for others."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(read_text(file))
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{file} cannot be read ({error}). Restore it, or remove it.") from error
+        why = getattr(error, "strerror", error)
+        raise DataError(f"{file} cannot be read ({why}). Restore it, or remove it.") from error
     if not isinstance(values, dict):
         raise DataError(f"{file} holds no settings by name. Restore it, or remove it.")
     return cast("dict[str, Any]", values)

@@ -14,6 +14,7 @@ import numpy as np
 
 from ppctl.errors import ConfigError
 from ppctl.model.lora import A, B
+from ppctl.user_files import open_file, read_text
 
 Tree = Any
 INDEX = "model.safetensors.index.json"
@@ -154,6 +155,7 @@ def open_safetensors(directory: Path) -> Tensors:
     places, shapes = dict[str, Path](), dict[str, tuple[int, ...]]()
     for file in _files(directory):
         try:
+            open_file(file).close()  # a pipe would be waited for
             with safe_open(file, "numpy") as opened:
                 for name in opened.keys():  # noqa: SIM118 it is no mapping
                     part = opened.get_slice(name)
@@ -183,8 +185,8 @@ def _files(directory: Path) -> list[Path]:
             )
         return found
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+        names = sorted(set(json.loads(read_text(index))["weight_map"].values()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"{index} is no index of safetensors.") from error
     missing = [name for name in names if not (directory / name).exists()]
     if missing:

@@ -17,6 +17,7 @@ from ppctl.data.tokenizer import Tokenizer
 from ppctl.errors import DataError
 from ppctl.executors.reference import outputs_of, reference
 from ppctl.language.language_model import LanguageModel
+from ppctl.user_files import lines_of_text, read_text
 
 EXAMPLES = 8  # sequences at a time
 
@@ -83,10 +84,10 @@ def read_questions(path: Path) -> list[Question]:
     A line: {"prompt": text, "choices": [text, ...], "answer": number from 0}.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", "it is no text")
-        raise DataError(f"--choices {path} cannot be read: {why}.") from error
+        lines = lines_of_text(read_text(path))
+    except OSError as error:
+        why = f"--choices {path} cannot be read: {error.strerror}"
+        raise DataError(f"{why}. Use another file.") from error
     questions = [_question(path, n, line) for n, line in enumerate(lines, 1) if line.strip()]
     if not questions:
         raise DataError(f"--choices {path} is empty. Write a question a line.")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from ppctl.errors import ScheduleError
 from ppctl.schedule.ir import PART_KINDS, Kind, Schedule, Task
 from ppctl.schedule.validation import validate
+from ppctl.user_files import lines_of_text
 
 WORDS: dict[Kind, str] = {
     "F": "fwd",
@@ -41,7 +42,7 @@ def from_csv(text: str, name: str) -> Schedule:
     """
     # 1. the tasks of each rank
     ranks: list[tuple[Task, ...]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(lines_of_text(text), start=1):
         tasks: list[Task] = []
         for column, cell in enumerate(line.split(","), start=1):
             if not cell.strip():

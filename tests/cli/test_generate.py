@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from dataclasses import replace
 
@@ -200,6 +201,42 @@ def test_an_answer_is_the_likeliest_choice(here, capsys):
     (here / "q.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     found = json.loads(printed(capsys, "evaluate", "run", "--choices", "q.jsonl", "--json"))
     assert (found["num_questions"], found["accuracy"], found["accuracy_per_byte"]) == (2, 0.5, 0.5)
+
+
+MARK = "\ufeff"  # byte order mark, as some editors write it
+
+
+def test_lines_end_at_line_feeds_only_and_a_byte_order_mark_is_none_of_the_text(here, capsys):
+    prompts = ["the\u2028cat", "on\x0cthe", "mat\x85", "sat"]
+    (here / "p.txt").write_bytes((MARK + "\r\n".join(prompts) + "\n").encode())
+    words = ["--max-tokens", "1", "--json"]
+    found = json.loads(printed(capsys, "generate", "run", "--prompts", "p.txt", *words))
+    assert [each["prompt"] for each in found["completions"]] == prompts
+    row = {"prompt": "the\u2028", "choices": ["cat\x0c", "\x85"], "answer": 0}
+    (here / "q.jsonl").write_text(f"{MARK}{json.dumps(row, ensure_ascii=False)}\n")
+    found = json.loads(printed(capsys, "evaluate", "run", "--choices", "q.jsonl", "--json"))
+    assert found["num_questions"] == 1
+    for name in ("wide.txt", "wide.csv"):
+        (here / name).write_text("the cat", encoding="utf-16")
+    os.mkfifo(here / "pipe")
+    for words, reason in (
+        ("generate run --prompts wide.txt", "It is UTF-16: write it as UTF-8"),
+        ("evaluate run --choices wide.txt", "It is UTF-16: write it as UTF-8"),
+        ("generate run --prompts /dev/zero", "No plain file"),
+        ("evaluate run --choices pipe", "No plain file"),
+        ("evaluate run data=text data.path=run data.tokenizer=/dev/zero", "No plain file"),
+        ("schedule show schedule=csv schedule.path=/dev/zero", "cannot be read: No plain file"),
+        ("schedule check wide.csv", "It is UTF-16: write it as UTF-8"),
+        ("import . --out new", "config.json cannot be read (No plain file)"),
+    ):
+        (here / "config.json").unlink(missing_ok=True)
+        if "import" in words:
+            os.mkfifo(here / "config.json")
+        assert cli.main(words.split()) == 2
+        assert reason in capsys.readouterr().err
+    (here / "config.json").unlink()
+    (here / "s.csv").write_bytes(f"{MARK}0F0,0B0\r\n".encode())
+    assert cli.main(["schedule", "check", "s.csv"]) == 0
 
 
 def test_a_score_is_the_sum_over_the_continuation(here):

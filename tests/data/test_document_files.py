@@ -159,6 +159,24 @@ def test_values_of_parquet_that_json_cannot_hold_are_texts_or_refused(tmp_path):
     assert texts_of(tmp_path / "d.parquet") == ["a", "b", "a"]
 
 
+@pytest.mark.parametrize("document", ["file", "line"])
+def test_byte_order_marks_are_no_text_and_utf16_is_named(tmp_path, document):
+    """Lines of documents end at line feeds only."""
+    text = "one\u2028two\x0cthree\x85"
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8-sig")
+    assert texts_of(tmp_path / "a.txt", document=document) == [
+        text.rstrip() if document == "line" else text
+    ]
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"text": text}, ensure_ascii=False) + "\n", encoding="utf-8-sig"
+    )
+    assert texts_of(tmp_path / "a.jsonl") == [text]
+    for name in ("b.txt", "b.jsonl"):
+        (tmp_path / name).write_text(LINES, encoding="utf-16")
+        broken, *_ = read_documents(tmp_path / name, Fields(document=document))
+        assert "is UTF-16" in broken.reason
+
+
 def test_a_zst_file_that_is_cut_short_is_named(tmp_path):
     whole = zstd(b"".join(b'{"text": "%d"}\n' % i for i in range(30_000)))
     for length in (len(whole) - 5, len(whole) // 2):

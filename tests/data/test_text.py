@@ -202,7 +202,7 @@ def test_a_library_without_sources_is_refused_with_the_remedy(build, tmp_path, m
     ("content", "fault"),
     [
         (None, r"data=text data.path=\S+x.txt: no such file or directory\. Use "),
-        (b"\xff\xfe", r"x.txt is no UTF-8 text .*\. Use on_error=skip"),
+        (b"\xff\xff", r"x.txt is no UTF-8 text .*\. Use on_error=skip"),
         (b"", r"x.txt is empty\. Use on_error=skip"),
     ],
 )

@@ -14,6 +14,7 @@ from ppctl.cli.commands.runs import run_named
 from ppctl.config import DTYPES
 from ppctl.errors import ConfigError
 from ppctl.reports.terminal_output import show_json
+from ppctl.user_files import lines_of_text, read_text
 
 if TYPE_CHECKING:
     from ppctl.language.language_model import LanguageModel
@@ -78,10 +79,10 @@ def _prompts(options: Namespace) -> list[str]:
     prompts: list[str] = [*options.prompt]
     if options.prompts is not None:
         try:
-            prompts += Path(options.prompts).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is no text"
-            raise ConfigError(f"--prompts {options.prompts} cannot be read: {why}.") from error
+            prompts += lines_of_text(read_text(options.prompts))
+        except OSError as error:
+            why = f"--prompts {options.prompts} cannot be read: {error.strerror}"
+            raise ConfigError(f"{why}. Use another file.") from error
     if not prompts:
         raise ConfigError('`ppctl generate` needs a prompt: --prompt TEXT, or "" for none.')
     return prompts
