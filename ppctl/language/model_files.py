@@ -3,6 +3,7 @@ both directions), and their safetensors files, read one by one from memory maps.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from ppctl.user_files import open_file, read_text
 
 Tree = Any
 INDEX = "model.safetensors.index.json"
+PART = re.compile(r"model-\d+-of-\d+\.safetensors")
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 BUFFERS = ".rotary_emb.inv_freq"  # ending of tables in older files
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -176,18 +178,30 @@ def open_safetensors(directory: Path) -> Tensors:
 
 
 def _files(directory: Path) -> list[Path]:
+    """Return the files of the index, else model.safetensors, its numbered parts, the only one."""
+    # 1. without an index
     index = directory / INDEX
     if not index.exists():
         found = sorted(directory.glob("*.safetensors"))
-        if not found:
+        parts = [file for file in found if PART.fullmatch(file.name)]
+        files = [file for file in found if file.name == "model.safetensors"] or parts or found
+        if not files:
             raise ConfigError(
                 f"{directory} has no *.safetensors. Name a model directory, or a .gguf file."
             )
-        return found
+        if not parts and len(files) > 1:
+            names = ", ".join(file.name for file in files)
+            raise ConfigError(f"{directory} has {names}. Keep one, or name it model.safetensors.")
+        return files
+    # 2. by the index
     try:
         names = sorted(set(json.loads(read_text(index))["weight_map"].values()))
+        if not names or any(Path(name).name != name for name in names):
+            raise ValueError(names)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{index} is no index of safetensors.") from error
+        raise ConfigError(
+            f"{index} is no index of safetensors. Restore it, or remove it."
+        ) from error
     missing = [name for name in names if not (directory / name).exists()]
     if missing:
         count = f"{len(missing)} of {len(names)}"

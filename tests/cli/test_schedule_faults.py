@@ -107,7 +107,10 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(line, message, capsys, in_e
 def test_a_file_that_is_not_text_is_one_line(capsys, in_empty_directory):
     (in_empty_directory / "bytes.csv").write_bytes(b"\xff\xff")
     assert cli.main(["schedule", "check", "bytes.csv"]) == 2
-    assert capsys.readouterr().err == "ppctl: bytes.csv cannot be read: It is no UTF-8 text: invalid start byte.\n"
+    assert (
+        capsys.readouterr().err
+        == "ppctl: bytes.csv cannot be read: It is no UTF-8 text: invalid start byte.\n"
+    )
 
 
 @pytest.mark.parametrize(

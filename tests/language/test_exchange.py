@@ -230,6 +230,41 @@ def test_places_that_are_no_models_are_refused(copy, tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+def test_files_next_to_the_one_that_is_meant_are_not_read(copy, tmp_path):
+    """The index, else model.safetensors, else its numbered parts, else exactly one file."""
+    directory, _, tensors, _ = copy
+    model, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    other = {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
+    places = dict.fromkeys(tensors, "model-00001-of-00001.safetensors")
+    for step, (meant, neighbours) in enumerate(
+        (
+            ("model.safetensors", ("consolidated.safetensors", "model.bak.safetensors")),
+            ("model-00001-of-00001.safetensors", ("consolidated.safetensors", "old.safetensors")),
+            ("weights.safetensors", ()),
+        )
+    ):
+        for file in directory.glob("*.safetensors"):
+            file.unlink()
+        save_file({"tok_embeddings.weight": np.zeros(3)} | other, directory / "other")
+        save_file(tensors, directory / meant)
+        for name in neighbours:
+            shutil.copy(directory / "other", directory / name)
+        import_model(directory, tmp_path / f"run{step}")
+        embedding = ppctl.load_run(tmp_path / f"run{step}").params()["embed_head"]["embedding"]
+        np.testing.assert_array_equal(embedding, tensors["model.embed_tokens.weight"])
+    shutil.copy(directory / "other", directory / "old.safetensors")
+    with pytest.raises(ConfigError, match=r"old.safetensors, weights.safetensors.*Keep one"):
+        import_model(directory, tmp_path / "none")
+    save_file(tensors, directory / "model-00001-of-00001.safetensors")
+    shutil.copy(directory / "other", model)
+    index.write_text(json.dumps({"weight_map": places}))
+    import_model(directory, tmp_path / "indexed")
+    for text in ("{}", '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../x"}}', "\\xff"):
+        index.write_text(text)
+        with pytest.raises(ConfigError, match="is no index of safetensors"):
+            import_model(directory, tmp_path / "none")
+
+
 def test_a_model_that_transformers_has_not_is_refused(tmp_path):
     run = tmp_path / "run"
     import_model(FOLDER / "llama2", run)
