@@ -53,8 +53,14 @@ class Sampling:
                 "Leave them out."
             )
 
-    def choose(self, logits_BV: jax.Array, seed: int, place: jax.Array) -> jax.Array:
-        """Return one token a row [B]: a function of seed, row and place in the continuation."""
+    def choose(
+        self, logits_BV: jax.Array, seed: int, place: jax.Array, num_tokens: int
+    ) -> jax.Array:
+        """Return one token a row [B]: a function of seed, row and place in the continuation.
+
+        num_tokens: of the tokenizer; ids from there on pad the vocabulary and are never chosen.
+        """
+        logits_BV = logits_BV[:, :num_tokens]
         if self.temperature == 0:
             return jnp.argmax(logits_BV, -1).astype(jnp.int32)
         logits_BV = logits_BV.astype(jnp.float32) / self.temperature
@@ -106,10 +112,12 @@ def continuations(
     max_tokens: int,
     sampling: Sampling,
     seed: int,
+    num_tokens: int,
 ) -> Iterator[np.ndarray]:
     """Yield the next token of each (non-empty) prompt, int32 [B], max_tokens times.
 
-    decoder: of at least `positions_for` these positions. Lazy: each next() computes one token.
+    decoder: of at least `positions_for` these positions; num_tokens: of the tokenizer. Lazy: each
+    next() computes one token.
     """
     # 1. the prompts, filled up in front, piece by piece
     read = _read_length(max(map(len, prompts)))
@@ -123,7 +131,7 @@ def continuations(
         piece_tokens = jnp.asarray(tokens[:, first : first + piece])
         logits, cache = decoder.read(piece_tokens, cache, first, starts)
     # 2. one token at a time
-    choose = jax.jit(partial(sampling.choose, seed=seed))
+    choose = jax.jit(partial(sampling.choose, seed=seed, num_tokens=num_tokens))
     for place in range(max_tokens):
         chosen = choose(logits, place=jnp.int32(place))
         yield np.asarray(chosen)

@@ -15,6 +15,7 @@ import ppctl
 from ppctl import cli
 from ppctl.cli.commands.evaluate import _config
 from ppctl.config import Text
+from ppctl.language.generation import Sampling
 from ppctl.language.language_model import open_language_model
 from ppctl.language.text_evaluation import log_likelihood
 
@@ -237,6 +238,13 @@ def test_lines_end_at_line_feeds_only_and_a_byte_order_mark_is_none_of_the_text(
     (here / "config.json").unlink()
     (here / "s.csv").write_bytes(f"{MARK}0F0,0B0\r\n".encode())
     assert cli.main(["schedule", "check", "s.csv"]) == 0
+
+
+@pytest.mark.parametrize("how", [{"temperature": 0}, {}, {"top_k": 3}, {"top_p": 0.9}])
+def test_ids_that_pad_the_vocabulary_are_never_chosen(how):
+    logits = np.where(np.arange(300) < 256, 0.0, 9.0)[None].repeat(50, 0)
+    found = Sampling(**how).choose(logits, seed=0, place=0, num_tokens=256)
+    assert found.max() < 256
 
 
 def test_a_score_is_the_sum_over_the_continuation(here):

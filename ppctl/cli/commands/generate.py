@@ -108,6 +108,7 @@ def _generate(path: Path, prompts: Sequence[str], options: Namespace) -> int:
     new: list[list[int]] = [[] for _ in prompts]
     is_done = [False for _ in prompts]
     how = {"max_tokens": options.max_tokens, "sampling": sampling, "seed": options.seed}
+    how |= {"num_tokens": model.tokenizer.vocab_size}
     for tokens in generation.continuations(decoder, ids, **how):
         for row, token in enumerate(tokens.tolist()):
             if not is_done[row]:
