@@ -1,9 +1,10 @@
 """Documents as token ids, memory-mapped, written once and kept.
 
-A directory holds ids.bin (the ids of all documents, each followed by the tokenizer's end), ends.bin
-(the end of each document), is_learned.bin (unless all ids are learned) and record.json (their types
-and digests). It is made under another name and renamed: a reader meets all of it or nothing. One
-process writes, the others wait for it, and one of them begins anew if it is killed.
+A directory holds ids.bin (the ids of all documents: after a text the tokenizer's end, of chats what
+their template writes), ends.bin (the end of each document), is_learned.bin (unless all ids are
+learned) and record.json (their types and digests). It is made under another name and renamed: a
+reader meets all of it or nothing. One process writes, the others wait for it, and one of them
+begins anew if it is killed.
 """
 
 import fcntl
@@ -32,13 +33,13 @@ from ppctl.data.token_windows import digest, open_bin
 from ppctl.data.tokenizer import BYTES, Tokenizer
 from ppctl.errors import DataError
 
-VERSION = 3  # of the files; part of the directory's name
+VERSION = 4  # of the files; part of the directory's name
 RECORD = "record.json"
 CHARS_AT_ONCE = 1 << 22  # encoded together, on all cores
 
 
 class Tokens(NamedTuple):
-    """Documents as ids: document i is ids[ends[i - 1] : ends[i]], and its last id ends it."""
+    """Documents as ids: document i is ids[ends[i - 1] : ends[i]]."""
 
     ids: np.ndarray  # memory-mapped
     ends: np.ndarray  # int64
@@ -250,8 +251,4 @@ def _of_chat(document: Document, tokenizer: Tokenizer) -> Piece | Broken:
         chat = render(tokenizer.template, messages)
     except DataError as error:
         return Broken(document.place, str(error).rstrip("."))
-    ids, is_learned = tokenizer.encode_chat(chat.text, chat.answers)
-    if not (len(ids) and ids[-1] == tokenizer.end):
-        ids = np.append(ids, tokenizer.end)
-        is_learned = np.append(is_learned, bool(len(is_learned) and is_learned[-1]))
-    return Piece(ids, is_learned, is_end=True)
+    return Piece(*tokenizer.encode_chat(chat.text, chat.answers), is_end=True)

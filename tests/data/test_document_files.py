@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pyarrow
 import pytest
@@ -17,6 +18,7 @@ from pyarrow import parquet
 
 from ppctl.data import document_files as documents
 from ppctl.data import token_cache
+from ppctl.data.chat_templates import ChatTemplate
 from ppctl.data.document_files import Broken, Document, Fields, Source, read_documents
 from ppctl.data.token_cache import cached_tokens
 from ppctl.data.token_windows import NO_TOKEN
@@ -250,6 +252,27 @@ def test_prompts_and_what_users_say_are_no_targets(build, tmp_path, tokenizer):
         assert "zwei" in learned
         assert "fox" not in learned
         assert "fox" in by.decode(batch["inputs"][0].tolist())
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_of_a_chat_the_template_alone_says_what_is_learned(tmp_path, tokenizer, marked):
+    """The end token of an answer is learned once, and no other follows a chat."""
+    answer = "{{ m.content + '<|im_end|>' }}"
+    answer = "{% generation %}" + answer + "{% endgeneration %}" if marked else answer
+    question = "{% if m.role == 'user' %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}"
+    template = f"{{% for m in messages %}}{question}{{% else %}}{answer}{{% endif %}}{{% endfor %}}"
+    by = replace(load_tokenizer(str(tokenizer), None), template=ChatTemplate(template))
+    turns = [("user", "fox"), ("assistant", "zwei"), ("user", "one"), ("assistant", "three")]
+    chat = [{"role": role, "content": content} for role, content in turns]
+    file = written(tmp_path / "a.jsonl", 3 * (json.dumps({"text": chat}) + "\n"))
+    source = Source([file], frozenset(), Fields(), False)
+    tokens = cached_tokens("t", source, by, "", str(tmp_path / "cache"))
+    text = "<|im_start|>fox<|im_end|>zwei<|im_end|><|im_start|>one<|im_end|>three<|im_end|>"
+    ids = by.encode_chat(text, ())[0].tolist()
+    assert tokens.ids.tolist() == 3 * ids
+    assert tokens.ends.tolist() == [len(ids), 2 * len(ids), 3 * len(ids)]
+    learned = by.encode_chat("zwei<|im_end|>three<|im_end|>", ())[0].tolist()
+    assert tokens.ids[tokens.is_learned].tolist() == 3 * learned
 
 
 def test_messages_need_a_template(build, tmp_path):
