@@ -25,7 +25,6 @@ CAPS = {
     "attention_softcap": "attn_logit_softcapping",
     "logit_softcap": "final_logit_softcapping",
 }
-WITHOUT = "attention_bias", "mlp_bias", "use_bidirectional_attention"  # not in ppctl's transformer
 TYPES = {True: "sliding_attention", False: "full_attention"}
 
 
@@ -82,6 +81,27 @@ LENGTH = "original_max_position_embeddings"
 LOCAL_THETA = 10000.0  # default of gemma3_text
 ROPE_KEYS = ("rope_type", "type", "rope_theta", LENGTH)
 UNSCALED = {"truncate": True, "partial_rotary_factor": 1.0}  # values that change nothing
+READ: dict[str, Any] = {  # key of config.json: its type
+    **dict.fromkeys(SIZES.values(), int),
+    **dict.fromkeys(("head_dim", "sliding_window", "max_window_layers"), int),
+    **dict.fromkeys(("sliding_window_pattern", "max_position_embeddings"), int),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "rope_local_base_freq"), float),
+    **dict.fromkeys(CAPS.values(), float),
+    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window"), bool),
+    **dict.fromkeys(("model_type", "hidden_act", "hidden_activation"), str),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), Mapping),
+    "layer_types": list,
+}
+NO_FUNCTION = """
+architectures dtype torch_dtype transformers_version _name_or_path use_cache pretraining_tp
+initializer_range attention_dropout bos_token_id eos_token_id pad_token_id sep_token_id
+decoder_start_token_id cache_implementation is_llama_config is_decoder return_dict id2label label2id
+tokenizer_class _attn_implementation attn_implementation problem_type prefix _sliding_window_pattern
+output_attentions output_hidden_states transformers.js_config unsloth_version unsloth_fixed
+max_length min_length temperature top_k top_p do_sample num_beams num_beam_groups typical_p
+repetition_penalty length_penalty diversity_penalty num_return_sequences no_repeat_ngram_size
+chunk_size_feed_forward
+"""  # keys that do not change what a model computes
 
 
 def model_settings(config_json: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,6 +110,12 @@ def model_settings(config_json: Mapping[str, Any]) -> dict[str, Any]:
     ConfigError for an architecture, or a part of one, that ppctl does not have.
     """
     # 1. the member of `transformers`, and parts that ppctl lacks
+    for key, value in config_json.items():
+        kind = READ.get(key, object)
+        is_kind = isinstance(value, (int, float) if kind is float else kind)
+        is_right = is_kind and (kind in (bool, object) or not isinstance(value, bool))
+        if value is not None and not is_right:
+            raise ConfigError(f"{key}={value} in config.json is not of type {kind.__name__}.")
     name = config_json.get("model_type")
     if name not in MEMBERS:
         raise ConfigError(
@@ -98,10 +124,12 @@ def model_settings(config_json: Mapping[str, Any]) -> dict[str, Any]:
         )
     member = MEMBERS[name]
     given = {**member.defaults, **config_json}
-    for key in WITHOUT:
-        if given.get(key):
-            what = f"{key}={given[key]} in config.json"
-            raise ConfigError(f"{what}: ppctl's transformer has none. It cannot be imported.")
+    unread = [key for key in CAPS.values() if key not in [CAPS[name] for name in member.caps]]
+    for key, value in given.items():
+        is_known = (key in READ and key not in unread) or key in NO_FUNCTION.split()
+        if value and not is_known and value != UNSCALED.get(key):
+            what = f"{key}={value} in config.json: ppctl's transformer has none"
+            raise ConfigError(f"{what}. It cannot be imported, unless {key} changes nothing.")
     for key in SIZES.values():
         if given.get(key) is None and key != "num_key_value_heads":
             raise ConfigError(f"config.json states no {key}, without which the model has no size.")
@@ -111,9 +139,12 @@ def model_settings(config_json: Mapping[str, Any]) -> dict[str, Any]:
     found["activation"] = _activation(given[member.activation], member.activation)
     found |= {setting: given.get(CAPS[setting]) for setting in member.caps}
     found |= (windows := _windows(member, given))
-    found["rope"] = _rope(member, given, has_windows=bool(windows))
-    model = Transformer(**{key: value for key, value in found.items() if value is not None})
-    model.check()
+    try:
+        found["rope"] = _rope(member, given, has_windows=bool(windows))
+        model = Transformer(**{key: value for key, value in found.items() if value is not None})
+        model.check()
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"config.json has a value of a wrong type: {error}.") from error
     return _normal(model)
 
 

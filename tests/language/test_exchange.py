@@ -200,6 +200,47 @@ def test_what_is_no_model_of_ours_is_refused_in_a_line(config, tensors, message,
     assert not (tmp_path / "run").exists()
 
 
+UNREAD = [  # changes of config.json: keys that change the function, values that are of no use
+    ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+    ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "factor"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 2.0}}, "mscale=2.0"),
+    ({"rope_parameters": [1]}, "config.json"),
+    ({"rope_parameters": {"rope_theta": "big"}}, "config.json|theta"),
+    ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0"),
+    ({"num_local_experts": 8}, "num_local_experts=8"),
+    ({"logit_scale": 0.1}, "logit_scale=0.1"),
+    ({"layer_norm_type": "pre"}, "layer_norm_type=pre"),
+    ({"hidden_size": "32"}, "hidden_size"),
+    ({"num_hidden_layers": 2.5}, "num_hidden_layers"),
+    ({"num_hidden_layers": True}, "num_hidden_layers"),
+    ({"num_key_value_heads": [1]}, "num_key_value_heads"),
+    ({"hidden_act": 3}, "hidden_act=3"),
+    ({"hidden_act": [1]}, "hidden_act"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+    ({"tie_word_embeddings": "no"}, "tie_word_embeddings"),
+    ({"model_type": ["llama"]}, "model_type"),
+    ({"max_position_embeddings": "many"}, "max_position_embeddings"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), UNREAD, ids=[str(change) for change, _ in UNREAD])
+def test_a_key_that_nobody_reads_and_a_value_of_a_wrong_type_are_refused(change, message):
+    before = json.loads((FOLDER / "llama2/config.json").read_text())
+    with pytest.raises(ConfigError, match=message) as caught:
+        model_settings({**before, **change})
+    assert "\n" not in str(caught.value)
+
+
+def test_keys_that_change_no_function_are_passed_over():
+    before = json.loads((FOLDER / "llama2/config.json").read_text())
+    nothing = {"attention_bias": False, "num_local_experts": None, "_name_or_path": "x"}
+    nothing |= {"partial_rotary_factor": 1.0, "use_cache": True, "is_llama_config": True}
+    nothing |= {"temperature": 0.6, "id2label": {"0": "A"}, "quantization_config": {}}
+    assert model_settings({**before, **nothing}) == model_settings(before)
+
+
 def test_places_that_are_no_models_are_refused(copy, tmp_path, capsys):
     directory, _, _, _ = copy
     (tmp_path / "file").write_text("")
