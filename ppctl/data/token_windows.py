@@ -6,6 +6,8 @@ The array is a memory-mapped file that someone else made, or a cache of encoded 
 import hashlib
 import textwrap
 import tokenize
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +85,8 @@ def digest(array: np.ndarray) -> str:
     large one, which tell corpora apart but miss a few tokens changed in place.
     """
     sha = hashlib.sha256(f"{array.dtype.str} {len(array)}".encode())
-    if array.nbytes <= DIGEST_WHOLE_BYTES:
-        sha.update(array.data)
-    else:
-        size = DIGEST_BLOCK_BYTES // array.itemsize
-        starts = np.linspace(0, len(array) - size, DIGEST_WHOLE_BYTES // DIGEST_BLOCK_BYTES)
-        for start in starts.astype(np.int64):
-            sha.update(array[start : start + size].data)
+    for part in [array] if array.nbytes <= DIGEST_WHOLE_BYTES else _samples(array):
+        sha.update(part.data)
     return sha.hexdigest()
 
 
@@ -101,15 +98,35 @@ def tokens(
 ) -> DataSet:
     """Return the data set of a flat integer `.npy`, or a raw `.bin` of `dtype` (native order).
 
-    vocab_size None: the largest id plus one. sizes_only: without reading the ids. Raises DataError
-    for a missing or damaged file, and for an id outside 0..vocab_size-1.
+    vocab_size None: the largest id plus one, for which all ids are read. sizes_only: none are.
+    Raises DataError for a missing or damaged file, and for an id outside 0..vocab_size-1.
     """
     source = f"data=tokens data.path={path}"
     ids = open_tokens(Path(path).expanduser(), dtype, source)
     how |= {"name": "tokens", "source": source}
     if sizes_only:
         return from_tokens(ids, content="", vocab_size=vocab_size or 1, **how)
-    smallest, largest = extremes(ids)
+    # 1. the ids: of a large file with a stated vocabulary samples, and each batch as it is read
+    is_sampled = vocab_size is not None and ids.nbytes > DIGEST_WHOLE_BYTES
+    largest = check_ids(_samples(ids) if is_sampled else _chunks(ids), vocab_size, dtype, source)
+    vocab_size = largest + 1 if vocab_size is None else vocab_size
+    data = from_tokens(ids, content=digest(ids), vocab_size=vocab_size, **how)
+    if not is_sampled:
+        return data
+
+    # 2. batches that are checked
+    def read(examples: np.ndarray) -> Batch:
+        batch = data.read(examples)
+        check_ids(batch.values(), vocab_size, dtype, source)
+        return batch
+
+    return replace(data, read=read)
+
+
+def check_ids(parts: Iterable[np.ndarray], vocab_size: int | None, dtype: str, source: str) -> int:
+    """Return the largest id. DataError for one outside 0..vocab_size-1, or beyond int32."""
+    pairs = [(int(part.min()), int(part.max())) for part in parts if part.size]
+    smallest, largest = min(least for least, _ in pairs), max(most for _, most in pairs)
     if smallest < 0 or largest > MAX_ID:
         raise DataError(
             f"{source}: holds the id {min(smallest, 0) or largest}, outside 0..{MAX_ID} of int32 "
@@ -122,8 +139,18 @@ def tokens(
             f"Use data.vocab_size={largest + 1} or null, or another data.dtype "
             f"(a .bin is read as {dtype})."
         )
-    vocab_size = largest + 1 if vocab_size is None else vocab_size
-    return from_tokens(ids, content=digest(ids), vocab_size=vocab_size, **how)
+    return largest
+
+
+def _chunks(ids: np.ndarray) -> Iterator[np.ndarray]:
+    return (ids[start : start + CHUNK_TOKENS] for start in range(0, len(ids), CHUNK_TOKENS))
+
+
+def _samples(array: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield evenly spaced blocks of a large array, the first and the last one included."""
+    size = DIGEST_BLOCK_BYTES // array.itemsize
+    starts = np.linspace(0, len(array) - size, DIGEST_WHOLE_BYTES // DIGEST_BLOCK_BYTES)
+    return (array[start : start + size] for start in starts.astype(np.int64))
 
 
 def open_tokens(path: Path, dtype: str, source: str) -> np.ndarray:
@@ -162,10 +189,3 @@ def open_npy(path: Path) -> np.ndarray:
 def open_bin(path: Path, dtype: str) -> np.ndarray:
     """Return the numbers in a raw file, memory-mapped. ValueError where a part of one is there."""
     return np.asarray(np.memmap(path, dtype, "r")) if path.stat().st_size else np.empty(0, dtype)
-
-
-def extremes(ids: np.ndarray) -> tuple[int, int]:
-    """Return the smallest and the largest id, read in chunks."""
-    chunks = [ids[start : start + CHUNK_TOKENS] for start in range(0, len(ids), CHUNK_TOKENS)]
-    least_and_most = [(int(chunk.min()), int(chunk.max())) for chunk in chunks]
-    return min(least for least, _ in least_and_most), max(most for _, most in least_and_most)

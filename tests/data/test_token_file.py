@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from ppctl.data import token_windows as windows
-from ppctl.data.token_windows import extremes
 from ppctl.errors import DataError
 
 IDS = np.arange(2000)
@@ -91,9 +90,27 @@ def test_vocab_size_is_the_largest_id_plus_one_or_what_is_given(build, tmp_path)
     assert build("tokens", **written, vocab_size=2048).vocab_size == 2048
 
 
-def test_extremes_see_every_chunk(monkeypatch):
-    monkeypatch.setattr("ppctl.data.token_windows.CHUNK_TOKENS", 7)
-    assert extremes(np.array([5] * 20 + [9] + [5] * 20 + [-2])) == (-2, 9)
+def test_of_a_large_file_samples_are_read_at_start_and_each_batch_is_checked(
+    build, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(windows, "DIGEST_WHOLE_BYTES", 1024)
+    monkeypatch.setattr(windows, "DIGEST_BLOCK_BYTES", 64)
+    ids = np.full(100_000, 7, np.uint16)
+    ids[500] = 60_000  # between two samples
+    written = write(tmp_path / "x.npy", ids) | {"vocab_size": 256}
+    read, samples = [], windows._samples
+    monkeypatch.setattr(windows, "_samples", lambda a: map(spy(read), samples(a)))
+    dataset = build("tokens", **written)
+    assert sum(read) <= 2 * 1024
+    dataset.read(np.arange(20))
+    with pytest.raises(DataError, match=r"holds the id 60000, not below data.vocab_size=256"):
+        dataset.read(np.arange(40))
+    monkeypatch.setattr(windows, "CHUNK_TOKENS", 7)
+    assert build("tokens", **written | {"vocab_size": None}).vocab_size == 60_001
+
+
+def spy(read):
+    return lambda part: read.append(part.nbytes) or part
 
 
 @pytest.mark.parametrize("change", [0, 1000, 1999])
