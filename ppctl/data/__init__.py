@@ -1,6 +1,4 @@
-"""Data sets: examples, their order, the rows of a batch. BUILDERS: a function for each choice."""
-
-from collections.abc import Callable
+"""Data sets: examples, their order, the rows of a batch. A function for each choice of `data`."""
 
 from ppctl.data.dataset import Batch, DataSet
 from ppctl.data.generated_data import regression, synthetic
@@ -8,7 +6,4 @@ from ppctl.data.mixture import mixture
 from ppctl.data.text_dataset import stdlib, text
 from ppctl.data.token_windows import tokens
 
-OF_CHOICES = stdlib, text, mixture, tokens, synthetic, regression
-BUILDERS: dict[str, Callable[..., DataSet]] = {build.__name__: build for build in OF_CHOICES}
-
-__all__ = ["BUILDERS", "Batch", "DataSet"]
+__all__ = ["Batch", "DataSet", "mixture", "regression", "stdlib", "synthetic", "text", "tokens"]

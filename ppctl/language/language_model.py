@@ -14,11 +14,12 @@ from ppctl.config.changed_settings import model_and_data
 from ppctl.data.chat_templates import render_question
 from ppctl.data.tokenizer import BYTES, FILE, NUM_BYTES, Tokenizer, byte_tokenizer, load_tokenizer
 from ppctl.errors import ConfigError
+from ppctl.model.architecture import Architecture
 from ppctl.model.lora import Lora
 from ppctl.model.stack import Stack
 from ppctl.model.transformer import transformer
 from ppctl.training.checkpoint.checkpoint import Checkpoints, merged_params, stored_lora
-from ppctl.training.pipeline.built_in_models import transformer_sizes
+from ppctl.training.pipeline.built_in_models import architecture
 from ppctl.training.pipeline.job import DEFAULT_DTYPE
 from ppctl.training.run.kept_tokenizer import configured_ends, kept_tokenizer
 from ppctl.training.run.saved_run import load_run
@@ -88,12 +89,12 @@ class LanguageModel:
 
     def stack(self, *, packed: bool = False) -> Stack:
         """Return the model over whole sequences; packed: each holds several documents."""
-        return transformer(**self.sizes, dtype=self.dtype, packed=packed)
+        return transformer(**vars(self.architecture), dtype=self.dtype, packed=packed)
 
     @property
-    def sizes(self) -> dict[str, Any]:
-        """The model's sizes and variants, as `model.transformer` takes them."""
-        return transformer_sizes(self.transformer, self.vocab_size)
+    def architecture(self) -> Architecture:
+        """The model's sizes and variants."""
+        return architecture(self.transformer, self.vocab_size)
 
     def _special_ids(self, text: str) -> list[int]:
         """Return the tokens of a text, special ones included."""

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from ppctl.data import BUILDERS, DataSet
+from ppctl import data
+from ppctl.data import DataSet
 
 SEQ_LEN, BATCH_SIZE, VOCAB_SIZE = 16, 8, 97
 
@@ -49,4 +50,4 @@ def build(tmp_path, cache_dir) -> Build:
         "synthetic": language | {"vocab_size": VOCAB_SIZE, "num_sequences": 300},
         "regression": common | {"num_features": 6, "num_targets": 3, "num_rows": 300},
     }
-    return lambda name, **given: BUILDERS[name](**settings[name] | given)
+    return lambda name, **given: getattr(data, name)(**settings[name] | given)

@@ -28,7 +28,7 @@ from ppctl.language.transformers_config import model_config, model_settings
 from ppctl.model.stack import init
 from ppctl.model.transformer import transformer
 from ppctl.training.checkpoint.checkpoint import Checkpoints
-from ppctl.training.pipeline.built_in_models import transformer_sizes
+from ppctl.training.pipeline.built_in_models import architecture
 from ppctl.training.run.kept_tokenizer import configured_ends
 
 NAMES = sorted(MODELS, key=lambda name: name not in ("gemma3", "qwen2", "llama3"))
@@ -391,7 +391,7 @@ def test_a_family_set_by_hand_is_exported_as_transformers_takes_it(changes, tmp_
         assert config["sliding_window"] is not None
         assert type(config["query_pre_attn_scalar"]) is int
     transformers, torch = (pytest.importorskip(module) for module in ("transformers", "torch"))
-    stack = transformer(**transformer_sizes(model, 96), dtype=jnp.float64)
+    stack = transformer(**vars(architecture(model, 96)), dtype=jnp.float64)
     params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), init(stack, 0))
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert list(_write_tensors(tmp_path, params, named_parameters(params), jnp.bfloat16))

@@ -1,17 +1,20 @@
 """The models that ppctl ships, by their settings, and the model that a config names."""
 
-from dataclasses import asdict, fields
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 
 from ppctl import config as settings
 from ppctl.config.field_checks import above_zero, at_least, choice, settings_from
-from ppctl.config.groups.model_settings import ATTENTIONS, FAMILIES, AnyModel
+from ppctl.config.groups.model_settings import ATTENTIONS, FAMILIES, AnyModel, Linear, Llama3, Yarn
+from ppctl.config.groups.model_settings import Rope as RopeSettings
 from ppctl.data import DataSet
 from ppctl.errors import ConfigError
 from ppctl.model import mlp as mlp_model
 from ppctl.model import transformer as transformer_model
+from ppctl.model.architecture import Architecture
 from ppctl.model.attention.attention_kernels import Kernel, choose
 from ppctl.model.attention.attention_kernels import attention as attention_of
 from ppctl.model.attention.attention_scores import Scoring
@@ -47,7 +50,7 @@ def transformer(
     """
     sizes |= {"vocab_size": vocab_size}
     model = _checked(settings.Transformer, sizes, drop=("name", "seq_len"))
-    return _transformer(model, vocab_size, dtype=dtype, packed=packed, lora=lora)
+    return _transformer(model, architecture(model, vocab_size, lora), dtype=dtype, packed=packed)
 
 
 def attention(
@@ -108,31 +111,74 @@ def _checked(schema: type, sizes: dict[str, Any], drop: tuple[str, ...]) -> Any:
     return model
 
 
-def transformer_sizes(model: settings.Transformer, vocab_size: int) -> dict[str, Any]:
-    """Return a transformer's settings as fields of `ppctl.model.architecture.Architecture`."""
-    sizes = asdict(model)
-    for key in ("name", "seq_len", "family", "attention", "window", "window_pattern"):
-        del sizes[key]
-    sizes |= FAMILIES[model.family]._asdict()
-    sizes |= {"mlp_width": model.hidden_width, "vocab_size": vocab_size, "windows": model.windows}
-    rope, scaling = model.rope, dict[str, Any]()
-    if rope.record is not None:
-        scaling = {"scaling": rope.scaling["rope_type"], **vars(rope.record)}
-    if "original_max_position_embeddings" in scaling:
-        scaling["original_len"] = scaling.pop("original_max_position_embeddings")
-    local_rope = None if rope.local_theta is None else Rope(rope.local_theta)
-    return sizes | {"rope": Rope(rope.theta, **scaling), "local_rope": local_rope}
+def architecture(
+    model: settings.Transformer, vocab_size: int, lora: Lora | None = None
+) -> Architecture:
+    """Return a transformer's sizes and variants by its settings and those of its family."""
+    family, theta = FAMILIES[model.family], model.rope.local_theta
+    return Architecture(
+        num_layers=model.num_layers,
+        d_model=model.d_model,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        mlp_width=model.hidden_width,
+        activation=model.activation,
+        vocab_size=vocab_size,
+        tied=model.tied,
+        rope=_rope(model.rope),
+        local_rope=None if theta is None else Rope(theta),
+        scale_embedding=family.scale_embedding,
+        norm_eps=model.norm_eps,
+        norm_plus_one=family.norm_plus_one,
+        post_norms=family.post_norms,
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        query_pre_attn_scalar=model.query_pre_attn_scalar,
+        attention_softcap=model.attention_softcap,
+        logit_softcap=model.logit_softcap,
+        windows=model.windows,
+        dropout=model.dropout,
+        lora=lora,
+    )
+
+
+def _rope(rope: RopeSettings) -> Rope:
+    """Return rotary positions by their settings."""
+    match rope.record:
+        case None:
+            return Rope(rope.theta)
+        case Linear(factor):
+            return Rope(rope.theta, "linear", factor)
+        case Llama3(factor, length, low, high):
+            return Rope(
+                rope.theta, "llama3", factor, length, low_freq_factor=low, high_freq_factor=high
+            )
+        case Yarn(factor, length, fast, slow, scale):
+            return Rope(
+                rope.theta,
+                "yarn",
+                factor,
+                length,
+                beta_fast=fast,
+                beta_slow=slow,
+                attention_factor=scale,
+            )
 
 
 def _transformer(
-    model: settings.Transformer, vocab_size: int, *, device: Any = None, **how: Any
+    model: settings.Transformer,
+    sizes: Architecture,
+    *,
+    dtype: Any,
+    packed: bool,
+    device: Any = None,
 ) -> Stack:
-    """Return the stack of a transformer by its settings; how: dtype, packed and lora."""
-    sizes = transformer_sizes(model, vocab_size)
+    """Return the stack of a transformer of these sizes, with the kernel of its settings."""
     mix = lambda axes, scoring: attention_of(model.attention, device, axes, scoring)  # noqa: E731
-    stack = transformer_model.transformer(**sizes, mix=mix, **how)
-    there = lambda device: _transformer(model, vocab_size, device=device, **how)  # noqa: E731
-    return stack.with_options(on_device=there)
+    stack = transformer_model.transformer(**vars(sizes), mix=mix, dtype=dtype, packed=packed)
+    there = partial(_transformer, model, sizes, dtype=dtype, packed=packed)
+    return stack.with_options(on_device=lambda device: there(device=device))
 
 
 def make_stack(
@@ -151,10 +197,9 @@ def make_stack(
     """
     dtype = jnp.promote_types(compute, jnp.float32)  # of parameters
     if isinstance(model, settings.Transformer):
-        how = {"packed": data.is_packed, "lora": lora}
-        vocab_size = _vocab_size(model, data)
+        sizes = architecture(model, _vocab_size(model, data), lora)
         attention_kernels(model, cp, compute, device, data)  # refuses those that cannot run
-        return _transformer(model, vocab_size, dtype=dtype, device=device, **how)
+        return _transformer(model, sizes, dtype=dtype, packed=data.is_packed, device=device)
     if isinstance(model, settings.CustomModel):
         how: dict[str, Any] = {"layers": model.layers, "mixes_examples": model.mixes_examples}
         how |= {"data": data, "dtype": dtype, "compute": compute, "device": device}

@@ -2,13 +2,14 @@
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from jax.sharding import Mesh
 
 from ppctl.config import Mpmd, Reference, Spmd
 from ppctl.config.field_checks import domains
+from ppctl.config.groups.layout_settings import Pipelined
 from ppctl.errors import ConfigError
 from ppctl.executors.compiler_options import Flags, flags_for
 from ppctl.executors.reference import MOST_UNROLLED
@@ -112,12 +113,15 @@ def execution_of(
     ConfigError for an executor or option that is unknown, inapplicable, or does not fit the mesh.
     """
     config, rest = _configured(executor, options)
-    given = asdict(config)
-    division = {name: given[name] for name in ("sequence_parallel", "context") if name in given}
-    axes = StageAxes.of(mesh.shape, **division)
-    how = {name: given[name] for name in ("unroll", "gather", "post_validation") if name in given}
     flags = flags_for(config.xla_flags, mesh.devices.flat[0])
-    execution = Execution(config.name, Remat.of(config.remat), xla_flags=flags, axes=axes, **how)
+    axes = StageAxes.of(mesh.shape)
+    execution = Execution(config.name, Remat.of(config.remat), xla_flags=flags, axes=axes)
+    if isinstance(config, Pipelined):
+        axes = replace(axes, sequence_parallel=config.sequence_parallel)
+        execution = replace(execution, unroll=config.unroll, gather=config.gather, axes=axes)
+    if isinstance(config, Mpmd):
+        axes = replace(axes, context=config.context)
+        execution = replace(execution, post_validation=config.post_validation, axes=axes)
     _check_mesh(execution, mesh)
     return execution, rest
 

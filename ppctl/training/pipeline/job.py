@@ -5,7 +5,7 @@ Impossible requests are refused here, cheapest check first, before anything is c
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from ppctl import config as settings
 from ppctl.config import Config
 from ppctl.config.code_digests import Sources, sources
 from ppctl.config.schedule_from_config import Planned, pipeline_of, trained_share
-from ppctl.data import BUILDERS, DataSet
+from ppctl.data import DataSet, mixture, regression, stdlib, synthetic, text, tokens
 from ppctl.errors import DataError, as_setting, written_as
 from ppctl.executors.described_devices import check_gpu_shape, check_size, described_mesh
 from ppctl.executors.device_mesh import check_hosts, make_mesh, repeated_mesh
@@ -314,16 +314,32 @@ def make_optimizer(
 
 def open_data(config: Config, *, sizes_only: bool = False) -> DataSet:
     """Return the config's data set; sizes_only: as quickly as its sizes can be known."""
-    given = {**asdict(config.data), "seed": config.run.seed}
-    name = given.pop("name")
-    if name not in ("regression", "custom"):
-        assert not isinstance(config.model, settings.MLP), "config.check refuses text for an MLP"
-        given["seq_len"] = config.model.seq_len
-    if name == "custom":
-        return custom_data(**given)
-    if name == "tokens":  # a file may be long
-        given["sizes_only"] = sizes_only
-    return BUILDERS[name](**given)
+    data = config.data
+    how: dict[str, Any] = {"batch_size": data.batch_size, "eval_fraction": data.eval_fraction}
+    how["seed"] = config.run.seed
+    # 1. rows of numbers, and the user's
+    if isinstance(data, settings.CustomData):
+        return custom_data(data.target, options=data.options, **how)
+    if isinstance(data, settings.Regression):
+        sizes = {"num_features": data.num_features, "num_targets": data.num_targets}
+        return regression(**sizes, num_rows=data.num_rows, **how)
+    # 2. sequences of token ids
+    assert not isinstance(config.model, settings.MLP), "config.check refuses text for an MLP"
+    how["seq_len"] = config.model.seq_len
+    if isinstance(data, settings.Synthetic):
+        return synthetic(vocab_size=data.vocab_size, num_sequences=data.num_sequences, **how)
+    if isinstance(data, settings.Tokens):
+        file = {"path": data.path, "dtype": data.dtype, "vocab_size": data.vocab_size}
+        return tokens(**file, sizes_only=sizes_only, **how)  # a file may be long
+    # 3. text
+    how |= {"tokenizer": data.tokenizer, "end_token": data.end_token, "packing": data.packing}
+    how["cache_dir"] = data.cache_dir
+    if isinstance(data, settings.Text):
+        fields = {"field": data.field, "prompt_field": data.prompt_field, "document": data.document}
+        return text(path=data.path, **fields, on_error=data.on_error, **how)
+    if isinstance(data, settings.Mixture):
+        return mixture(parts=[vars(each) for each in data.parts], on_error=data.on_error, **how)
+    return stdlib(**how)
 
 
 @dataclass(frozen=True)
