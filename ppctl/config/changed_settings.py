@@ -73,8 +73,8 @@ def changes(before: Mapping[str, Any], config: Config) -> list[Change]:
             continue
         if part != "run" and stored.get("name") != now.get("name"):
             found.append(Change(part, stored.get("name"), now["name"]))
-        else:
-            found += _differing(part, stored, now)
+            now = {key: value for key, value in now.items() if key in stored and key != "name"}
+        found += _differing(part, stored, now)
     return found
 
 

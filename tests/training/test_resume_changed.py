@@ -14,7 +14,7 @@ from ppctl import cli, config
 from ppctl.config.changed_settings import SAME_FUNCTION, changes
 from ppctl.config.code_digests import changed_modules, sources
 from ppctl.config.groups.model_settings import Rope
-from ppctl.training.run.resume import start_fault
+from ppctl.training.run.resume import lr_changes, start_fault
 
 WORDS = (
     "model=custom model.target=own_model.model model.num_layers=2 data=regression "
@@ -101,13 +101,14 @@ def test_a_run_goes_on_with_another_model_only_if_asked_to_and_says_so_everywher
     code, out, _ = train(*more, "model.options.slope=0.25", "run.resume_with=changed")
     assert code == 0
     lines = [line for line in out.splitlines() if line.startswith("changed ")]
-    code_line = lines.pop()
+    code_line = lines.pop(3)
     assert lines == [
         f"changed   since step 2: {each}"
         for each in (
             "model.options.slope 0.5 -> 0.25",
             "optim.lr 0.002 -> 0.1",
             "run.num_steps 2 -> 3",
+            "lr 2.0e-03 at step 2 -> 1.0e-01 at step 3",
         )
     ]
     assert code_line.startswith("changed   since step 2: model.code(own_bend) ")
@@ -159,6 +160,36 @@ def test_a_nested_setting_is_a_change_by_itself():
     assert [change.text for change in changes(stored(heads), turned)] == [
         "model.rope.theta: 10000.0 then, 500.0 now"
     ]
+
+
+def test_settings_that_two_choices_share_are_compared():
+    few = config.Config(schedule=config.Schedule("gpipe", 4))
+    many = config.Config(schedule=config.Schedule("1f1b", 8), optim=config.SGD(lr=0.5))
+    assert [change.arrow for change in changes(stored(few), many)] == [
+        "schedule gpipe -> 1f1b",
+        "schedule.num_microbatches 4 -> 8",
+        "optim adamw -> sgd",
+        "optim.lr 0.002 -> 0.5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "step", "jump"),
+    [
+        (
+            {"num_steps": 20},
+            {"num_steps": 200},
+            20,
+            ["lr 2.1e-04 at step 20 -> 2.0e-03 at step 21"],
+        ),
+        ({"num_steps": 1000}, {"num_steps": 1001}, 500, []),
+        ({"num_steps": 9}, {"num_steps": 9, "name": "other"}, 5, []),
+    ],
+)
+def test_a_jump_of_the_learning_rate_at_a_resume_is_named(then, now, step, jump):
+    optim = config.AdamW(warmup_steps=0)
+    before, after = (config.Config(optim=optim, run=config.Run(**run)) for run in (then, now))
+    assert [change.arrow for change in lr_changes(stored(before), after, step)] == jump
 
 
 def test_where_and_how_a_run_is_started_is_no_change():

@@ -1,11 +1,14 @@
 """Where a run starts: anew, after its newest whole checkpoint, or with another run's parameters."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
+from ppctl.config import Config
 from ppctl.config.changed_settings import Change, changes
 from ppctl.config.code_digests import changed_modules
 from ppctl.errors import CheckpointError, DamagedError
@@ -16,11 +19,12 @@ from ppctl.training.checkpoint.manifest import array_types, differences
 from ppctl.training.pipeline.built_in_models import lora_of
 from ppctl.training.pipeline.engines.train_states import shardings_of
 from ppctl.training.pipeline.job import TrainingJob
-from ppctl.training.pipeline.optimizers import init_state
+from ppctl.training.pipeline.optimizers import init_state, warmup_cosine
 from ppctl.training.run.kept_tokenizer import changed_tokenizer
 from ppctl.training.run.process_group import compare
 
 Tree = Any
+LR_NOTICE = 0.01  # least change of the learning rate, as a fraction, that a resume names
 
 
 class Resumed(NamedTuple):
@@ -87,8 +91,22 @@ def _newest(job: TrainingJob, checkpoints: Checkpoints) -> tuple[int, list[Chang
     # 3. settings and code since then
     meta = checkpoints.meta(step)
     changed = [*changes(meta["config"], job.config), *_code_changes(job, meta)]
+    changed += lr_changes(meta["config"], job.config, step)
     _check(job, checkpoints, step, changed, which)
     return step, changed
+
+
+def lr_changes(before: Mapping[str, Any], config: Config, step: int) -> list[Change]:
+    """Return the jump of the learning rate after `step` steps, where settings since cause one."""
+    old, now = before["optim"], asdict(config.optim)
+    rates = [
+        warmup_cosine(of["lr"], of["min_lr_fraction"], of["warmup_steps"], num_steps)
+        for of, num_steps in ((old, before["run"]["num_steps"]), (now, config.run.num_steps))
+    ]
+    last, planned, first = float(rates[0](step - 1)), *(float(rate(step)) for rate in rates)
+    if math.isclose(planned, first, rel_tol=LR_NOTICE):
+        return []
+    return [Change("lr", f"{last:.1e} at step {step}", f"{first:.1e} at step {step + 1}")]
 
 
 def _code_changes(job: TrainingJob, meta: Mapping[str, Any]) -> Iterator[Change]:
