@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError, one_line
+from ppctl.launch.cluster_variables import cluster_fault, proxy_fault
 
 JOIN_S = 300  # seconds until all processes have started: nodes of a cluster may boot containers
 LEAVE_S = 30  # seconds that a process which is done waits for the others
@@ -55,18 +56,20 @@ def join(
     thread.join(JOIN_S)
     # 2. the reason of a failure
     who = "the processes" if process_id is None else f"process {process_id}"
-    where = "what the cluster says" if coordinator is None else f"run.coordinator={coordinator}"
+    where = "the cluster's variables" if coordinator is None else f"run.coordinator={coordinator}"
     if failure:
-        reason = one_line(failure[0]).rstrip(".")
+        reason = cluster_fault(os.environ) or one_line(failure[0]).rstrip(".")
         raise ConfigError(
             f"run.distributed: {who} cannot join by {where}: {reason}. Use run.distributed="
             "explicit with run.coordinator=HOST:PORT, run.num_processes=N and run.process_id=I."
         )
     if thread.is_alive():
         count = "all" if num_processes is None else f"all {num_processes}"
+        proxy = proxy_fault(coordinator, os.environ)
         raise ConfigError(
             f"run.distributed: {who} waited {JOIN_S} s by {where}, and not {count} processes "
-            "came. Start every process, with the same address, which all can reach."
+            f"came{'' if proxy is None else f' ({proxy})'}. Start every process, with the same "
+            "address, which all can reach."
         )
 
 

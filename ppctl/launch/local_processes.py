@@ -17,6 +17,7 @@ from typing import Any
 from ppctl.config import Launch, Mesh, Run
 from ppctl.config.groups.command_settings import not_launched
 from ppctl.errors import ConfigError, LostError, NonFiniteError, error_document
+from ppctl.launch.cluster_variables import without_proxy
 from ppctl.launch.supervisor import LEFT, Child, Ending, run_group, stop_requests
 from ppctl.reports.run_files import checkpoint_steps, last_record
 
@@ -147,7 +148,10 @@ def children(words: Sequence[str], groups: Sequence[str | None], *, goes_on: boo
     command += ["run.distributed=explicit", f"run.coordinator={HOST}:{_free_port()}"]
     command += [f"run.num_processes={number}"]
     envs = [{} if group is None else {"CUDA_VISIBLE_DEVICES": group} for group in groups]
-    return [Child([*command, f"run.process_id={index}"], env) for index, env in enumerate(envs)]
+    direct = without_proxy(HOST, os.environ)
+    return [
+        Child([*command, f"run.process_id={index}"], env | direct) for index, env in enumerate(envs)
+    ]
 
 
 def device_groups(

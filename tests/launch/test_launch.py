@@ -310,7 +310,11 @@ def test_too_few_visible_gpus_are_refused():
         device_groups(2, Mesh(2, 4), None, {"CUDA_VISIBLE_DEVICES": "0,1"})
 
 
-def test_each_process_learns_its_number_and_its_devices():
+def test_each_process_learns_its_number_and_devices_and_meets_the_others_without_a_proxy(
+    monkeypatch,
+):
+    monkeypatch.delenv("no_grpc_proxy", raising=False)
+    monkeypatch.setenv("no_proxy", "10.0.0.1")
     words = ["train", "--json", "mesh=2x4", "launch.processes=2"]
     first, second = children(words, ["0,1,2,3", "4,5,6,7"], goes_on=False)
     assert first.command[:7] == [sys.executable, "-m", "ppctl.cli", *words]
@@ -321,8 +325,8 @@ def test_each_process_learns_its_number_and_its_devices():
     ]
     assert first.command[:-1] == second.command[:-1]
     assert [child.env for child in (first, second)] == [
-        {"CUDA_VISIBLE_DEVICES": "0,1,2,3"},
-        {"CUDA_VISIBLE_DEVICES": "4,5,6,7"},
+        {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "no_grpc_proxy": "10.0.0.1,127.0.0.1"},
+        {"CUDA_VISIBLE_DEVICES": "4,5,6,7", "no_grpc_proxy": "10.0.0.1,127.0.0.1"},
     ]
 
 

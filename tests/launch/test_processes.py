@@ -14,6 +14,9 @@ from support.environment import BY_USER
 from support.processes import WORDS, Process, processes
 
 from ppctl import cli
+from ppctl.errors import ConfigError
+from ppctl.launch import join_processes
+from ppctl.launch.cluster_variables import NO_PROXY, PROXIES, SET_BY
 from ppctl.launch.xla_stderr import LOST, readable
 from ppctl.reports.run_files import FAILED_FILE
 from ppctl.training.run.heartbeat import Heartbeat, late_text
@@ -219,6 +222,59 @@ def test_a_process_that_finds_no_other_says_where_it_looked(tmp_path):
     assert re.match(
         r"ppctl: run.distributed: process 0 waited 2 s by run.coordinator=127.0.0.1:\d+,", line
     )
+
+
+SOME_OF_SLURM = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "coordinator", "message"),
+    [
+        (
+            SOME_OF_SLURM,
+            None,
+            "cannot join by the cluster's variables: SLURM_STEP_NODELIST and SLURM_LOCALID, which "
+            "srun sets, are missing. Use run.distributed=explicit with",
+        ),
+        (
+            {},
+            None,
+            "cannot join by the cluster's variables: coordinator_address should be defined.",
+        ),
+        (
+            {"http_proxy": "http://proxy:3128"},
+            "10.0.0.1:80",
+            "not all 2 processes came (http_proxy is set: add 10.0.0.1 to no_proxy). Start every",
+        ),
+        (
+            {"http_proxy": "http://proxy:3128", "no_proxy": "node2, 10.0.0.1"},
+            "10.0.0.1:80",
+            "not all 2 processes came. Start every process",
+        ),
+    ],
+    ids=["some of Slurm's", "no cluster", "proxy", "no proxy"],
+)
+def test_variables_that_keep_processes_apart_are_named(monkeypatch, environ, coordinator, message):
+    def initialize(address, *_, **__):
+        if address is None:
+            raise ValueError("coordinator_address should be defined.")
+        time.sleep(1)
+
+    names = {*os.environ, *environ} & {
+        *PROXIES,
+        *NO_PROXY,
+        *(n for s in SET_BY.values() for n in s),
+    }
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(join_processes, "JOIN_S", 0.2)
+    monkeypatch.setattr(join_processes.jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(join_processes.jax.config, "update", lambda *_: None)
+    with pytest.raises(ConfigError) as raised:
+        join_processes.join(coordinator, 2, None, heartbeat_s=30)
+    assert message in str(raised.value)
 
 
 @pytest.mark.full
