@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from ppctl.config import Config
 from ppctl.config.changed_settings import Change, changes
@@ -103,7 +104,8 @@ def lr_changes(before: Mapping[str, Any], config: Config, step: int) -> list[Cha
         warmup_cosine(of["lr"], of["min_lr_fraction"], of["warmup_steps"], num_steps)
         for of, num_steps in ((old, before["run"]["num_steps"]), (now, config.run.num_steps))
     ]
-    last, planned, first = float(rates[0](step - 1)), *(float(rate(step)) for rate in rates)
+    values = rates[0](step - 1), rates[0](step), rates[1](step)
+    last, planned, first = (np.asarray(value).item() for value in values)
     if math.isclose(planned, first, rel_tol=LR_NOTICE):
         return []
     return [Change("lr", f"{last:.1e} at step {step}", f"{first:.1e} at step {step + 1}")]
