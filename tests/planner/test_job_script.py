@@ -19,6 +19,7 @@ from ppctl.cli.compose import compose
 from ppctl.errors import ConfigError
 from ppctl.planner.search.job_script import LAUNCHERS, Hosts, hosts_for, write_job_script
 from ppctl.planner.search.tuned_recipe import MARK
+from ppctl.schedule.mesh_axes import TEXT_AXES
 from ppctl.training.pipeline.known_hardware import known
 
 ODD = 'it\'s $HOME/$(pwd) $$ "q" a b'  # which shells and Kubernetes would read otherwise
@@ -111,6 +112,15 @@ def test_the_numbers_of_a_jobset_are_the_layouts_and_kubernetes_takes_it(
         found.run.coordinator == f"tuned-workers-0-0.tuned:{container['ports'][0]['containerPort']}"
     )
     assert found.run.dir == "/runs/tuned"  # on the claim
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_head_of_a_script_counts_devices_by_all_axes_of_a_mesh(launcher, tmp_path):
+    file = tmp_path / "script"
+    hosts = None if launcher == "tpu" else Hosts(8, 8)
+    write_job_script(launcher, "mesh=1x8x4x2", ["mesh=1x8x4x2"], hosts, file)
+    [product] = re.findall(r"^# 2\. (\S+) of the mesh is ", file.read_text(), re.MULTILINE)
+    assert product.split("*") == [*TEXT_AXES]
 
 
 def test_a_jobset_has_a_name_of_dns(tmp_path):
