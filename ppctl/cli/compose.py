@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ppctl import config as settings
 from ppctl.cli import fault_messages as faults
-from ppctl.cli.choices import DRAWN, MESH_EXAMPLES, PARTS, SWEEP_PARTS, schemas
+from ppctl.cli.choices import DRAWN, MESH_EXAMPLES, PARTS, SWEEP_PARTS, default_option, schemas
 from ppctl.cli.text_settings import TextSource, as_typed
 from ppctl.config import Config, Costs, Mesh, ScheduleConfig
 from ppctl.config.config_dirs import ROOT
@@ -39,6 +39,7 @@ from ppctl.errors import ConfigError
 from ppctl.schedule.mesh_axes import TEXT_AXES
 
 CONFIG = "config"  # conf/config.yaml, where every composition starts
+USUAL_RANKS = int(default_option("mesh").split("x")[TEXT_AXES.index("pp")])
 
 
 class Composed(NamedTuple):
@@ -46,6 +47,7 @@ class Composed(NamedTuple):
 
     config: DictConfig  # without Hydra's own settings
     choices: dict[str, Any]  # the option of each group
+    states_ranks: bool  # whether an override does
 
 
 def compose(overrides: list[str], config_dir: str | None = None) -> Config:
@@ -69,7 +71,7 @@ def compose_drawing(overrides: list[str], config_dir: str | None = None) -> Sche
             loader.load_configuration(CONFIG, [*map(as_typed, overrides)], RunMode.RUN)
         )
         parts = _parts(composed, DRAWN)
-    config = ScheduleConfig(parts["mesh"], settled(parts["schedule"]), parts["costs"])
+    config = ScheduleConfig(parts["mesh"], parts["schedule"], parts["costs"])
     config.check()
     return config
 
@@ -80,23 +82,26 @@ def checked(composed: Composed) -> Config:
     if parts.pop("costs") != Costs():
         raise ConfigError(f"costs of a recipe: {faults.ASSUMED}")
     config = Config(**parts)
-    config.schedule = settled(config.schedule)
     settings.check(config)
     return config
 
 
 def _parts(composed: Composed, names: Iterable[Any]) -> dict[str, Any]:
     faults.check_keys(composed.config)
-    faults.check_names(*composed)
-    return {name: OmegaConf.to_object(composed.config[name]) for name in names}
+    faults.check_names(composed.config, composed.choices)
+    parts: dict[str, Any] = {n: OmegaConf.to_object(composed.config[n]) for n in names}
+    is_free = not composed.states_ranks and parts["mesh"].pp == USUAL_RANKS
+    parts["schedule"], parts["mesh"] = settled(parts["schedule"], parts["mesh"], is_free=is_free)
+    return parts
 
 
 def without_hydra(composed: DictConfig) -> Composed:
     """Return a composed config and its choices, Hydra's own settings dropped from it."""
     choices = dict(composed.hydra.runtime.choices)
+    keys = {text.lstrip("+").partition("=")[0] for text in composed.hydra.overrides.task}
     with read_write(composed), open_dict(composed):
         del composed["hydra"]
-    return Composed(composed, choices)
+    return Composed(composed, choices, bool(keys & {"mesh", "mesh.pp"}))
 
 
 @contextmanager

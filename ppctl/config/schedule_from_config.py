@@ -164,11 +164,19 @@ def settings_of_family(family: str) -> type[settings.Schedule]:
     return max(fitting, key=lambda cls: len(cls().knobs()))
 
 
-def settled(request: settings.Schedule) -> settings.Schedule:
-    """Return `request` with the number of microbatches that a CSV file has; others as they are."""
-    if isinstance(request, settings.Csv) and request.num_microbatches == 0:
-        return replace(request, num_microbatches=read_valid(Path(request.path)).num_microbatches)
-    return request
+def settled(
+    request: settings.Schedule, mesh: settings.Mesh, *, is_free: bool
+) -> tuple[settings.Schedule, settings.Mesh]:
+    """Return a request and mesh with the sizes of a CSV file; others as they are.
+
+    is_free: the ranks are not stated, so that they are those of the file, too.
+    """
+    if not isinstance(request, settings.Csv) or not (is_free or request.num_microbatches == 0):
+        return request, mesh
+    found = read_valid(Path(request.path))
+    number = request.num_microbatches or found.num_microbatches
+    ranks = found.num_ranks if is_free else mesh.pp
+    return replace(request, num_microbatches=number), replace(mesh, pp=ranks)
 
 
 def read(path: str | Path) -> Schedule:

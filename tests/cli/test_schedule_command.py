@@ -13,6 +13,7 @@ import pytest
 from ppctl import cli
 from ppctl.cli.command_options import examples_of
 from ppctl.cli.commands.schedule import SUBCOMMANDS
+from ppctl.cli.compose import compose
 from ppctl.config import Costs as ConfigCosts
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES
@@ -264,3 +265,24 @@ def test_a_schedule_of_ones_own_is_a_choice_like_any_other(capsys):
     assert "mine.csv" in ask(
         capsys, "compare csv:path=mine.csv zb_v mesh=1x2 schedule.num_microbatches=5"
     )
+
+
+def test_the_sizes_of_a_schedule_are_those_of_its_file(capsys):
+    ask(capsys, "show schedule=zb_v mesh=1x3 schedule.num_microbatches=6 --out mine.csv")
+    words = ["schedule=csv", "schedule.path=mine.csv"]
+    shown = ask_json(capsys, f"show {' '.join(words)}")
+    assert (len(shown["ranks"]), shown["num_microbatches"]) == (3, 6)
+    assert shown == ask_json(capsys, "show mine.csv")
+    config = compose([*words, "data.batch_size=12"])
+    assert (config.mesh.text, config.schedule.num_microbatches) == ("2x3", 6)
+    assert compose([*words, "mesh.dp=1", "data.batch_size=6"]).mesh.text == "1x3"
+
+
+@pytest.mark.parametrize("mesh", ["mesh=2x4", "mesh.pp=4"])
+def test_stated_ranks_are_not_changed_to_those_of_a_file(mesh, capsys):
+    ask(capsys, "show schedule=zb_v mesh=1x3 schedule.num_microbatches=6 --out mine.csv")
+    assert (
+        compose(["schedule=csv", "schedule.path=mine.csv", mesh, "data.batch_size=12"]).mesh.pp == 4
+    )
+    assert cli.main(["schedule", "show", "schedule=csv", "schedule.path=mine.csv", mesh]) == 2
+    assert "mesh.pp=4, but mine.csv has 3 ranks" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from ppctl.config import (
     MLP,
     AdamW,
     Balanced,
+    Csv,
     Data,
     Explicit,
     Interleaved,
@@ -35,7 +36,9 @@ from ppctl.config.schedule_from_config import trained_share
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.model.stack import init
 from ppctl.schedule.costs import Costs, task_costs
+from ppctl.schedule.families.one_f_one_b import one_f_one_b
 from ppctl.schedule.partition.partition import LETTERS, stages_text
+from ppctl.schedule.schedule_text import to_csv
 from ppctl.schedule.tick_lowering import ticks
 from ppctl.training.pipeline.built_in_models import make_stack
 from ppctl.training.pipeline.engines.train_states import PlacedBatches
@@ -47,6 +50,7 @@ from ppctl.training.pipeline.job import (
     plan,
     without_pipeline,
 )
+from ppctl.training.run.run_lines import describe
 
 
 @pytest.mark.slow
@@ -375,3 +379,11 @@ def test_integers_of_64_bits_are_placed_without_a_warning_where_jax_has_32():
         placed = PlacedBatches(shapes, {"targets": sharding}).put({"targets": np.arange(3)})
     assert placed["targets"].dtype == "int32"
     assert placed["targets"].tolist() == [0, 1, 2]
+
+
+def test_a_run_says_that_its_sizes_are_those_of_a_file(tmp_path):
+    file = tmp_path / "mine.csv"
+    file.write_text(to_csv(one_f_one_b(2, 4).ranks))
+    schedule = Csv(path=str(file), num_microbatches=4)
+    job = assemble(mlp_config(mesh=Mesh(1, 2), schedule=schedule))
+    assert f" live activations, ranks and microbatches of {file}" in "\n".join(describe(job, 0))

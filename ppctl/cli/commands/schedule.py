@@ -102,12 +102,10 @@ def serve(args: argparse.Namespace) -> int:
 
 def _show(words: _Words) -> int:
     from ppctl.cli.subcommands import schedule_show
-    from ppctl.config.schedule_from_config import read_valid
 
     form, overrides = _format(words, schedule_show.FORMATS), words.overrides
     if words.names:
-        path = _one_file("show", words.names)
-        overrides = [f"mesh=1x{read_valid(path).num_ranks}", *_csv(path), *overrides]
+        overrides = [*_csv(_one_file("show", words.names)), *overrides]
     drawing = schedule_show.draw(_compose(words.args, overrides))
     return schedule_show.show_drawing(drawing, form, words.out)
 

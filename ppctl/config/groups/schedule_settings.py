@@ -95,7 +95,9 @@ class Auto(Schedule):
 
 @dataclass
 class Csv(Schedule):
-    """A CSV file with a line a rank and PyTorch's cells, `2F0`, `0B3`, `1I2`, `1W2`."""
+    """A CSV file with a line a rank and PyTorch's cells, `2F0`, `0B3`, `1I2`, `1W2`. Ranks that
+    no mesh states are those of the file.
+    """
 
     name: str = "csv"
     num_microbatches: Natural = 0  # 0: as many as the file has

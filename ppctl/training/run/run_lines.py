@@ -48,10 +48,12 @@ def _schedule_lines(job: TrainingJob) -> Iterator[str]:
         yield f"executor  reference (no pipeline), {schedule.num_microbatches} microbatches"
     else:
         chunks = f"{schedule.num_chunks} chunk{'s' if schedule.num_chunks > 1 else ''} a rank"
+        file = getattr(job.config.schedule, "path", None)
+        sizes = "" if file is None else f", ranks and microbatches of {file}"
         many_ticks = "" if ticks is None else f"{ticks.num_ticks} ticks, "
         yield (
             f"schedule  {schedule.name}, {schedule.num_microbatches} microbatches, {chunks}, "
-            f"{many_ticks}at most {max(peak_activations(schedule)):g} live activations"
+            f"{many_ticks}at most {max(peak_activations(schedule)):g} live activations{sizes}"
         )
     if job.choice is not None:
         yield f"auto      {job.choice.summary}"
