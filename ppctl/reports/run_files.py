@@ -341,10 +341,11 @@ def _tail(path: str) -> _Tail:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    with suppress(ValueError, RecursionError):
+    try:  # a million times, which suppress would slow by a tenth
         record = foreign.from_json(line)
-        return record if isinstance(record, dict) else None
-    return None
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def _written_s(path: Path) -> float:

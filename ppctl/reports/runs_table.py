@@ -22,7 +22,8 @@ from ppctl.reports.run_files import (
     tracker_commands,
 )
 from ppctl.reports.run_page.one_run_page import warnings_of
-from ppctl.reports.run_page.read_run import TIMED, Points, RecordedRun, versions_of
+from ppctl.reports.run_page.read_run import TIMED, RecordedRun, versions_of
+from ppctl.reports.run_page.recorded_curves import Points
 from ppctl.reports.run_status import FINISHED
 from ppctl.reports.terminal_output import (
     SPEEDS,
@@ -139,8 +140,8 @@ def run_document(run: RecordedRun) -> dict[str, Any]:
     return summary_document(run.summary, time.time()) | {
         "asked": list(run.words),
         "resume": run.command or None,
-        "losses": extremes(run.curves.get("loss", ())),
-        "eval_losses": extremes(run.curves.get("eval_loss", ())),
+        "losses": extremes(run.points("loss")),
+        "eval_losses": extremes(run.points("eval_loss")),
         "step_time_s": run.median("step_time_s"),
         **({} if run.speed is None else {run.speed: run.median(run.speed)}),
         "medians": medians,

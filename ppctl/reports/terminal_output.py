@@ -45,9 +45,11 @@ def show_table(
     """Print a table, its first column to the left and the others to the right, never cut short."""
     look = {"title_justify": "left", "title_style": "bold", "box": box.SIMPLE_HEAD}
     table = Table(title=title, pad_edge=False, **look)
+    cells = [[Text.from_markup(cell, emoji=False) for cell in row] for row in (columns, *rows)]
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
-    for row in rows:
+        width = max(row[i].cell_len for row in cells)  # rich would measure each cell four times
+        table.add_column(column, justify="right" if i else "left", no_wrap=True, width=width)
+    for row in cells[1:]:
         table.add_row(*row)
     # print() would cut the table at the console's width, so it is laid out before
     width = console.measure(table, options=console.options.update(width=10_000)).maximum

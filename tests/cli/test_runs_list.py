@@ -155,3 +155,9 @@ def test_what_no_run_has_is_refused_with_what_is_like_it(runs, words, message, c
 def test_runs_without_settings_are_listed(runs, in_empty_directory, capsys):
     (in_empty_directory / "runs/b/config.yaml").unlink()
     assert names(capsys, "--sort", "lr") == "acb"
+
+
+def test_a_name_is_listed_as_it_is(capsys):
+    make("a:car:[bold]é模")
+    assert cli.main(["runs"]) == 0
+    assert "a:car:[bold]é模  " in capsys.readouterr().out

@@ -252,3 +252,41 @@ def test_a_report_is_not_written_through_a_link_of_the_run(tmp_path, capsys):
         in capsys.readouterr().err
     )
     assert (tmp_path / "other.html").read_text() == before
+
+
+# --- short ways of reading ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        yaml.safe_dump(asdict(config.Config()), sort_keys=False),
+        "run:\n  num_steps: 5\n\nmodel:\n  name: mlp\n",
+        "# a note\nrun:\n  num_steps: 5\n",
+        "---\nrun: {num_steps: 5,\nname: x}\n",
+        'name: "a\nb: c"\nrun: 1\n',
+        "run: 1\nrun: 2\n",
+        "- 1\n- 2\n",
+        "text: |\n  a\n\n  b\nlast: >\n  c\n",
+        "",
+    ],
+)
+def test_settings_read_group_by_group_are_those_of_the_whole_file(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text)
+    for _ in range(2):
+        assert read_settings(tmp_path / "config.yaml") == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"step": 1, "loss": NaN, "name": "a b~"}\n',
+        b'{"name": "\\u001b[31m"}',
+        b'{"name": "\x7f"}',
+        '{"name": "\x9b2J ä"}'.encode(),
+        b'{"a": {"b": ["\\u0007"]}}',
+        '{"name": "\u200b"}'.encode("utf-16-le"),
+    ],
+)
+def test_a_record_without_odd_letters_reads_like_others(text):
+    assert repr(foreign.from_json(text)) == repr(foreign.cleaned(json.loads(text)))

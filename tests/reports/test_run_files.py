@@ -175,7 +175,7 @@ def test_history_says_first_last_and_least_and_counts_what_is_no_record(tmp_path
         'null}\n{"st'
     )
     run = read_run("a", make(tmp_path / "a", last=last), (), "", (), "")
-    assert extremes(run.curves["loss"]) == {
+    assert extremes(run.points("loss")) == {
         "first": {"step": 1, "loss": 4.0},
         "last": {"step": 4, "loss": 9.0},
         "least": {"step": 3, "loss": 4 / 3},

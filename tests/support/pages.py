@@ -20,6 +20,7 @@ from ppctl.reports.charts.html_charts import schedules_page
 from ppctl.reports.charts.schedule_drawing import Drawing
 from ppctl.reports.run_page.one_run_page import run_page
 from ppctl.reports.run_page.read_run import RecordedRun, read_run
+from ppctl.reports.run_page.recorded_curves import Curve
 from ppctl.reports.run_page.write_report import compare_page
 from ppctl.training.pipeline.job import assemble
 
@@ -172,7 +173,7 @@ def run(run_dir: Path) -> str:
         "ideal_bubble_fraction": 0.25,
     }
     newest = {**one.newest, **predicted_s}
-    curves = {**one.curves, "eval_loss": evaluations}
+    curves = {**one.curves, "eval_loss": Curve(evaluations, None)}
     return run_page(
         replace(one, memory=held, curves=curves, newest=newest), run_dir / "report.html"
     )

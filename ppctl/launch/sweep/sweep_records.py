@@ -1,7 +1,6 @@
 """Results of the jobs of a sweep: their numbers, the best, `sweep.json`, and a table. No JAX."""
 
 import json
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,8 @@ from ppctl.launch.sweep.sweep_jobs import DONE, FILES, LOG, NUMBERS, STATES, Job
 from ppctl.reports import page_kit as kit
 from ppctl.reports.foreign_files import from_json, printable
 from ppctl.reports.measured_timeline_file import measured_bubble
-from ppctl.reports.run_files import is_run, read_lines, record_number, run_summary, whole_number
+from ppctl.reports.run_files import is_run, record_number, run_summary, whole_number
+from ppctl.reports.run_page.recorded_curves import Curve, read_curves
 from ppctl.reports.terminal_output import SPEEDS, json_safe, replace_file, show_lines, show_table
 from ppctl.user_files import read_file
 
@@ -25,20 +25,18 @@ ENDS = ("status", "exit_code", "seconds", "error", "run_dir")
 # Settings without effect on the trained model: jobs that differ only in these differ in speed.
 LAYOUT = ("mesh", "schedule", "partition", "executor", "hardware", "launch")
 LOSSES = ("final_loss", "eval_loss")
+MEDIANS = ("step_time_s", *SPEEDS)
 LEAST_DECIMALS, MOST_DECIMALS = 4, 9  # of a loss
 
 
 def numbers_of(run_dir: Path, since_s: float = 0.0) -> dict[str, Any]:
     """Return NUMBERS of a run, as far as it wrote them, in files that were written since then."""
-    steps = _lines(run_dir / "metrics.jsonl", since_s)
-    evaluations = _lines(run_dir / "eval.jsonl", since_s)
-    last = steps[-1] if steps else {}
+    curves, last = _curves(run_dir / "metrics.jsonl", since_s)
+    _, last_evaluation = _curves(run_dir / "eval.jsonl", since_s)
     numbers: dict[str, Any] = {name: _number(last, name) for name in NUMBERS}
     numbers |= {"steps": whole_number(last, "step"), "final_loss": _number(last, "loss")}
-    numbers["eval_loss"] = _number(evaluations[-1], "eval_loss") if evaluations else None
-    for name in ("step_time_s", *SPEEDS):
-        values = [value for record in steps if (value := _number(record, name)) is not None]
-        numbers[name] = statistics.median(values) if values else None
+    numbers["eval_loss"] = _number(last_evaluation, "eval_loss")
+    numbers |= {name: curves[name].median if name in curves else None for name in MEDIANS}
     timeline = run_dir / "timeline" / "timeline.csv"
     numbers["measured_bubble_fraction"] = measured_bubble(timeline, since_s)
     return numbers
@@ -48,10 +46,10 @@ def _number(record: Mapping[str, Any], name: str) -> float | None:
     return None if record_number(record, name) is None else record[name]
 
 
-def _lines(path: Path, since_s: float) -> list[dict[str, Any]]:
+def _curves(path: Path, since_s: float) -> tuple[dict[str, Curve], dict[str, Any]]:
     if not path.is_file() or path.stat().st_mtime < since_s:
-        return []
-    return [record for record in read_lines(path, []) if "step" in record]
+        return {}, {}
+    return read_curves(path, MEDIANS, ("step", "loss", *NUMBERS), [])
 
 
 def equal_errors(results: Sequence[Result]) -> dict[str, list[Job]]:

@@ -102,9 +102,10 @@ def warnings_of(run: RecordedRun) -> list[str]:
     if not run.curves:
         warnings.append("no step is recorded")
     for name, of in (("loss", "loss"), ("grad_norm", "gradient norm"), ("eval_loss", "eval loss")):
-        if lost := [step for step, value in run.curves.get(name, ()) if value is None]:
-            many = f"{len(lost):,} steps, first at " if len(lost) > 1 else ""
-            warnings.append(f"the {of} is not finite at {many}step {lost[0]:,}")
+        if name in run.curves and (number := run.curves[name].num_lost):
+            many = f"{number:,} steps, first at " if number > 1 else ""
+            first = run.curves[name].first_lost
+            warnings.append(f"the {of} is not finite at {many}step {first:,}")
     return warnings
 
 
@@ -204,10 +205,10 @@ def figures_of(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[str]:
     drawn = []
     for name, title in FIGURES.items():
         # 1. the curves
-        curves = {label: run.curves.get(name, ()) for label, run in zip(labels, runs, strict=True)}
+        curves = {label: run.points(name) for label, run in zip(labels, runs, strict=True)}
         if len(runs) == 1 and "eval_loss" in runs[0].curves:
             if name == "loss":
-                curves = {"train": curves[labels[0]], "eval": runs[0].curves["eval_loss"]}
+                curves = {"train": curves[labels[0]], "eval": runs[0].points("eval_loss")}
             elif name == "eval_loss":
                 continue
         # 2. the figure

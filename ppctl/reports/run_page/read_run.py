@@ -1,6 +1,5 @@
 """The files of a run, read whole: its curves, its newest numbers, its environment, its problems."""
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +10,8 @@ from ppctl.reports import run_status
 from ppctl.reports.foreign_files import from_json
 from ppctl.reports.measured_timeline_file import measured_bubble
 from ppctl.reports.page_kit import SPEEDS
-from ppctl.reports.run_files import (
-    MEMORY_FILE,
-    RunSummary,
-    read_lines,
-    record_number,
-    run_summary,
-    whole_number,
-)
+from ppctl.reports.run_files import MEMORY_FILE, RunSummary, read_lines, record_number, run_summary
+from ppctl.reports.run_page.recorded_curves import LARGEST, Curve, Points, read_curves
 from ppctl.user_files import read_file
 
 TIMED = ("grad_norm", "step_time_s", *SPEEDS, "mfu_fraction")  # curves with a median
@@ -28,11 +21,7 @@ NEWEST = (
     *("predicted_memory_bytes", "memory_bytes", "compile_time_s"),
 )
 MOST_BYTES = 10**18  # on a device
-MOST_STEP = 10**15  # exact as a float
-LARGEST = 1e100  # larger numbers cannot be drawn, and count as not finite
 UNREADABLE = (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError)
-
-Points = Sequence[tuple[float, float | None]]  # (step, value), ascending; None: not finite
 
 
 @dataclass(frozen=True)
@@ -42,7 +31,7 @@ class RecordedRun:
     summary: RunSummary
     words: Sequence[str]  # its request: settings other than the defaults
     command: str  # resumes it; "": unknown
-    curves: Mapping[str, Points]  # recorded CURVES and eval_loss
+    curves: Mapping[str, Curve]  # recorded CURVES and eval_loss
     newest: Mapping[str, float]  # NEWEST, as last recorded
     measured_bubble: float | None  # 0..1, of its timeline
     starts: Sequence[Mapping[str, Any]]  # from status.jsonl
@@ -57,8 +46,11 @@ class RecordedRun:
 
     def median(self, name: str) -> float | None:
         """Return the median of a curve, None where it has no finite value."""
-        values = [value for _, value in self.curves.get(name, ()) if value is not None]
-        return statistics.median(values) if values else None
+        return self.curves[name].median if name in self.curves else None
+
+    def points(self, name: str) -> Points:
+        """Return the points of a curve, none of one that is not recorded."""
+        return self.curves[name].points if name in self.curves else ()
 
 
 def read_run(
@@ -72,8 +64,10 @@ def read_run(
     """Return the run in a directory; what is wrong with its files is among its problems."""
     # 1. records
     summary, problems = run_summary(name, path), []
-    curves, newest = _curves(path / "metrics.jsonl", CURVES, problems)
-    evaluations, _ = _curves(path / "eval.jsonl", ("eval_loss",), problems)
+    curves, last = read_curves(path / "metrics.jsonl", CURVES, NEWEST, problems)
+    evaluations, _ = read_curves(path / "eval.jsonl", ("eval_loss",), (), problems)
+    numbers = {name: record_number(last, name) for name in NEWEST}
+    newest = {name: n for name, n in numbers.items() if n is not None and abs(n) < LARGEST}
     memory = _memory(path / MEMORY_FILE, problems)
     # 2. starts
     lines = read_lines(path / run_status.FILE, problems)
@@ -108,48 +102,6 @@ def _whole(size: Any) -> int:
     if type(size) is not int or not 0 <= size < MOST_BYTES:
         raise ValueError(size)
     return size
-
-
-def _curves(
-    path: Path, names: Sequence[str], problems: list[str]
-) -> tuple[dict[str, Points], dict[str, float]]:
-    """Return the curves of a file of records, and the NEWEST numbers in it."""
-    # 1. the records
-    curves: dict[str, list[tuple[float, float | None]]] = {name: [] for name in names}
-    newest: dict[str, float] = {}
-    num_stepless = 0
-    for record in read_lines(path, problems):
-        step = _step(record)
-        if step is None:
-            num_stepless += 1
-            continue
-        for name in curves.keys() & record.keys():
-            curves[name].append((step, _finite(record, name)))
-        for name in NEWEST:
-            if name in record and (value := _finite(record, name)) is not None:
-                newest[name] = value
-    if num_stepless:
-        records = f"record{'s' * (num_stepless > 1)} of {path.name}"
-        problems.append(f"{num_stepless} {records} without a step, left out")
-    # 2. ascending points, of a repeated step the last one
-    ordered: dict[str, Points] = {}
-    for name, points in curves.items():
-        if points:
-            ordered[name] = sorted(dict(points).items())
-            if ordered[name] != points:
-                problem = "are not in order, or there twice: of each the last line counts"
-                problems.append(f"steps of {path.name} {problem}")
-    return ordered, newest
-
-
-def _step(record: Mapping[str, Any]) -> int | None:
-    step = whole_number(record, "step")
-    return step if step is not None and 0 <= step < MOST_STEP else None
-
-
-def _finite(record: Mapping[str, Any], name: str) -> float | None:
-    value = record_number(record, name)
-    return value if value is not None and abs(value) < LARGEST else None
 
 
 def versions_of(start: Mapping[str, Any]) -> dict[str, str]:
