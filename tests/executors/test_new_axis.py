@@ -52,7 +52,7 @@ def test_its_sends_and_sums_are_planned(found):
     sums = 2 * (1 + (embed_head / 2 + 2 * row) / 2 / 1000)
     gathers = 2 * (1 + embed_head / 2 / 1000)
     assert plan["per_step_overhead_s"] == pytest.approx(gathers + sums, rel=1e-3)
-    assert "experts divided over xp=2" in plan["assumes"]
+    assert "stages divided over xp=2" in plan["assumes"]
     assert (
         "nothing computed while devices along xp send, but for weight gradients" in plan["assumes"]
     )

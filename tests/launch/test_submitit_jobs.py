@@ -312,8 +312,12 @@ def test_slurm_runs_an_array_whose_jobs_go_on_without_the_sweep(slurm, monkeypat
 
 
 def test_a_job_that_slurm_drops_is_no_hang(commands_of_slurm):
-    threading.Timer(1.0, Path("state").write_text, args=("RUNNING",)).start()
-    threading.Timer(2.0, Path("state").write_text, args=("CANCELLED by 0",)).start()
+    def run_and_drop():
+        Path("state").write_text("RUNNING")
+        time.sleep(1.0)
+        Path("state").write_text("CANCELLED by 0")
+
+    threading.Timer(1.0, run_and_drop).start()
     more = {"qos": "low", "tasks_per_node": 2, "mail-type": "END"}
     outcomes, _, text = told(
         sweep_of(1, SubmititSlurm(partition="p", gpus_per_node=2, additional_parameters=more))

@@ -139,8 +139,5 @@ def test_plan_shows_each_stage_with_its_cost(capsys):
     said = capsys.readouterr().out.splitlines()
     at = next(i for i, line in enumerate(said) if "seconds of a microbatch" in line)
     rows = [line.split() for line in said[at + 4 : at + 6]]
-    assert [row[:7] for row in rows] == [
-        ["0", "0", "0", "dp=2", "fsdp=1", "0", "2"],
-        ["1", "1", "1", "dp=2", "fsdp=1", "1", "3"],
-    ]
-    assert all(0 < float(seconds) < 1 for row in rows for seconds in row[7:])
+    assert [row[:3] for row in rows] == [["0", "0", "0"], ["1", "1", "1"]]
+    assert all(0 < float(seconds) < 1 for row in rows for seconds in row[3:])

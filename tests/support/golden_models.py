@@ -55,7 +55,7 @@ def computed(
     """Return logits, loss and gradients by the reference executor."""
     batch = {"inputs": inputs, "targets": targets}
     step = reference(stack, num_microbatches=1, remat="none", unroll=8, dtype=dtype)
-    logits = jax.jit(outputs_of(stack, unroll=8, dtype=dtype))(params, inputs)
+    logits = jax.jit(outputs_of(stack, dtype=dtype))(params, inputs)
     losses, grads = jax.jit(step)(params, batch)
     return logits, losses["loss"], grads
 
