@@ -1,5 +1,6 @@
 """The device mesh: attached devices along the axes of `schedule.axis_table`."""
 
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import gcd
@@ -180,14 +181,19 @@ def _within(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
     return found.reshape(shape)
 
 
-def all_devices() -> list[Any]:
-    """Return the devices of every process; starts JAX. ConfigError where it cannot start."""
+def all_devices(backend: str | None = None) -> list[Any]:
+    """Return the devices of every process; starts JAX. ConfigError where it cannot start.
+
+    backend: None, the first of JAX's platforms, or cpu.
+    """
     try:
-        return jax.devices()
+        return jax.devices(backend)
     except (RuntimeError, AssertionError) as error:  # AssertionError: no plugin for the platform
         platforms: str = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue] made at run time
         reason = str(error).split("\n")[0] or "no such devices, or no JAX plugin for them"
+        is_variable = os.environ.get("JAX_PLATFORMS") == platforms
         raise ConfigError(
-            f"JAX cannot start on {platforms}: {reason}. Use {on_cpu()}, or install "
+            f"JAX cannot start on {platforms}: {reason}. "
+            f"Use {'JAX_PLATFORMS=cpu' if is_variable else on_cpu()}, or install "
             "ppctl[cuda12], ppctl[cuda13] or ppctl[tpu]."
         ) from error

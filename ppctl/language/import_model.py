@@ -19,6 +19,7 @@ from ppctl.data import DataSet
 from ppctl.data.dataset import description
 from ppctl.data.tokenizer import json_object
 from ppctl.errors import ConfigError
+from ppctl.executors.device_mesh import all_devices
 from ppctl.language.model_files import (
     Named,
     Tensors,
@@ -95,7 +96,7 @@ def import_model(source: Path, out: Path) -> Imported:
 def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
     """Return the parameters, each leaf divided over all devices along the first possible dim."""
     auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((jax.local_device_count(),), ("all",), axis_types=auto)
+    mesh = jax.make_mesh((len(all_devices()),), ("all",), axis_types=auto)
 
     read_last = lru_cache(1)(tensors.read)  # the parts of a whole leaf follow each other
 

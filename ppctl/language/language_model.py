@@ -14,6 +14,7 @@ from ppctl.config.changed_settings import model_and_data
 from ppctl.data.chat_templates import render_question
 from ppctl.data.tokenizer import BYTES, FILE, NUM_BYTES, Tokenizer, byte_tokenizer, load_tokenizer
 from ppctl.errors import ConfigError
+from ppctl.executors.device_mesh import all_devices
 from ppctl.model.architecture import Architecture
 from ppctl.model.lora import Lora
 from ppctl.model.stack import Stack
@@ -42,13 +43,13 @@ class LanguageModel:
     def params(self) -> Tree:
         """The parameters, in natural order, whole in the host's memory; adapters are merged in."""
         with Checkpoints(self.directory / "checkpoints", keep=None) as checkpoints:
-            return merged_params(checkpoints, self.step, jax.local_devices(backend="cpu")[0])
+            return merged_params(checkpoints, self.step, all_devices("cpu")[0])
 
     @cached_property
     def adapters(self) -> tuple[Lora, Tree] | None:
         """The settings of LoRA, and the parameters with adapters; None without adapters."""
         with Checkpoints(self.directory / "checkpoints", keep=None) as checkpoints:
-            lora, cpu = stored_lora(checkpoints, self.step), jax.local_devices(backend="cpu")[0]
+            lora, cpu = stored_lora(checkpoints, self.step), all_devices("cpu")[0]
             return lora and (lora, checkpoints.restore_params(self.step, cpu))
 
     @cached_property

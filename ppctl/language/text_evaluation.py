@@ -15,6 +15,7 @@ from ppctl.data.document_files import json_value
 from ppctl.data.token_windows import NO_TOKEN
 from ppctl.data.tokenizer import Tokenizer
 from ppctl.errors import DataError
+from ppctl.executors.device_mesh import all_devices
 from ppctl.executors.reference import outputs_of, reference
 from ppctl.language.language_model import LanguageModel
 from ppctl.user_files import lines_of_text, read_text
@@ -38,7 +39,7 @@ def loss_of_data(
         )
     stack, how = model.stack(packed=data.is_packed), {"remat": "none", "with_grads": False}
     mean = jax.jit(reference(stack, num_microbatches=1, dtype=model.dtype, **how))
-    params = jax.device_put(model.params, jax.devices()[0])
+    params = jax.device_put(model.params, all_devices()[0])
     # 2. the losses of all batches; the last is filled up, so that one program serves
     nats, num_tokens, num_bytes = 0.0, 0, 0
     for first in range(examples.start, examples.stop, EXAMPLES):
@@ -128,7 +129,7 @@ def log_likelihood(model: LanguageModel) -> Callable[[str, str], float]:
     A token across their border belongs to the continuation. Compiled for powers of two of tokens.
     """
     # 1. the program
-    params = jax.device_put(model.params, jax.devices()[0])
+    params = jax.device_put(model.params, all_devices()[0])
     outputs = outputs_of(model.stack(), dtype=model.dtype)
 
     @jax.jit

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import re
 
+import jax
 import pytest
 from support.files import write
+from support.run_dirs import make
 
 from ppctl import cli
 
@@ -268,3 +270,22 @@ def test_evaluations_without_data_are_refused_by_all_commands_alike(
         "ppctl: data.eval_fraction=0 holds out nothing to evaluate on. Use "
     )
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["train", "doctor", "bench", "generate", "evaluate", "export"])
+def test_a_platform_that_is_not_there_is_one_line(monkeypatch, capsys, command):
+    def missing(*_):
+        raise AssertionError  # as JAX raises without a plugin for the platform
+
+    for name in ("devices", "local_devices", "process_index", "process_count"):
+        monkeypatch.setattr(jax, name, missing)
+    words = ["model=mlp", "data=regression", "mesh=1x2"]
+    if command in ("generate", "evaluate", "export"):
+        make("t", "model=transformer", "model.num_layers=2")
+        of_run = {"generate": ("--prompt", "a"), "evaluate": ("data=tokens",)}
+        words = ["runs/t", *of_run.get(command, ("--out", "out"))]
+    assert cli.main([command, *words]) == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(
+        r"ppctl: JAX cannot start on .*: no such devices.*\. Use .*=cpu, .*\n", said
+    )

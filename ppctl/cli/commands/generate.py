@@ -159,12 +159,11 @@ def _ends(model: LanguageModel, options: Namespace) -> frozenset[int]:
 
 def start_devices(number: int) -> list[Any]:
     """Return the first `number` devices; CPU devices are simulated. ConfigError if too few."""
-    import jax
-
+    from ppctl.executors.device_mesh import all_devices
     from ppctl.training.pipeline.jax_start import simulate
 
     simulate(number)
-    devices = jax.devices()
+    devices = all_devices()
     if len(devices) < number:
         here = f"the {len(devices)} here ({devices[0].device_kind})"
         raise ConfigError(f"--devices {number} are more than {here}. Use fewer.")

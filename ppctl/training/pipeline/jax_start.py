@@ -12,7 +12,7 @@ from ppctl.config import Hardware, Run
 from ppctl.config import Mesh as MeshSettings
 from ppctl.config.field_checks import domains
 from ppctl.errors import ConfigError, setting
-from ppctl.executors.device_mesh import make_mesh
+from ppctl.executors.device_mesh import all_devices, make_mesh
 from ppctl.launch import join_processes as distributed
 from ppctl.launch import xla_stderr
 from ppctl.schedule.mesh_axes import AXES
@@ -50,10 +50,10 @@ def mesh(*, order: str = "auto", **sizes: int) -> Mesh:
 
 
 def start_jax(run: Run, dtype: str, num_devices: int, *, is_away: bool = False) -> None:
-    """Make the settings that JAX reads when it starts, and join the run's other processes, if any.
+    """Make the settings that JAX reads, join the run's other processes, if any, and start JAX.
 
     num_devices: of the mesh, of all processes; as many are simulated without accelerators. is_away:
-    no attached device is used, as with plan.topology.
+    no attached device is used, as with plan.topology. ConfigError where JAX cannot start.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     missing = [flag for flag in CPU_FLAGS if flag.split("=")[0] not in flags]
@@ -68,6 +68,7 @@ def start_jax(run: Run, dtype: str, num_devices: int, *, is_away: bool = False) 
         _join(run, num_devices)
     elif not is_away:
         simulate(num_devices)
+    all_devices()
 
 
 def simulate(num_devices: int) -> None:

@@ -18,6 +18,7 @@ from ppctl.config.code_digests import changed_modules, sources
 from ppctl.data import DataSet
 from ppctl.data.dataset import described
 from ppctl.errors import CheckpointError, ConfigError
+from ppctl.executors.device_mesh import all_devices
 from ppctl.executors.reference import outputs_of, reference
 from ppctl.model.stack import Stack
 from ppctl.reports import run_status
@@ -122,6 +123,7 @@ class SavedRun:
     # its parts
 
     def _checkpoints(self) -> Checkpoints:
+        all_devices()  # says why JAX cannot start
         return Checkpoints(self.directory / "checkpoints", keep=None)
 
     @cached_property
@@ -150,7 +152,7 @@ class SavedRun:
     def _natural(self, step: int) -> Tree:
         _ = self._dtype  # raises for float64 in a JAX of 32 bits
         with self._checkpoints() as checkpoints:
-            return merged_params(checkpoints, step, jax.devices()[0])
+            return merged_params(checkpoints, step, all_devices()[0])
 
     @cached_property
     def _trained(self) -> Callable[[int], tuple[Stack, Tree]]:
@@ -187,7 +189,7 @@ class SavedRun:
             model = replace(model, attention="auto")
         with self._own_code():
             stack = make_stack(
-                model, data, self._dtype, jax.devices()[0], lora=lora_of(config.optim)
+                model, data, self._dtype, all_devices()[0], lora=lora_of(config.optim)
             )
         if isinstance(model, settings.CustomModel):
             before = meta["sources"].get("model", {})
