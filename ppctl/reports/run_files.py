@@ -19,6 +19,7 @@ from ppctl.user_files import open_file, read_file
 
 RUNNING, BROKEN_OFF, NO_END, NOT_STARTED = "running", "broken off", "no end recorded", "not started"
 INSIDE = ("checkpoints", "tensorboard", "profile", "timeline", "processes")  # hold no runs
+KERNEL = ("/proc", "/sys")  # file systems of processes and devices
 OF_TRACKERS = ("wandb", "mlflow", "mlflow.db")  # written by the trackers' packages; hold links
 NO_RUNS = {*INSIDE, *OF_TRACKERS}
 REMOVED = ".removed-"  # begins the name of a run directory that is being removed
@@ -67,15 +68,20 @@ class _Tail(NamedTuple):
 def find_runs(top: Path) -> list[tuple[str, Path]]:
     """Return (path below `top`, directory) of each run at or below `top`, also of sweeps.
 
-    Directories that cannot be read are left out. A link is followed, to each directory once.
+    Directories that cannot be read are left out. A link is followed, to each directory once, but
+    not into the kernel's file systems, which have no end.
     """
+    kernel = {os.stat(path).st_dev for path in KERNEL if os.path.ismount(path)}
     runs: list[tuple[str, Path]] = []
     seen: set[tuple[int, int]] = set()
     for path, folders, files in os.walk(top, followlinks=True):
-        info = os.stat(path)
+        try:
+            info = os.stat(path)
+        except OSError:  # removed meanwhile
+            continue
         inner = sorted(name for name in folders if name not in NO_RUNS)
         folders[:] = [name for name in inner if not name.startswith(REMOVED)]
-        if (info.st_dev, info.st_ino) in seen:
+        if (info.st_dev, info.st_ino) in seen or info.st_dev in kernel:
             folders.clear()
             continue
         seen.add((info.st_dev, info.st_ino))

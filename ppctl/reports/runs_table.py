@@ -75,7 +75,8 @@ def find_run(name: str, tops: Sequence[Path]) -> tuple[str, Path]:
     path = Path(name)
     if is_run(path):
         return os.path.normpath(name), path
-    if os.path.isdir(path) and not any(os.path.isdir(top / name) for top in tops):
+    is_inside = not path.is_absolute() and any(os.path.isdir(top / name) for top in tops)
+    if os.path.isdir(path) and not is_inside:
         below = f"`ppctl runs {name}` lists the runs below it."
         raise ConfigError(f"{name} is no run: it has no metrics.jsonl. {below}")
     names = dict(names_of(tops))

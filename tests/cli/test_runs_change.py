@@ -172,6 +172,7 @@ def test_the_lock_is_held_while_a_run_is_renamed(monkeypatch):
         ("rm a runs/a", "a and runs/a are the same run. Name each once."),
         ("rm sweep", "sweep is no run. Did you mean sweep/schedule=gpipe? Here"),
         ("rm runs", "runs is no run: it has no metrics.jsonl."),
+        ("rm /", "/ is no run: it has no metrics.jsonl. `ppctl runs /` lists the runs below it."),
         ("rm no_run", "no_run is no run in runs. (runs: a, "),
         ("rm linked", "linked lies behind a link, in "),
         ("rm behind/far", "behind/far lies behind a link, in "),

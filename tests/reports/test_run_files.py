@@ -50,6 +50,14 @@ def test_runs_are_found_at_any_depth_and_once(tmp_path):
     assert run_files.find_runs(tmp_path / "zz") == [("zz", tmp_path / "zz")]
 
 
+@pytest.mark.skipif(not os.path.ismount("/proc"), reason="a system without /proc")
+def test_the_file_system_of_processes_is_not_searched(tmp_path, monkeypatch):
+    make(tmp_path / "a")
+    monkeypatch.chdir(tmp_path)  # /proc/self/cwd leads here, /proc/self/root to all there is
+    (tmp_path / "zz").symlink_to("/proc/self")
+    assert [name for name, _ in run_files.find_runs(tmp_path)] == ["a"]
+
+
 def test_the_ends_of_files_say_how_far_a_run_got(tmp_path):
     run = found(
         make(tmp_path / "a", eval='{"step": 1, "eval_loss": 3.5}\n{"step": 3, "eval_loss": 2.5}\n')
