@@ -63,7 +63,9 @@ def main(argv: list[str] | None = None) -> int:
     except ElsewhereError as error:
         return error.exit_code
     except PpctlError as error:
-        show_error(error.kind, one_line(error), argv)
+        from ppctl.reports.foreign_files import printable  # files from elsewhere may be quoted
+
+        show_error(error.kind, printable(one_line(error)), argv)
         return error.exit_code
     except KeyboardInterrupt:
         show_error(INTERRUPTED, "interrupted.", argv)

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, one_line
 from ppctl.language.import_model import KEPT
 from ppctl.language.language_model import LanguageModel, open_language_model
-from ppctl.language.model_files import INDEX, Named, check_new, named_parameters, writing_to
+from ppctl.language.model_files import INDEX, Named, all_or_nothing, check_new, named_parameters
 from ppctl.language.transformers_config import model_config, model_settings
-from ppctl.training.run.kept_tokenizer import GENERATION, MODEL_CONFIG, SOURCE
+from ppctl.training.run.kept_tokenizer import GENERATION, MODEL_CONFIG, POSITIONS, SOURCE
 
 Tree = Any
 SHARD_BYTES = 5 * 10**9  # of a file, without its last tensor, at most
@@ -59,26 +59,27 @@ def export_model(
         source = _source(run_dir, model.config.run.start_from)
         params, config = model.params, _config(model, source)
         copied, stem = _kept_files(source, run_dir / SOURCE), "model"
-    dtype = str(dtype or config.get("dtype") or config.get("torch_dtype") or "float32")
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}.")
+    stated = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    if (dtype or stated) not in DTYPES:
+        named = f"--dtype {dtype}" if dtype else f"dtype={stated} in config.json"
+        raise ConfigError(f"{named} is not one of {', '.join(DTYPES)}. Use --dtype float32.")
+    dtype = dtype or stated
     config_file = ADAPTER_CONFIG if adapter else MODEL_CONFIG
     if not adapter:
         config.pop("torch_dtype", None)
         config["dtype"] = dtype
     # 2. the files
-    with writing_to(out):
-        out.mkdir(parents=True, exist_ok=True)
-        (out / config_file).write_text(json.dumps(config, indent=2) + "\n")
+    with all_or_nothing(out) as part:
+        (part / config_file).write_text(json.dumps(config, indent=2) + "\n")
         names = named_parameters(params, adapters=adapter)
-        files = [*_write_tensors(out, params, names, DTYPES[dtype], stem)]
+        files = [*_write_tensors(part, params, names, DTYPES[dtype], stem)]
         for name, file in copied.items():
-            shutil.copyfile(file, out / name)
+            shutil.copyfile(file, part / name)
             files.append(name)
         if GENERATION not in files and not adapter:
             tokens = {key: config[key] for key in TOKEN_IDS if key in config}
             text = json.dumps({"_from_model_config": True, **tokens}, indent=2)
-            (out / GENERATION).write_text(text + "\n")
+            (part / GENERATION).write_text(text + "\n")
             files.append(GENERATION)
     return Exported((*files, config_file), dtype, model.step)
 
@@ -89,7 +90,7 @@ def _config(model: LanguageModel, source: Path | None) -> dict[str, Any]:
     kept = None if source is None else json.loads((source / MODEL_CONFIG).read_text())
     if kept is not None and model_settings(kept) == model_settings(config):
         config = kept
-    config.setdefault("max_position_embeddings", model.transformer.seq_len)
+    config.setdefault(POSITIONS, model.transformer.seq_len)
     return config
 
 
@@ -134,6 +135,7 @@ def _write_tensors(
     out: Path, params: Tree, names: list[Named], dtype: Any, stem: str = "model"
 ) -> Iterator[str]:
     """Write tensors in shards, with an index of several; yield the names of the files."""
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     # 1. the tensors of each shard
@@ -147,7 +149,10 @@ def _write_tensors(
         part = "" if len(shards) == 1 else f"-{i + 1:05}-of-{len(shards):05}"
         name = f"{stem}{part}.safetensors"
         tensors = {each.name: _tensor_of(params, each, dtype) for each in shard}
-        save_file(tensors, out / name, {"format": "pt"})
+        try:
+            save_file(tensors, out / name, {"format": "pt"})
+        except SafetensorError as error:  # as of a full disk
+            raise OSError(one_line(error)) from error
         (out / name).chmod(
             next(out.glob("*config.json")).stat().st_mode
         )  # safetensors ignores the umask

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ppctl.errors import ConfigError
-from ppctl.language.model_files import EMBED_HEAD, LAYER, Tensors
+from ppctl.errors import ConfigError, PpctlError, one_line
+from ppctl.language.model_files import EMBED_HEAD, FETCH, LAYER, Tensors
 
 SIZES = {  # key of config.json: key of the file, after its architecture
     "num_hidden_layers": "block_count",
@@ -31,6 +31,7 @@ ARCHITECTURES = "llama", "qwen2", "qwen3"  # not Gemma: the file rounds 1 + scal
 PERMUTED = "llama"  # architecture whose rows of q and k llama.cpp stores as rotated neighbours
 OF_ANGLES = "rope_freqs.weight"  # factors of rotary wavelengths, as Llama 3.1's
 CONTROL = 3  # type of tokens that no text becomes
+MOST_READS = 2**23  # numbers and texts of a header; usual: a million
 
 
 def open_gguf(path: Path) -> tuple[dict[str, Any], Tensors, dict[str, str], tuple[str, ...]]:
@@ -38,19 +39,19 @@ def open_gguf(path: Path) -> tuple[dict[str, Any], Tensors, dict[str, str], tupl
 
     ConfigError if it cannot be read, or ppctl lacks the model.
     """
+    try:
+        with np.errstate(all="raise"):  # sizes that overflow
+            return _opened(path)
+    except PpctlError:
+        raise
+    except Exception as error:  # anything that gguf and tokenizers raise of a damaged file
+        why = one_line(error) or type(error).__name__
+        raise ConfigError(f"{path} cannot be read as GGUF: {why}. {FETCH}") from error
+
+
+def _opened(path: Path) -> tuple[dict[str, Any], Tensors, dict[str, str], tuple[str, ...]]:
     # 1. the file and its architecture
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise ConfigError(
-            f"{path} needs the package gguf. Install it: pip install 'ppctl[gguf]'."
-        ) from error
-    try:
-        reader = GGUFReader(path)
-    except (ValueError, OSError, IndexError) as error:
-        raise ConfigError(
-            f"{path} cannot be read as GGUF: {' '.join(str(error).split())}."
-        ) from error
+    reader = _reader(path)
     fields = reader.fields.items()
     found = {name: f.contents() for name, f in fields if not name.startswith("tokenizer.ggml.")}
     kind = found.get("general.architecture")
@@ -59,7 +60,7 @@ def open_gguf(path: Path) -> tuple[dict[str, Any], Tensors, dict[str, str], tupl
             f"{path} is of general.architecture={kind}. Of GGUF files ppctl reads "
             f"{', '.join(ARCHITECTURES)}."
         )
-    names = {tensor.name for tensor in reader.tensors}
+    names = {tensor.name: tensor for tensor in reader.tensors}
     if found.get(f"{kind}.rope.scaling.type", "none") != "none" or OF_ANGLES in names:
         raise ConfigError(
             f"{path} scales rotary positions, which ppctl reads from config.json alone."
@@ -68,23 +69,67 @@ def open_gguf(path: Path) -> tuple[dict[str, Any], Tensors, dict[str, str], tupl
     sizes = {key: f"{kind}.{name}" for key, name in SIZES.items()}
     model_config: dict[str, Any] = {"model_type": kind, "dtype": "float32"}
     model_config |= {key: found[name] for key, name in sizes.items() if name in found}
-    eps = model_config["rms_norm_eps"]
+    for key, number in (("num_hidden_layers", int), ("rms_norm_eps", float)):
+        if not isinstance(model_config.get(key), number):
+            raise ConfigError(f"{path} states no number {sizes[key]}. {FETCH}")
+    if "token_embd.weight" not in names or len(names["token_embd.weight"].shape) != 2:
+        raise ConfigError(f"{path} has no matrix token_embd.weight. {FETCH}")
+    eps, vocab_size = model_config["rms_norm_eps"], int(names["token_embd.weight"].shape[1])
     model_config["rms_norm_eps"] = float(f"{eps:.7g}")  # written as float32
-    model_config["tie_word_embeddings"] = "output.weight" not in names
-    embedding = next(t for t in reader.tensors if t.name == "token_embd.weight")
-    model_config["vocab_size"] = int(embedding.shape[1])
-    for key, name in TOKENS.items():
-        if (token := reader.get_field(f"tokenizer.ggml.{name}")) is not None:
-            model_config[key] = int(token.contents())
+    model_config |= {"tie_word_embeddings": "output.weight" not in names, "vocab_size": vocab_size}
+    tokens = {key: _token(path, reader, name, vocab_size) for key, name in TOKENS.items()}
+    model_config |= {key: token for key, token in tokens.items() if token is not None}
     # 3. the tokenizer, and the tokens that end texts
     texts, notes = _tokenizer(reader, model_config)
-    turn_end = reader.get_field("tokenizer.ggml.eot_token_id")
+    turn_end = _token(path, reader, "eot_token_id", vocab_size)
     if turn_end is not None and "eos_token_id" in model_config:
-        ends = [*dict.fromkeys([model_config["eos_token_id"], int(turn_end.contents())])]
+        ends = [*dict.fromkeys([model_config["eos_token_id"], turn_end])]
         tokens = {key: model_config[key] for key in TOKENS if key in model_config}
         tokens["eos_token_id"] = ends
         texts["generation_config.json"] = json.dumps(tokens, indent=2) + "\n"
     return model_config, _tensors(path, reader, model_config), texts, notes
+
+
+def _reader(path: Path) -> Any:
+    """Return gguf's reader of a file. ValueError where parts of it lie beyond its end, or overlap.
+
+    gguf itself reads what lies beyond the end as empty, for ever where a size says so.
+    """
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} needs the package gguf. Install it: pip install 'ppctl[gguf]'."
+        ) from error
+
+    class Reader(GGUFReader):
+        num_reads = 0
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **named: Any) -> Any:
+            self.num_reads += 1
+            end = int(offset) + np.dtype(dtype).itemsize * int(count)
+            if not 0 <= int(offset) <= end <= len(self.data) or self.num_reads > MOST_READS:
+                raise ValueError(f"its parts reach to byte {end}, and it has {len(self.data)}")
+            return super()._get(offset, dtype, count, *order, **named)
+
+    reader = Reader(path)
+    end = reader.data_offset
+    for tensor in sorted(reader.tensors, key=lambda tensor: tensor.data_offset):
+        if tensor.data_offset < end:
+            begin = f"{tensor.name} begins at byte {tensor.data_offset}"
+            raise ValueError(f"{begin}, and what comes before it ends at byte {end}")
+        end = tensor.data_offset + tensor.n_bytes
+    return reader
+
+
+def _token(path: Path, reader: Any, name: str, vocab_size: int) -> int | None:
+    """Return a token id that the file states. ConfigError for one that the model lacks."""
+    field = reader.get_field(f"tokenizer.ggml.{name}")
+    token = None if field is None else field.contents()
+    if token is not None and (type(token) is not int or not 0 <= token < vocab_size):
+        what = f"tokenizer.ggml.{name}={token} in {path} is no token of the model's {vocab_size}"
+        raise ConfigError(f"{what}. {FETCH}")
+    return token
 
 
 def _tensors(path: Path, reader: Any, model_config: Mapping[str, Any]) -> Tensors:
@@ -102,9 +147,8 @@ def _tensors(path: Path, reader: Any, model_config: Mapping[str, Any]) -> Tensor
         if (tensor := tensors.pop(to_gguf.get_name(name, (".weight", ".bias")), None)) is not None:
             by_name[name] = tensor
     if tensors:
-        raise ConfigError(
-            f"{next(iter(tensors))} in {path} is no tensor of a model that ppctl has."
-        )
+        what = f"{next(iter(tensors))} in {path} is no tensor of a model that ppctl has"
+        raise ConfigError(f"{what}. It cannot be imported.")
 
     # 2. their numbers
     def read(name: str) -> np.ndarray:
@@ -158,6 +202,8 @@ def _tokenizer(
         ) from error
     # 2. tokenizer.json
     tokens, kinds = get("tokens"), get("token_type") or []
+    if not isinstance(tokens, list) or len({*tokens}) < len(tokens):
+        raise ValueError("tokenizer.ggml.tokens is no list of texts, each one once")
     pairs = [tuple(merge.split(" ", 1)) for merge in get("merges") or ()]
     made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
     by_bytes = partial(pre_tokenizers.ByteLevel, add_prefix_space=False)

@@ -1,7 +1,7 @@
 """An imported language model as a run: a checkpoint of step 0, a recipe and its tokenizer."""
 
 import json
-import shutil
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -23,16 +23,23 @@ from ppctl.executors.device_mesh import all_devices
 from ppctl.language.model_files import (
     Named,
     Tensors,
+    all_or_nothing,
     check_new,
     named_parameters,
     open_safetensors,
-    writing_to,
 )
 from ppctl.language.transformers_config import model_settings
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.pipeline import built_in_models as models
-from ppctl.training.run.kept_tokenizer import GENERATION, MODEL_CONFIG, SOURCE, TOKENIZER_FILES
+from ppctl.training.run.kept_tokenizer import (
+    GENERATION,
+    MODEL_CONFIG,
+    POSITIONS,
+    SOURCE,
+    TOKENIZER_FILES,
+)
 from ppctl.training.run.run_environment import checkpoint_metadata
+from ppctl.user_files import read_file
 
 Tree = Any
 KEPT = (MODEL_CONFIG, GENERATION, *TOKENIZER_FILES)  # files that an export copies
@@ -71,9 +78,14 @@ def import_model(source: Path, out: Path) -> Imported:
                 "file."
             )
         tensors = open_safetensors(source)
+    kept = _kept(source, model_config, texts)
     # 2. the model and its parameters
     settings = model_settings(model_config)
-    length = min(int(model_config.get("max_position_embeddings") or LONGEST), LONGEST)
+    stated = model_config.get(POSITIONS)
+    length = LONGEST if stated is None else min(stated, LONGEST)
+    if length < 1:
+        what = f"{POSITIONS}={length} in config.json leaves no token"
+        raise ConfigError(f"{what}. Use 1 or more, or remove it.")
     model = replace(settings_from(Transformer, settings, "model"), seq_len=length)
     stack = models.transformer(**settings)
     shapes = stack.param_shapes
@@ -81,16 +93,18 @@ def import_model(source: Path, out: Path) -> Imported:
     tensors.check(wanted)
     params = _params(shapes, wanted, tensors)
     # 3. the run directory
-    recorded = asdict(Config(model=model, run=Run(name=out.name, dir=str(out))))
-    with writing_to(out):
-        with Checkpoints(out / "checkpoints", keep=1) as checkpoints:
+    recorded = asdict(Config(model=model, run=Run(name=out.absolute().name, dir=str(out))))
+    with all_or_nothing(out) as part:
+        with Checkpoints(part / "checkpoints", keep=1) as checkpoints:
             if not checkpoints.save(0, {"params": params}, _metadata(recorded, model, source)):
                 raise ConfigError(f"A number of {source} is not finite. It cannot be imported.")
-        (out / "config.yaml").write_text(yaml.safe_dump(recorded, sort_keys=False))
-        files = _keep(source, out / SOURCE, model_config, texts)
-        _write_recipe(out, settings | {"seq_len": length})
+        (part / "config.yaml").write_text(yaml.safe_dump(recorded, sort_keys=False))
+        (part / SOURCE).mkdir()
+        for name, content in kept.items():
+            (part / SOURCE / name).write_bytes(content)
+        _write_recipe(part, out, settings | {"seq_len": length})
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return Imported(model, count, files, tuple(notes))
+    return Imported(model, count, tuple(kept), tuple(notes))
 
 
 def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
@@ -128,24 +142,27 @@ def _metadata(recorded: Mapping[str, Any], model: Transformer, source: Path) -> 
     return checkpoint_metadata(recorded, 0, {}, description(data, shapes))
 
 
-def _keep(
-    source: Path, folder: Path, model_config: Mapping[str, Any], texts: Mapping[str, str]
-) -> tuple[str, ...]:
-    """Write the files that an export copies, and return their names; texts: of a GGUF file."""
-    folder.mkdir(parents=True)
+def _kept(
+    source: Path, model_config: Mapping[str, Any], texts: Mapping[str, str]
+) -> dict[str, bytes]:
+    """Return the files that an export copies, by name; texts: of a GGUF file. ConfigError if one
+    cannot be read.
+    """
     if source.is_file():
         made = {MODEL_CONFIG: json.dumps(model_config, indent=2) + "\n", **texts}
-        for name, text in made.items():
-            (folder / name).write_text(text)
-        return tuple(made)
-    kept = [name for name in KEPT if (source / name).is_file()]
-    for name in kept:
-        shutil.copyfile(source / name, folder / name)
-    return tuple(kept)
+        return {name: text.encode() for name, text in made.items()}
+    kept = dict[str, bytes]()
+    for file in (source / name for name in KEPT if os.path.lexists(source / name)):
+        try:
+            kept[file.name] = read_file(file)
+        except OSError as error:
+            why = f"{file} cannot be read ({error.strerror})"
+            raise ConfigError(f"{why}. Restore it, or remove it.") from error
+    return kept
 
 
-def _write_recipe(out: Path, settings: dict[str, Any]) -> None:
-    """Write the recipe that trains on from the imported parameters."""
+def _write_recipe(part: Path, out: Path, settings: dict[str, Any]) -> None:
+    """Write the recipe that trains on from the imported parameters, in `part` of `out`."""
     run = {"name": f"{out.name}-trained", "start_from": str(out.absolute())}
     document = {"defaults": [{"override /model": "transformer"}], "model": settings, "run": run}
     head = [
@@ -153,6 +170,6 @@ def _write_recipe(out: Path, settings: dict[str, Any]) -> None:
         "# Written by `ppctl import`.",
         f"# Command: ppctl train --config-dir {out} recipes=imported data=tokens data.path=...",
     ]
-    path = out / RECIPE
+    path = part / RECIPE
     path.parent.mkdir()
     path.write_text("\n".join([*head, yaml.safe_dump(document, sort_keys=False)]))

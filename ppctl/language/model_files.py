@@ -3,9 +3,11 @@ both directions), and their safetensors files, read one by one from memory maps.
 """
 
 import json
+import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, one_line
 from ppctl.model.lora import A, B
 from ppctl.user_files import open_file, read_text
 
@@ -22,6 +24,8 @@ INDEX = "model.safetensors.index.json"
 PART = re.compile(r"model-\d+-of-\d+\.safetensors")
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 BUFFERS = ".rotary_emb.inv_freq"  # ending of tables in older files
+UNFINISHED = ".part"  # directory of files that are not all written
+FETCH = "Fetch it again, or use another."  # the remedy for a file that is damaged
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 EMBED_HEAD = {
     "embedding": "model.embed_tokens.weight",
@@ -99,8 +103,11 @@ def named_parameters(params: Tree, *, adapters: bool = False) -> list[Named]:
 
 
 def check_new(out: Path) -> None:
-    """Raise ConfigError if `out` exists and is not an empty directory."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    """Raise ConfigError if `out` exists and is not an empty directory, UNFINISHED aside."""
+    with writing_to(out):
+        is_new = not os.path.lexists(out)
+        is_new = is_new or (out.is_dir() and {*os.listdir(out)} <= {UNFINISHED})
+    if not is_new:
         raise ConfigError(
             f"{out} is there already, and nothing is overwritten. Name another --out."
         )
@@ -112,8 +119,31 @@ def writing_to(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = f"{out} cannot be written: {error.strerror}"
+        why = f"{out} cannot be written: {error.strerror or error}"
         raise ConfigError(f"{why}. Name another directory with --out.") from error
+
+
+@contextmanager
+def all_or_nothing(out: Path) -> Iterator[Path]:
+    """Yield a directory inside `out`, whose files move into `out` at the end; else none remain.
+
+    After a kill the same command begins again. ConfigError if `out` cannot be written.
+    """
+    part, is_made = out / UNFINISHED, not out.exists()
+    with writing_to(out):
+        if part.exists():
+            shutil.rmtree(part)
+        part.mkdir(parents=True)
+    try:
+        with writing_to(out):
+            yield part
+            for file in sorted(part.iterdir(), key=lambda file: file.name.startswith("config.")):
+                file.rename(out / file.name)  # the config last, by which readers know the directory
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        if is_made:
+            with suppress(OSError):  # not empty: it is written
+                out.rmdir()
 
 
 @dataclass(frozen=True)
@@ -130,24 +160,28 @@ class Tensors:
         if missing:
             more = f" (the first of {len(missing)})" if len(missing) > 1 else ""
             name = missing[0]
-            raise ConfigError(f"{name} {list(names[name])} of the model is missing{more}.")
+            what = f"{name} {list(names[name])} of the model is missing{more}"
+            raise ConfigError(f"{what}. Fetch all files of one model.")
         for name, shape in names.items():
             if self.shapes[name] != shape:
-                raise ConfigError(
-                    f"{name} is {list(self.shapes[name])}, and config.json makes it {list(shape)}."
-                )
+                what = f"{name} is {list(self.shapes[name])}, and config.json makes it"
+                raise ConfigError(f"{what} {list(shape)}. Fetch all files of one model.")
         for name in self.shapes:
             if name not in names and not self._is_known(name, names):
-                raise ConfigError(
-                    f"{name} {list(self.shapes[name])} is no tensor of the model that "
-                    "config.json describes."
-                )
+                what = f"{name} {list(self.shapes[name])} is no tensor of the model that"
+                raise ConfigError(f"{what} config.json describes. It cannot be imported.")
 
     def _is_known(self, name: str, names: Iterable[str]) -> bool:
-        """Return whether a tensor is redundant: a table of angles, or a tied embedding's copy."""
-        if name != HEAD or EMBEDDING not in names or self.shapes[HEAD] != self.shapes[EMBEDDING]:
+        """Return whether a tensor is redundant: a table of angles, or a tied embedding's copy.
+
+        ConfigError for a head that is no copy.
+        """
+        if name != HEAD or EMBEDDING not in names:
             return name.endswith(BUFFERS)
-        return np.array_equal(self.read(HEAD), self.read(EMBEDDING))
+        if not np.array_equal(self.read(HEAD), self.read(EMBEDDING)):
+            what = f"{HEAD} is not equal to {EMBEDDING}, and tie_word_embeddings=true has no other"
+            raise ConfigError(f"{what} head. Set it to false in config.json to import both.")
+        return True
 
 
 def open_safetensors(directory: Path) -> Tensors:
@@ -166,9 +200,13 @@ def open_safetensors(directory: Path) -> Tensors:
                             f"{name} in {file} is {part.get_dtype()}, and parameters are kept in "
                             f"float32: only {', '.join(DTYPES)} fit exactly."
                         )
+                    if name in places:
+                        two = f"{name} is in {places[name].name} and {file.name} of {directory}"
+                        raise ConfigError(f"{two}. Fetch all files of one model.")
                     places[name], shapes[name] = file, tuple(part.get_shape())
         except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{file} cannot be read: {' '.join(str(error).split())}.") from error
+            why = getattr(error, "strerror", None) or one_line(error)
+            raise ConfigError(f"{file} cannot be read: {why}. {FETCH}") from error
 
     def read(name: str) -> np.ndarray:
         with safe_open(places[name], "numpy") as opened:
@@ -198,11 +236,11 @@ def _files(directory: Path) -> list[Path]:
         names = sorted(set(json.loads(read_text(index))["weight_map"].values()))
         if not names or any(Path(name).name != name for name in names):
             raise ValueError(names)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{index} is no index of safetensors. Restore it, or remove it."
         ) from error
-    missing = [name for name in names if not (directory / name).exists()]
+    missing = [name for name in names if not os.path.exists(directory / name)]
     if missing:
         count = f"{len(missing)} of {len(names)}"
         raise ConfigError(f"{directory / missing[0]} is missing, which {INDEX} names ({count}).")

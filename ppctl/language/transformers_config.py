@@ -138,13 +138,14 @@ def model_settings(config_json: Mapping[str, Any]) -> dict[str, Any]:
     found |= {"family": member.family, "head_dim": given.get("head_dim")}
     found["activation"] = _activation(given[member.activation], member.activation)
     found |= {setting: given.get(CAPS[setting]) for setting in member.caps}
-    found |= (windows := _windows(member, given))
+    Transformer(num_layers=given["num_hidden_layers"]).check()  # before lists of so many
     try:
+        found |= (windows := _windows(member, given))
         found["rope"] = _rope(member, given, has_windows=bool(windows))
         model = Transformer(**{key: value for key, value in found.items() if value is not None})
         model.check()
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"config.json has a value of a wrong type: {error}.") from error
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise ConfigError(f"config.json has a wrong value: {error}. Correct it.") from error
     return _normal(model)
 
 

@@ -12,6 +12,7 @@ from ppctl.data.tokenizer import BYTES, FILE, SETTINGS, json_object
 from ppctl.errors import DataError
 
 SOURCE = "source"  # folder of a run directory with the files that an export copies
+POSITIONS = "max_position_embeddings"  # key of config.json: tokens of a sequence at most
 MODEL_CONFIG, GENERATION = "config.json", "generation_config.json"
 OF_A_FILE = (SETTINGS, TEMPLATE, "special_tokens_map.json")  # settings next to a tokenizer.json
 OLDER_FILES = ("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")

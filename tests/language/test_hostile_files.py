@@ -1,0 +1,271 @@
+"""Files of models that are damaged, or made to do damage: one line, and nothing is left behind."""
+
+import json
+import shutil
+import struct
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from support.oracle import FOLDER
+
+from ppctl.errors import ConfigError, PpctlError
+from ppctl.language.import_model import import_model
+
+MODEL = FOLDER / "llama2"
+
+
+def refused(source, out):
+    """The line that refuses an import."""
+    with pytest.raises(PpctlError) as caught:
+        import_model(source, out)
+    assert not out.exists()
+    return str(caught.value)
+
+
+# --- safetensors ----------------------------------------------------------------------------------
+
+RAW = (MODEL / "model.safetensors").read_bytes()
+LENGTH = struct.unpack("<Q", RAW[:8])[0]
+HEADER, BODY = json.loads(RAW[8 : 8 + LENGTH]), RAW[8 + LENGTH :]
+NORM, HEAD = "model.norm.weight", "lm_head.weight"
+
+
+def packed(header):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + BODY
+
+
+def changed(**values):
+    return packed({**HEADER, NORM: {**HEADER[NORM], **values}})
+
+
+SAFETENSORS = {
+    "empty": b"",
+    "a header longer than the file": struct.pack("<Q", 2**63) + RAW[8:],
+    "a header that is no JSON": packed(b"{"),
+    "a header without end": packed(b'{"a":' * 40_000),
+    "offsets that overlap": changed(data_offsets=HEADER[HEAD]["data_offsets"]),
+    "offsets beyond the end": changed(data_offsets=[len(BODY), len(BODY) + 64]),
+    "a size that overflows": changed(shape=[2**40, 2**40]),
+    "a size below 0": changed(shape=[-32]),
+    "an unknown type": changed(dtype="Q4"),
+    "a type of other numbers": changed(dtype="I16"),
+    "cut short": RAW[:-100],
+    "letters for the terminal": packed(
+        {**{k: v for k, v in HEADER.items() if k != NORM}, "\x1b[2J": HEADER[NORM]}
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SAFETENSORS)
+def test_a_damaged_safetensors_file_is_one_line(case, tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(MODEL, directory)
+    (directory / "model.safetensors").write_bytes(SAFETENSORS[case])
+    said = refused(directory, tmp_path / "run")
+    assert "model.safetensors" in said or "of the model is missing" in said
+
+
+PLACES = {
+    "a directory": lambda path: path.mkdir(),
+    "a link to itself": lambda path: path.symlink_to(path),
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_what_is_no_file_is_named(name, place, tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(MODEL, directory)
+    (directory / name).unlink(missing_ok=True)
+    PLACES[place](directory / name)
+    assert f"{directory / name} cannot be read" in refused(directory, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "names", ["[" * 100_000, json.dumps({"weight_map": {HEAD: "a" * 5000}}), '{"weight_map": [1]}']
+)
+def test_an_index_that_names_no_files_is_one_line(names, tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(MODEL, directory)
+    (directory / "model.safetensors.index.json").write_text(names)
+    assert "index" in refused(directory, tmp_path / "run")
+
+
+def test_a_tensor_in_two_files_is_one_line(tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(MODEL, directory)
+    for part in (1, 2):
+        shutil.copy(
+            MODEL / "model.safetensors", directory / f"model-0000{part}-of-00002.safetensors"
+        )
+    (directory / "model.safetensors").unlink()
+    said = refused(directory, tmp_path / "run")
+    assert " is in model-00001-of-00002.safetensors and model-00002-of-00002" in said
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_position_embeddings": -5},
+        {"model_type": "mistral", "sliding_window": 4, "num_hidden_layers": 10**12},
+        {"model_type": "gemma2", "sliding_window_pattern": 0},
+        {"num_hidden_layers": 10**9},
+        {"hidden_size": 10**30},
+        {"rms_norm_eps": "x"},
+    ],
+)
+def test_sizes_of_no_model_are_one_line(settings, tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(MODEL, directory)
+    before = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(before | settings))
+    assert "bug" not in refused(directory, tmp_path / "run")
+
+
+# --- GGUF -----------------------------------------------------------------------------------------
+
+FORMS = {4: "<I", 5: "<i", 6: "<f", 10: "<Q"}  # types of GGUF: of struct
+TEXT, LIST = 8, 9
+KEYS = {
+    "general.architecture": (TEXT, "llama"),
+    "llama.block_count": (4, 2),
+    "llama.embedding_length": (4, 32),
+    "llama.feed_forward_length": (4, 48),
+    "llama.attention.head_count": (4, 4),
+    "llama.attention.layer_norm_rms_epsilon": (6, 1e-5),
+}
+TOKENS = [chr(33 + i) for i in range(96)]
+OF_TOKENIZER = {
+    "tokenizer.ggml.model": (TEXT, "gpt2"),
+    "tokenizer.ggml.pre": (TEXT, "gpt-2"),
+    "tokenizer.ggml.tokens": (LIST, (TEXT, TOKENS)),
+}
+
+
+def text(letters):
+    letters = letters if isinstance(letters, bytes) else letters.encode()
+    return struct.pack("<Q", len(letters)) + letters
+
+
+def value(kind, content):
+    if kind == TEXT:
+        return text(content)
+    if kind == LIST:
+        inner, contents = content
+        return struct.pack("<IQ", inner, len(contents)) + b"".join(
+            value(inner, c) for c in contents
+        )
+    return content if isinstance(content, bytes) else struct.pack(FORMS[kind], content)
+
+
+def gguf(keys=(), without=(), num_tensors=None, shapes=(), offsets=(), twice=b"", num_twice=0):
+    """A GGUF file of the golden model's tensors, with these changes."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, 2)
+    with safe_open(MODEL / "model.safetensors", "numpy") as opened:
+        tensors = {
+            names.get_name(name, (".weight",)): opened.get_tensor(name).astype(np.float32)
+            for name in opened.keys()  # noqa: SIM118 it is no mapping
+        }
+    keys = {name: item for name, item in (KEYS | dict(keys)).items() if name not in without}
+    head = b"".join(
+        text(k) + struct.pack("<I", kind) + value(kind, v) for k, (kind, v) in keys.items()
+    )
+    infos, data = b"", b""
+    for name, tensor in tensors.items():
+        shape = dict(shapes).get(name, tensor.shape[::-1])
+        place = dict(offsets).get(name, len(data))
+        infos += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 0, place)
+        data += tensor.tobytes()
+    number = len(tensors) if num_tensors is None else num_tensors
+    file = b"GGUF" + struct.pack("<IQQ", 3, number, len(keys) + num_twice) + head + twice + infos
+    return file + b"\0" * (-len(file) % 32) + data
+
+
+def more(kind, content, name="more"):
+    return {"twice": text(name) + struct.pack("<I", kind) + content, "num_twice": 1}
+
+
+NORM_, EMBED = "output_norm.weight", "token_embd.weight"
+GGUF = {
+    "a number of tensors without end": {"num_tensors": 2**63},
+    "no tensors": {"num_tensors": 0},
+    "a list without end": more(LIST, struct.pack("<IQ", 0, 2**31)),
+    "lists in lists": more(LIST, struct.pack("<IQ", LIST, 1) * 3000),
+    "a text without end": more(TEXT, struct.pack("<Q", 2**64 - 1)),
+    "an unknown type": more(99, b""),
+    "a key twice": more(4, struct.pack("<I", 3), "llama.block_count"),
+    "a size that overflows": {"shapes": {NORM_: (2**40, 2**40)}},
+    "a size of 64 bits": {"shapes": {NORM_: (2**63,)}},
+    "an embedding of one dimension": {"shapes": {EMBED: (96 * 32,)}},
+    "offsets that overlap": {"offsets": {NORM_: 0}},
+    "an offset that overflows": {"offsets": {NORM_: 2**64 - 32}},
+    "an offset beyond the end": {"offsets": {NORM_: 2**40}},
+    "no number of layers": {"without": ("llama.block_count",)},
+    "no epsilon": {"without": ("llama.attention.layer_norm_rms_epsilon",)},
+    "a text as epsilon": {"keys": {"llama.attention.layer_norm_rms_epsilon": (TEXT, "x")}},
+    "layers without end": {"keys": {"llama.block_count": (4, 2**32 - 1)}},
+    "a list of heads": {"keys": {"llama.attention.head_count": (LIST, (4, [4, 4]))}},
+    "a context below 1": {"keys": {"llama.context_length": (5, -1)}},
+    "an architecture of other bytes": {"keys": {"general.architecture": (TEXT, b"\xff")}},
+    "an end that is no token": {"keys": {"tokenizer.ggml.eos_token_id": (4, 5000)}},
+    "an end that is a text": {"keys": {"tokenizer.ggml.eot_token_id": (TEXT, "x")}},
+    "tokens that are numbers": {
+        "keys": OF_TOKENIZER | {"tokenizer.ggml.tokens": (LIST, (4, [1] * 96))}
+    },
+    "a token twice": {"keys": OF_TOKENIZER | {"tokenizer.ggml.tokens": (LIST, (TEXT, ["a"] * 96))}},
+    "merges of no tokens": {
+        "keys": OF_TOKENIZER | {"tokenizer.ggml.merges": (LIST, (TEXT, ["zz qq"]))}
+    },
+    "merges of one": {"keys": OF_TOKENIZER | {"tokenizer.ggml.merges": (LIST, (TEXT, ["ab"]))}},
+}
+
+
+@pytest.mark.parametrize("case", GGUF)
+def test_a_damaged_gguf_file_is_one_line(case, tmp_path):
+    pytest.importorskip("gguf")
+    (tmp_path / "model.gguf").write_bytes(gguf(**GGUF[case]))
+    assert "\n" not in refused(tmp_path / "model.gguf", tmp_path / "run")
+
+
+@pytest.mark.parametrize("size", [0, 10, 100, 1000, -10])
+def test_a_gguf_file_that_is_cut_short_is_one_line(size, tmp_path):
+    pytest.importorskip("gguf")
+    (tmp_path / "model.gguf").write_bytes(gguf()[:size])
+    assert "model.gguf cannot be read as GGUF: " in refused(
+        tmp_path / "model.gguf", tmp_path / "run"
+    )
+
+
+# --- all or nothing -------------------------------------------------------------------------------
+
+
+def test_a_tensor_that_is_not_finite_leaves_nothing(tmp_path):
+    from safetensors.numpy import save_file
+
+    directory = tmp_path / "model"
+    shutil.copytree(MODEL, directory)
+    with safe_open(MODEL / "model.safetensors", "numpy") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    tensors[NORM] = tensors[NORM] * np.array(np.nan, tensors[NORM].dtype)
+    save_file(tensors, directory / "model.safetensors")
+    assert "is not finite" in refused(directory, tmp_path / "run")
+
+
+def test_an_import_that_was_killed_begins_again(tmp_path):
+    out = tmp_path / "run"
+    (out / ".part/checkpoints/0").mkdir(parents=True)  # as kill -9 leaves it
+    (out / ".part/config.yaml").write_text("model:")
+    import_model(MODEL, out)
+    assert {file.name for file in out.iterdir()} == {
+        "checkpoints",
+        "config.yaml",
+        "recipes",
+        "source",
+    }
+    with pytest.raises(ConfigError, match="nothing is overwritten"):
+        import_model(MODEL, out)
