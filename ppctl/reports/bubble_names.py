@@ -1,6 +1,6 @@
 """The three bubbles that a run has, by name, for every text, table and page."""
 
-EQUAL = "equal stages and F = I = W"
+EQUAL = "equal stages and fixed costs of F, I and W"
 ABOUT = (
     "Bubble: the idle share of the ranks while tasks run. Ideal: of the schedule on its "
     f"executor, with {EQUAL}; predicted: by the planner's seconds, as the step "
@@ -15,8 +15,8 @@ def bubble_text(
 
     >>> bubble_text(0.025, 0.203)
     '2.5% ideal, 20.3% predicted'
-    >>> bubble_text(0.273, 0.232)
-    '27.3% ideal, 23.2% predicted (predicted below ideal, which assumes equal stages and F = I = W)'
+    >>> bubble_text(0.273, 0.232).partition(" (")[2]
+    'predicted below ideal, which assumes equal stages and fixed costs of F, I and W)'
     """
     named = (("ideal", ideal), ("predicted", predicted), ("measured", measured))
     text = ", ".join(f"{value:.1%} {name}" for name, value in named if value is not None)

@@ -23,6 +23,7 @@ STARTED, FINISHED, INTERRUPTED, FAILED = "started", "finished", "interrupted", "
 DIRECTORY = "directory"  # key of a start: the directory in which it was started
 OVERRIDES = "overrides"  # key of a start: the requested words, which resume the run
 CHANGED = "changed"  # key of a start: settings that differ from those of the resumed checkpoint
+COSTS = "task_costs"  # key of a start: the relative costs of its schedule's tasks
 LOCK_S = 1.0  # seconds to wait for a lock: `is_held` takes it for microseconds
 
 

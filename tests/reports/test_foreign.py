@@ -175,7 +175,7 @@ def test_a_schedule_that_a_config_only_names_is_not_read_from_a_pipe(tmp_path, c
     run = run_of(
         tmp_path / "runs/a", schedule=config.Csv(num_microbatches=4, path=str(tmp_path / "pipe"))
     )
-    assert "pipe cannot be read: it is no file" in shown(tmp_path, run, capsys)
+    assert "pipe cannot be read: No plain file" in shown(tmp_path, run, capsys)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from support.environment import BY_USER
@@ -18,6 +18,7 @@ from support.report_of_a import charts_of, report, run_of_two_steps
 from ppctl.config import Interleaved, Mpmd, Spmd
 from ppctl.config.schedule_from_config import pipeline_of
 from ppctl.reports import measured_timeline_file as timeline_io
+from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.simulator import Timeline, simulate
 
@@ -181,8 +182,42 @@ def test_a_run_that_was_not_measured_has_the_prediction_and_how_to_measure(
     (chart,), seen = report(capsys)
     assert chart["makespan_s"] == makespan_s  # (m + p - 1)(F + B)
     assert chart["label"] == "gpipe, ideal"
-    for word in ("Not measured.", "run.timeline=true", "run.profile=N", "counts as 1 s"):
+    for word in ("Not measured.", "run.timeline=true", "run.profile=N", "Ideal: equal stages."):
         assert word in seen
+
+
+@pytest.mark.parametrize(
+    ("schedule", "costs", "words"),
+    [
+        ({"name": "zb_h1"}, {"weight_grad_s": 0.25}, "takes F 1 s, I 1 s, W 0.25 s."),  # LoRA
+        ({"name": "gpipe"}, {"input_grad_s": 2.0}, "takes F 1 s, I 2 s, W 1 s."),  # remat
+        (
+            {"name": "1f1b", "vocab": "parallel"},
+            {"logits_s": 0.5, "logits_grad_s": 1.5, "embedding_s": 0.125},
+            "takes F 1 s, I 1 s, W 1 s, E 0.125 s, S 0.5 s, T 1.5 s, G 0 s.",
+        ),
+    ],
+)
+def test_a_page_draws_the_costs_of_its_run(run_dir, capsys, schedule, costs, words):
+    settings(run_dir, {**schedule, "num_microbatches": 4}, {"name": "mpmd"})
+    recorded = asdict(Costs(**costs))
+    start = {"status": "started", "step": 0, "at": 1.0, "task_costs": recorded}
+    (run_dir / "status.jsonl").write_text(json.dumps(start) + "\n")
+    (chart,), seen = report(capsys)
+    assert chart["costs"] == recorded
+    assert words in seen
+
+
+@pytest.mark.parametrize(
+    "costs", [{"forward_s": "x"}, {"forward_s": -1}, {"y": 1}, {"forward_s": None}]
+)
+def test_costs_that_no_run_records_are_no_fault(run_dir, capsys, costs):
+    settings(run_dir, {"name": "gpipe", "num_microbatches": 4}, {"name": "mpmd"})
+    start = {"status": "started", "step": 0, "at": 1.0, "task_costs": costs}
+    (run_dir / "status.jsonl").write_text(json.dumps(start) + "\n")
+    charts, seen = report(capsys)
+    assert charts == []
+    assert "The schedule cannot be drawn: " in seen
 
 
 CSV = "rank,task,start_s,end_s\n"

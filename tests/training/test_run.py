@@ -113,6 +113,7 @@ def test_a_run_leaves_settings_and_a_record_of_every_step(train, tmp_path, tiny,
     started = records(run_dir, "status.jsonl")[0]
     assert started["versions"]["jax"] == jax.__version__
     assert (started["platform"], started["num_devices"], started["num_processes"]) == ("cpu", 2, 1)
+    assert (started["task_costs"]["forward_s"], started["task_costs"]["weight_grad_s"]) == (1, 1)
 
 
 def test_config_yaml_is_the_composed_config(train, tmp_path, capsys):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from ppctl.cli.commands.runs import run_named
 from ppctl.config import Auto, Csv, Mesh
 from ppctl.errors import ConfigError, PpctlError, one_line
 from ppctl.reports.run_files import SCHEDULE_FILE
+from ppctl.reports.run_status import COSTS
 from ppctl.reports.terminal_output import replace_file
 
 if TYPE_CHECKING:
@@ -72,16 +74,15 @@ def _read(name: str, path: Path, *, is_alone: bool) -> RecordedRun:
     from ppctl.reports.run_page.read_run import read_run
 
     old = resumption(path)
-    pipeline = "Not drawn of several runs."
-    if is_alone:
-        pipeline = _pipeline(path, old.config)
-    return read_run(name, path, old.words, old.command, old.notes, pipeline)
+    words = old.words, old.command, old.notes
+    run = read_run(name, path, *words, pipeline="Not drawn of several runs.")
+    return replace(run, pipeline=_pipeline(run)) if is_alone else run
 
 
-def _pipeline(run_dir: Path, recorded: Mapping[str, Any]) -> Planned | str:
+def _pipeline(run: RecordedRun) -> Planned | str:
     """Return the schedule of a run by its settings, or why it cannot be drawn."""
     try:
-        return _pipeline_of(run_dir, recorded)
+        return _pipeline_of(run.summary.path, run.summary.config, run.starts)
     except PpctlError as error:
         reason = one_line(error)
     except (KeyError, TypeError, ValueError, AttributeError, OSError):
@@ -89,9 +90,13 @@ def _pipeline(run_dir: Path, recorded: Mapping[str, Any]) -> Planned | str:
     return f"The schedule cannot be drawn: {reason}"
 
 
-def _pipeline_of(run_dir: Path, recorded: Mapping[str, Any]) -> Planned | str:
-    from ppctl.config.schedule_from_config import pipeline_of, trained_share
+def _pipeline_of(
+    run_dir: Path, recorded: Mapping[str, Any], starts: Sequence[Mapping[str, Any]]
+) -> Planned | str:
+    from ppctl.config.schedule_from_config import pipeline_of
     from ppctl.reports.charts.html_charts import too_many_tasks
+    from ppctl.schedule.costs import Costs, task_costs
+    from ppctl.schedule.search.placement_costs import Placed
 
     # 1. the settings
     group = lambda part: schema_of(part, recorded[part]["name"])(**recorded[part])  # noqa: E731
@@ -101,9 +106,6 @@ def _pipeline_of(run_dir: Path, recorded: Mapping[str, Any]) -> Planned | str:
     if executor.name == "reference":
         return "executor=reference has no pipeline to draw."
     # 2. a schedule in a file, such as the one that schedule=auto found
-    path = getattr(schedule, "path", None)
-    if path is not None and Path(path).exists() and not Path(path).is_file():  # may be a pipe
-        return f"The schedule cannot be drawn: {path} cannot be read: it is no file."
     found, number = run_dir / SCHEDULE_FILE, schedule.num_microbatches
     is_auto = isinstance(schedule, Auto) and found.is_file()
     if is_auto:
@@ -112,8 +114,11 @@ def _pipeline_of(run_dir: Path, recorded: Mapping[str, Any]) -> Planned | str:
     num_chunks = getattr(schedule, "num_chunks", 2 * getattr(schedule, "num_waves", 1))
     if large := too_many_tasks(3 * mesh.pp * number * num_chunks):
         return large
-    is_lora = recorded.get("optim", {}).get("train") == "lora"
-    trained = trained_share(group("model"), group("optim")) if is_lora else 1.0
+    costs = task_costs(executor.remat)
+    if starts and isinstance(relative := starts[-1].get(COSTS), dict):
+        costs = Costs(**{name: float(value) for name, value in relative.items()})
     sizes = {"num_ranks": mesh.pp, "num_layers": recorded["model"]["num_layers"] or mesh.pp}
-    pipeline = pipeline_of(schedule=schedule, executor=executor, trained=trained, **sizes)
-    return pipeline._replace(label="auto") if is_auto else pipeline
+    how = {"trained": costs.weight_grad_s, "costs_of": Placed(costs).anywhere}
+    planned = pipeline_of(schedule=schedule, executor=executor, **sizes, **how)
+    step = replace(planned.step, costs=costs)
+    return planned._replace(step=step, label="auto" if is_auto else planned.label)

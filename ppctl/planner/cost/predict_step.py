@@ -1,6 +1,6 @@
 """The prediction for a job before anything is compiled: `plan`, `train`, `tune` and `rehearse`.
 
-The ideal bubble follows from the schedule and its executor: equal stages with F = I = W, nothing
+The ideal bubble follows from the schedule and its executor: equal stages at `task_costs`, nothing
 else takes time. The predicted one is by the seconds of layers, embedding, head and transfers.
 """
 

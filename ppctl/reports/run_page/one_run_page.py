@@ -12,7 +12,7 @@ from ppctl.reports import page_kit as kit
 from ppctl.reports.charts.html_charts import charts_html, too_many_tasks
 from ppctl.reports.charts.page_figures import curves_svg, memory_bars
 from ppctl.reports.charts.palette import PARTS
-from ppctl.reports.charts.schedule_drawing import Drawing
+from ppctl.reports.charts.schedule_drawing import Drawing, number_text
 from ppctl.reports.recorded_settings import setting_text
 from ppctl.reports.run_files import RUNNING, record_number, setting_changes, tracker_commands
 from ppctl.reports.run_page.read_run import RecordedRun, versions_of
@@ -33,7 +33,7 @@ HOW = (
     "Not measured. With executor=mpmd, run.timeline=true times every task of one step; with "
     "executor=spmd, run.profile=N traces them."
 )
-UNITS = "Ideal: stages that all cost the same; a forward through 1/p of the model counts as 1 s."
+UNITS = "Ideal: equal stages. A microbatch through 1/p of the model takes {}."
 MEANS = (
     "The simulation takes each stage's measured means, so the difference is order, transfers and "
     "waits."
@@ -232,8 +232,12 @@ def _step_html(run_dir: Path, pipeline: Planned | str) -> str:
     if reason := too_many_tasks(sum(map(len, pipeline.step.schedule.ranks))):
         return charts_html((), [*notes, reason])
     timeline = pipeline.step.timeline(pipeline.step.costs)
-    notes += [HOW, UNITS] if pipeline.step.ticks is None else [HOW, UNITS, LOCKSTEP]
-    return charts_html([Drawing(f"{pipeline.label}, ideal", timeline)], notes)
+    drawing = Drawing(f"{pipeline.label}, ideal", timeline)
+    kinds = dict.fromkeys("".join(kind.replace("B", "IW") for kind in drawing.kinds))
+    seconds = {kind: timeline.costs.seconds(kind, 0, 1) for kind in kinds}
+    units = UNITS.format(", ".join(f"{k} {number_text(s)} s" for k, s in seconds.items()))
+    notes += [HOW, units] if pipeline.step.ticks is None else [HOW, units, LOCKSTEP]
+    return charts_html([drawing], notes)
 
 
 def _measured(run_dir: Path, pipeline: Planned | str, notes: list[str]) -> Sequence[Drawing]:

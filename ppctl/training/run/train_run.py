@@ -195,6 +195,7 @@ def _record_start(
     config, run_dir = job.config, Path(job.config.run.dir)
     facts = environment(job.pipe.mesh) | {"xla_flags": text_of(job.pipe.execution.xla_flags)}
     facts |= {run_status.DIRECTORY: os.getcwd(), run_status.OVERRIDES: [*overrides]}
+    facts[run_status.COSTS] = asdict(job.pipe.scheduled.costs)
     if start.changed:
         facts[run_status.CHANGED] = [each._asdict() for each in start.changed]
     with writing(run_dir):
