@@ -1,8 +1,11 @@
 """Rooms: each imports from those below it only. One test a rule, which lists all that break it."""
 
 import ast
+import re
 import sys
 from pathlib import Path
+
+import pytest
 
 import ppctl
 
@@ -215,3 +218,14 @@ def test_the_test_sees_the_imports():
     assert "schedule.ir" in IMPORTS["schedule.tick_lowering"]
     assert any(name.startswith("hydra.") for name in imported("cli.compose"))
     assert len(FILES) > 200
+
+
+@pytest.mark.parametrize("setting", ["norm_eps", "attention_softcap", "logit_softcap"])
+def test_the_page_of_the_architecture_names_the_files_of_a_models_setting(setting):
+    text = (ROOT.parent / "docs/architecture.md").read_text()
+    (row,) = re.findall(r"^\| add a setting of the transformer \| (.*)", text, re.MULTILINE)
+    named = re.findall(r"`([\w/]+(?:\.py|/))`", row)
+    assert all((ROOT / name).exists() for name in named)
+    using = [f for f in FILES.values() if re.search(rf"\b{setting}\b", f.read_text())]
+    places = {str(file.relative_to(ROOT)) for file in using}
+    assert {place for place in places if not place.startswith(tuple(named))} == set()
