@@ -98,7 +98,8 @@ def _parts(composed: Composed, names: Iterable[Any]) -> dict[str, Any]:
 def without_hydra(composed: DictConfig) -> Composed:
     """Return a composed config and its choices, Hydra's own settings dropped from it."""
     choices = dict(composed.hydra.runtime.choices)
-    keys = {text.lstrip("+").partition("=")[0] for text in composed.hydra.overrides.task}
+    words = OmegaConf.to_container(composed.hydra.overrides.task)  # interpolations as they are
+    keys = {str(word).lstrip("+").partition("=")[0] for word in words or ()}
     with read_write(composed), open_dict(composed):
         del composed["hydra"]
     return Composed(composed, choices, bool(keys & {"mesh", "mesh.pp"}))

@@ -179,10 +179,9 @@ def _check_data(model: AnyModel, data: AnyData) -> None:
         is_text = not isinstance(data, Regression | CustomData)
         if is_text != (model.seq_len is not None):
             remedy = "Set model.seq_len" if is_text else "Leave model.seq_len out"
+            seq_len = "null" if model.seq_len is None else model.seq_len
             reason = "is cut into sequences" if is_text else "has no sequences to be cut"
-            raise ConfigError(
-                f"data={data.name} {reason}, but model.seq_len={model.seq_len}. {remedy}."
-            )
+            raise ConfigError(f"data={data.name} {reason}, but model.seq_len={seq_len}. {remedy}.")
 
 
 def _check_trained(model: AnyModel, optim: Optim) -> None:

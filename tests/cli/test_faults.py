@@ -9,6 +9,7 @@ import re
 import jax
 import pytest
 from support.files import write
+from support.remedies import suggestions, with_suggestion
 from support.run_dirs import make
 
 from ppctl import cli
@@ -153,6 +154,9 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(
     assert re.search(message, err), err
     assert (out, served) == ("", [])
     assert list(in_empty_directory.iterdir()) == []
+    if "--multirun" not in line:
+        for suggestion in suggestions(err):
+            assert cli.main(with_suggestion(line.split(), suggestion)) == 0, suggestion
 
 
 # --- files of the user's ------------------------------------------------------------------------

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import asdict
 
 import pytest
+from support.remedies import suggestions, with_suggestion
 
 from ppctl import config as c
+from ppctl.cli.choices import request_words
+from ppctl.cli.compose import compose
 from ppctl.config.groups.data_settings import Part
 from ppctl.config.groups.model_settings import Rope
 from ppctl.errors import ConfigError
@@ -55,7 +59,7 @@ def scaled(**scaling):
         ),
         (
             config_with(model=c.Transformer(d_model=130)),
-            "d_model=130 is not a multiple of .*=4. Use d_model=132",
+            "d_model=130 is not a multiple of .*=4. Use model.d_model=136",
         ),
         (config_with(model=c.Transformer(d_model=12)), "12/4 = 3 is odd"),
         (
@@ -95,7 +99,7 @@ def scaled(**scaling):
             scaled(rope_type="ntk"),
             "model.rope.scaling.rope_type=ntk is not one of linear, llama3, yarn",
         ),
-        (scaled(factor=2.0), "model.rope.scaling.rope_type=None is not one of"),
+        (scaled(factor=2.0), "model.rope.scaling.rope_type=null is not one of"),
         (scaled(rope_type="linear"), r"model.rope.scaling has no factor. It takes factor\."),
         (
             scaled(rope_type="linear", factor=2.0, beta_fast=8.0),
@@ -188,7 +192,7 @@ def scaled(**scaling):
         ),
         (
             config_with(run=c.Run(num_processes=2)),
-            "num_processes=2 is of .*=off. Use run.distributed=explicit, or leave",
+            "num_processes=2 is of .*=off. Leave it out, or set run.distributed=explicit and",
         ),
         (
             config_with(run=c.Run(coordinator="a:1")),
@@ -327,6 +331,8 @@ def test_impossible_settings_are_refused_with_their_values(config, message):
     with pytest.raises(ConfigError, match=message) as caught:
         c.check(config)
     assert "\n" not in str(caught.value)
+    for suggestion in suggestions(str(caught.value)):
+        compose(with_suggestion(request_words(asdict(config)), suggestion))
 
 
 @pytest.mark.parametrize(

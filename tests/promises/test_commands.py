@@ -35,8 +35,8 @@ def test_what_cannot_work_is_refused_in_one_line_and_a_list_of_schedules_starts_
     done = subprocess.run(command, env=BY_USER | PATHS, capture_output=True, text=True, check=True)
     assert done.stdout.endswith("\n[2, 0] []\n")
     assert done.stderr == (
-        "ppctl: num_microbatches=6 is not a multiple of num_ranks=4 (interleaved). Use 4, 8, ... "
-        "or schedule=1f1b.\n"
+        "ppctl: num_microbatches=6 is not a multiple of num_ranks=4 (interleaved). Use a multiple of "
+        "4 that divides the batch, or schedule=1f1b.\n"
     )
 
 

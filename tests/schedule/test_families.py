@@ -219,8 +219,8 @@ def test_the_config_of_a_family_has_its_knobs_and_no_others(family):
     ("family", "m", "knobs", "message"),
     [
         *(
-            (f, 6, {}, f"num_microbatches=6 is not a multiple of num_ranks=4 ({f}). Use 4, 8, ... or "
-                "schedule=1f1b.")
+            (f, 6, {}, f"num_microbatches=6 is not a multiple of num_ranks=4 ({f}). Use a multiple "
+                "of 4 that divides the batch, or schedule=1f1b.")
             for f in GROUPED
         ),
         ("looped_bfs", 4, {"num_chunks": 0}, "num_chunks=0 is below 1 (looped_bfs). Use num_chunks=1 or more."),

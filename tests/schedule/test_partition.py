@@ -44,7 +44,7 @@ def test_fewer_layers_than_stages_are_refused_in_one_line():
     assert str(error.value) == (
         "num_layers=6 is less than the number of stages, pp*num_chunks = 8: a stage "
         "would be empty. Use num_layers=8 or more, fewer ranks or chunks, or "
-        "partition=[layers of each stage] (the first and the last may be empty)."
+        "partition=[0, 1, 1, 1, 1, 1, 1, 0]."
     )
 
 

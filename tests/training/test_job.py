@@ -5,15 +5,18 @@ is refused.
 import math
 import os
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support.job_configs import BATCH_SIZE, SEQ_LEN, mlp_config, small, transformer_config
+from support.remedies import suggestions, with_suggestion
 from support.selection import full
 
+from ppctl.cli.choices import request_words
+from ppctl.cli.compose import compose
 from ppctl.config import (
     MLP,
     AdamW,
@@ -326,6 +329,10 @@ def test_what_cannot_be_is_refused_in_one_line(parts, error, message):
     with pytest.raises(error, match=message) as refused:
         assemble(transformer_config(**parts))
     assert not re.search("\n", str(refused.value))
+    if "devices" not in message:  # those of this process
+        for suggestion in suggestions(str(refused.value)):
+            words = request_words(asdict(transformer_config(**parts)))
+            assemble(compose(with_suggestion(words, suggestion)))
 
 
 def test_a_vocabulary_may_be_larger_than_the_data_needs():

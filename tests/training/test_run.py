@@ -209,7 +209,7 @@ def test_a_run_that_diverges_stops_and_goes_on_from_the_good_checkpoint(train, c
     assert (
         f"Training stopped; the checkpoint of step 2 is good ({run_dir}/checkpoints); move 3 "
         "away: resuming from there fails again. Try a smaller optim.lr (now 1e+30), more "
-        "optim.warmup_steps (now 20) or a smaller optim.clip_norm (now None).\n"
+        "optim.warmup_steps (now 20) or optim.clip_norm=1.0 (now null).\n"
     ) in err
     assert err.count("\n") == 1
     last = records(run_dir)[-1]

@@ -405,7 +405,7 @@ def test_models_and_data_of_ones_own_go_with_those_that_ship(here, monkeypatch):
         ("model=custom model.target=x", "model.target=x is not the dotted path of a function"),
         (
             "model=custom model.target=a.b",
-            "data=stdlib is cut into sequences, but model.seq_len=None. Set model.seq",
+            "data=stdlib is cut into sequences, but model.seq_len=null. Set model.seq",
         ),
         (
             "model=custom model.target=a.b data=regression model.seq_len=3",

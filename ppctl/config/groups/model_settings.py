@@ -120,7 +120,7 @@ class Rope:
             raise ConfigError(f"model.rope.scaling={scaling} is no mapping, such as {example}.")
         values = cast("Mapping[str, Any]", scaling)
         kind = values.get("rope_type")
-        choice("model.rope.scaling.rope_type", kind, tuple(SCALINGS))
+        choice("model.rope.scaling.rope_type", "null" if kind is None else kind, tuple(SCALINGS))
         values = {key: value for key, value in values.items() if key != "rope_type"}
         return settings_from(SCALINGS[str(kind)], values, "model.rope.scaling")
 
@@ -228,21 +228,25 @@ class Transformer(Layered):
 
     def _check_widths(self) -> None:
         d_model, heads = self.d_model, self.num_heads
+        use = f"Use model.d_model={math.ceil(d_model / (2 * heads)) * 2 * heads}"
         if self.head_dim is None and d_model % heads:
             raise ConfigError(
-                f"model.d_model={d_model} is not a multiple of model.num_heads={heads}. Use "
-                f"d_model={math.ceil(d_model / heads) * heads} or another num_heads."
+                f"model.d_model={d_model} is not a multiple of model.num_heads={heads}. {use} "
+                "or another model.num_heads."
             )
         if heads % self.kv_heads:
             raise ConfigError(
                 f"model.num_heads={heads} is not a multiple of "
-                f"model.num_kv_heads={self.kv_heads}. Use a divisor of {heads}."
+                f"model.num_kv_heads={self.kv_heads}. Use model.num_kv_heads="
+                f"{math.gcd(heads, self.kv_heads)} or another divisor of {heads}."
             )
         if self.head_width % 2:
             width = f"model.head_dim={self.head_dim}"
-            if self.head_dim is None:
+            if self.head_dim is not None:
+                use = f"Use model.head_dim={self.head_dim + 1}"
+            else:
                 width = f"model.d_model/model.num_heads = {d_model}/{heads} = {self.head_width}"
-            raise ConfigError(f"{width} is odd, and rotary positions turn pairs. Use an even one.")
+            raise ConfigError(f"{width} is odd, and rotary positions turn pairs. {use}.")
 
     def _check_windows(self) -> None:
         if self.window is None:

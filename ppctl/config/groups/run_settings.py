@@ -118,7 +118,8 @@ class Run(Settings):
         if self.distributed == "off" and given:
             raise ConfigError(
                 f"run.{given[0]}={getattr(self, given[0])} is of a run of several processes, but "
-                "run.distributed=off. Use run.distributed=explicit, or leave it out."
+                "run.distributed=off. Leave it out, or set run.distributed=explicit and all of "
+                "run.coordinator=HOST:PORT run.num_processes=N run.process_id=I."
             )
         missing = [f"run.{key}=..." for key in keys if key not in given]
         if self.distributed == "explicit" and missing:

@@ -103,7 +103,7 @@ def require_multiple_of_ranks(name: str, num_microbatches: int, num_ranks: int) 
     """Raise ScheduleError for microbatches that do not fill groups of p."""
     if num_microbatches % num_ranks:
         what = f"num_microbatches={num_microbatches} is not a multiple of num_ranks={num_ranks}"
-        use = f"Use {num_ranks}, {2 * num_ranks}, ... or schedule=1f1b."
+        use = f"Use a multiple of {num_ranks} that divides the batch, or schedule=1f1b."
         raise ScheduleError(f"{what} ({name}). {use}")
 
 

@@ -39,11 +39,15 @@ def uniform(num_layers: int, num_stages: int) -> Partition:
     [3, 3, 2, 2]
     """
     if num_layers < num_stages:
-        by_hand = setting("partition", "explicit", "partition=[layers of each stage]")
+        by_hand, inner = "", num_stages - 2
+        if 0 < inner <= num_layers:
+            layers = [0, *map(len, uniform(num_layers, inner)), 0]
+            settings = f"explicit partition.layers={layers}".replace(", ", ",")
+            by_hand = f", or {setting('partition', settings, f'partition={layers}')}"
         raise ConfigError(
             f"{_layers(num_layers)} is less than the number of stages, pp*num_chunks = "
             f"{num_stages}: a stage would be empty. Use {_layers(num_stages)} or more, fewer ranks "
-            f"or chunks, or {by_hand} (the first and the last may be empty)."
+            f"or chunks{by_hand}."
         )
     size, extra = divmod(num_layers, num_stages)
     return _of_sizes([size + (s < extra) for s in range(num_stages)])

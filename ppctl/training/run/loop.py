@@ -203,11 +203,12 @@ class Loop:
         kept = f"the checkpoint of step {good[-1]} is good" if good else "no checkpoint is good"
         lost = ", ".join(str(step) for step in steps if step > newest_good)
         away = f"; move {lost} away: resuming from there fails again" if lost else ""
+        clip = f"a smaller optim.clip_norm (now {optim.clip_norm})"
+        clip = "optim.clip_norm=1.0 (now null)" if optim.clip_norm is None else clip
         return NonFiniteError(
             f"step {finished}: {what}. Training stopped; {kept} "
             f"({self.checkpoints.directory}){away}. Try a smaller optim.lr (now {optim.lr}), "
-            f"more optim.warmup_steps (now {optim.warmup_steps}) or a smaller optim.clip_norm "
-            f"(now {optim.clip_norm})."
+            f"more optim.warmup_steps (now {optim.warmup_steps}) or {clip}."
         )
 
     def _speeds(self, step_time_s: float) -> dict[str, Any]:
