@@ -53,11 +53,11 @@ def export_model(
     model = open_language_model(run_dir, step=step)
     # 1. parameters, config.json, and the files that come with them
     if adapter:
-        params, config = _adapter(model)
+        step, params, config = _adapter(model)
         copied, stem = dict[str, Path](), "adapter_model"
     else:
         source = _source(run_dir, model.config.run.start_from)
-        params, config = model.params, _config(model, source)
+        step, params, config = model.step, model.params, _config(model, source)
         copied, stem = _kept_files(source, run_dir / SOURCE), "model"
     stated = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     if (dtype or stated) not in DTYPES:
@@ -81,7 +81,7 @@ def export_model(
             text = json.dumps({"_from_model_config": True, **tokens}, indent=2)
             (part / GENERATION).write_text(text + "\n")
             files.append(GENERATION)
-    return Exported((*files, config_file), dtype, model.step)
+    return Exported((*files, config_file), dtype, step)
 
 
 def _config(model: LanguageModel, source: Path | None) -> dict[str, Any]:
@@ -94,21 +94,21 @@ def _config(model: LanguageModel, source: Path | None) -> dict[str, Any]:
     return config
 
 
-def _adapter(model: LanguageModel) -> tuple[Tree, dict[str, Any]]:
-    """Return (parameters with adapters, PEFT's config). ConfigError without adapters."""
+def _adapter(model: LanguageModel) -> tuple[int, Tree, dict[str, Any]]:
+    """Return (step, parameters with adapters, PEFT's config). ConfigError without adapters."""
     adapters = model.adapters
     if adapters is None:
         raise ConfigError(
             f"--adapter: {model.directory} was not trained with optim.train=lora and has no "
             "adapters."
         )
-    lora, params = adapters
+    step, lora, params = adapters
     model_config(model.transformer, params["embed_head"]["embedding"].shape[0])  # raises for others
     linear = [each.name.split(".")[-3] for each in named_parameters(params, adapters=True)]
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None}
     config |= {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": [*dict.fromkeys(linear)]}
     config |= {"lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False}
-    return params, config | {"inference_mode": True}
+    return step, params, config | {"inference_mode": True}
 
 
 def _source(run_dir: Path, start_from: str | None) -> Path | None:

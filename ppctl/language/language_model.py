@@ -23,7 +23,7 @@ from ppctl.training.checkpoint.checkpoint import Checkpoints, merged_params, sto
 from ppctl.training.pipeline.built_in_models import architecture
 from ppctl.training.pipeline.job import DEFAULT_DTYPE
 from ppctl.training.run.kept_tokenizer import configured_ends, kept_tokenizer
-from ppctl.training.run.saved_run import load_run
+from ppctl.training.run.saved_run import SavedRun, load_run
 from ppctl.user_files import check_text
 
 Tree = Any
@@ -33,24 +33,44 @@ Tree = Any
 class LanguageModel:
     """A transformer over tokens, and its tokenizer. Everything is read on first use."""
 
-    directory: Path  # of the run
-    step: int
+    run: SavedRun
+    requested: int | None  # step of the checkpoint; None: the newest when it is read
     transformer: Transformer  # its settings
     config: Config  # model, data and run of the run; all else has its defaults
     dtype: jnp.dtype  # of compute
 
-    @cached_property
+    @property
+    def directory(self) -> Path:
+        """The directory of the run."""
+        return self.run.directory
+
+    @property
+    def step(self) -> int:
+        """The step of the parameters."""
+        return self._stored[0]
+
+    @property
     def params(self) -> Tree:
         """The parameters, in natural order, whole in the host's memory; adapters are merged in."""
-        with Checkpoints(self.directory / "checkpoints", keep=None) as checkpoints:
-            return merged_params(checkpoints, self.step, all_devices("cpu")[0])
+        return self._stored[1]
 
     @cached_property
-    def adapters(self) -> tuple[Lora, Tree] | None:
-        """The settings of LoRA, and the parameters with adapters; None without adapters."""
+    def _stored(self) -> tuple[int, Tree]:
         with Checkpoints(self.directory / "checkpoints", keep=None) as checkpoints:
-            lora, cpu = stored_lora(checkpoints, self.step), all_devices("cpu")[0]
-            return lora and (lora, checkpoints.restore_params(self.step, cpu))
+            cpu = all_devices("cpu")[0]
+            read = lambda step: (step, merged_params(checkpoints, step, cpu))  # noqa: E731
+            return self.run.read(self.requested, read)
+
+    @cached_property
+    def adapters(self) -> tuple[int, Lora, Tree] | None:
+        """The step, the settings of LoRA, and the parameters with adapters; None without."""
+
+        def read(step: int) -> tuple[int, Lora, Tree] | None:
+            lora, cpu = stored_lora(checkpoints, step), all_devices("cpu")[0]
+            return lora and (step, lora, checkpoints.restore_params(step, cpu))
+
+        with Checkpoints(self.directory / "checkpoints", keep=None) as checkpoints:
+            return self.run.read(self.requested, read)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -157,7 +177,8 @@ def open_language_model(
             f"{directory} has model={config.model.name}: this takes the built-in transformer."
         )
     # 2. the checkpoint
-    step, name = run.step(step), dtype or config.run.dtype or DEFAULT_DTYPE
+    run.step(step)  # raises without it
+    name = dtype or config.run.dtype or DEFAULT_DTYPE
     if name == "float64":
         jax.config.update("jax_enable_x64", True)
-    return LanguageModel(directory, step, config.model, config, jnp.dtype(name))
+    return LanguageModel(run, step, config.model, config, jnp.dtype(name))

@@ -103,6 +103,7 @@ def test_of_a_large_file_samples_are_read_at_start_and_each_batch_is_checked(
     dataset = build("tokens", **written)
     assert sum(read) <= 2 * 1024
     dataset.read(np.arange(20))
+    dataset.read(np.array(dataset.numbers(held_out=True)))
     with pytest.raises(DataError, match=r"holds the id 60000, not below data.vocab_size=256"):
         dataset.read(np.arange(40))
     monkeypatch.setattr(windows, "CHUNK_TOKENS", 7)

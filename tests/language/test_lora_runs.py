@@ -61,7 +61,7 @@ def test_a_run_of_adapters_from_an_imported_model(layouts, base, capsys):
     first = next(run.data.batches())
     assert run.metrics[0]["loss"] == pytest.approx(imported.loss(first), rel=1e-5)
     assert [each["step"] for each in run.metrics] == [*range(1, len(layouts) + 2)]
-    lora, params = open_language_model(run.directory).adapters
+    _, lora, params = open_language_model(run.directory).adapters
     assert (lora.rank, lora.alpha, lora.targets) == (4, 8.0, None)
     for name in ("embedding", "head"):
         np.testing.assert_array_equal(
@@ -145,7 +145,9 @@ def test_a_run_of_adapters_goes_on_in_another(base, capsys):
     assert after.metrics[0]["loss"] != pytest.approx(
         ppctl.load_run("base").loss(next(after.data.batches())), rel=1e-3
     )
-    (_, old), (_, new) = (open_language_model(each.directory).adapters for each in (before, after))
+    (*_, old), (*_, new) = (
+        open_language_model(each.directory).adapters for each in (before, after)
+    )
     for name, part in old["layers"]["mlp"]["up"].items():
         moved = np.abs(new["layers"]["mlp"]["up"][name] - part).max()
         assert moved == 0 if name == "kernel" else 0 < moved < 0.1

@@ -244,6 +244,37 @@ def test_parameters_are_whole_and_in_model_order(saved, step):
         assert a.sharding.device_set == {jax.devices()[0]}
 
 
+@pytest.fixture
+def saving(saved, tmp_path, monkeypatch):
+    """A run that replaces its only checkpoint, of step 3, by that of step 5 at the next reading."""
+    path = shutil.copytree(saved[0], tmp_path / "run")
+    (path / "checkpoints/5").rename(tmp_path / "5")
+    load = Checkpoints._load
+
+    def loading(self, step, items):
+        if (path / "checkpoints/3").is_dir() and "state" in items:
+            (tmp_path / "5").rename(path / "checkpoints/5")
+            shutil.rmtree(path / "checkpoints/3")
+        return load(self, step, items)
+
+    def path_of(self, step):  # known before the run replaces it
+        return self.directory / str(step)
+
+    monkeypatch.setattr(Checkpoints, "_load", loading)
+    monkeypatch.setattr(Checkpoints, "_path", path_of)
+    return path
+
+
+def test_a_checkpoint_that_a_run_replaces_is_read_from_the_newest(saved, saving):
+    found = ppctl.load_run(saving).params()
+    jax.tree.map(np.testing.assert_array_equal, found, saved[1][5])
+
+
+def test_a_requested_checkpoint_that_a_run_replaces_is_removed_not_damaged(saving):
+    with pytest.raises(ppctl.PpctlError, match=r"checkpoints/3 was removed while it was read"):
+        ppctl.load_run(saving).params(3)
+
+
 def test_what_is_not_there_is_refused(saved, tmp_path):
     with pytest.raises(
         ppctl.PpctlError, match=r"has no checkpoint of step 4; there are of steps 3, 5\."

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
 import numpy as np
@@ -31,6 +31,7 @@ from ppctl.training.checkpoint.manifest import (
 )
 from ppctl.training.checkpoint.orbax_io import error_reason
 
+T = TypeVar("T")
 SAVE_TIMEOUT_S = 300  # terabytes take minutes; if one process fails, the others wait this long
 
 
@@ -271,6 +272,9 @@ class Checkpoints:
             if orbax_io.PASSING.search(reason):
                 what = f"Checkpoint {path} cannot be read: {reason}"
                 return CheckpointError(f"{what}. Start again once it can.")
+            if step not in self.steps():
+                what = f"Checkpoint {path} was removed while it was read, by a run that saves"
+                return CheckpointError(f"{what}. Name a newer one, or raise run.checkpoint.keep.")
             return self._damaged(step, reason)
 
         with self._together(failed), self._reading:
@@ -305,6 +309,21 @@ class Checkpoints:
             f"Checkpoint {self.directory / str(step)} could not be written: {reason}; {kept}. "
             "Free or extend the disk, or use another run.dir."
         )
+
+
+def read_newest(newest: Callable[[], int], read: Callable[[int], T]) -> T:
+    """Return read(step) of the newest checkpoint; again where a save replaces it meanwhile.
+
+    newest: returns its step. CheckpointError as of `newest` and `read`.
+    """
+    step = newest()
+    while True:
+        try:
+            return read(step)
+        except CheckpointError:
+            before, step = step, newest()
+            if step == before:
+                raise
 
 
 def _refusal(what: str, remedy: str) -> Callable[[str], Exception]:

@@ -15,7 +15,7 @@ from ppctl.config.code_digests import changed_modules
 from ppctl.errors import CheckpointError, DamagedError
 from ppctl.model.lora import with_base, without_adapters
 from ppctl.model.stack import init
-from ppctl.training.checkpoint.checkpoint import Checkpoints, stored_lora
+from ppctl.training.checkpoint.checkpoint import Checkpoints, read_newest, stored_lora
 from ppctl.training.checkpoint.manifest import array_types, differences
 from ppctl.training.pipeline.built_in_models import lora_of
 from ppctl.training.pipeline.engines.train_states import shardings_of
@@ -165,13 +165,17 @@ def state_from(job: TrainingJob) -> Tree | None:
     if directory is None:
         return None
     natural, stack = job.pipe.states.natural, job.pipe.stack
-    with Checkpoints(Path(directory) / "checkpoints", keep=None) as checkpoints:
+
+    def newest() -> int:
         step = checkpoints.latest()
         if step is None:
             raise CheckpointError(
                 f"run.start_from={directory} has no checkpoint. Name a run directory, as `ppctl "
                 "import` writes one."
             )
+        return step
+
+    def read(step: int) -> tuple[int, Tree, bool]:
         stored, is_base = stored_lora(checkpoints, step), False
         if stored is None:
             is_base = lora is not None
@@ -186,7 +190,11 @@ def state_from(job: TrainingJob) -> Tree | None:
         fault = start_fault(checkpoints.param_types(step), array_types(wanted))
         if fault is not None:
             raise CheckpointError(f"run.start_from={directory} is of {fault}")
-        params = checkpoints.restore_params(step, wanted)
+        return step, checkpoints.restore_params(step, wanted), is_base
+
+    with Checkpoints(Path(directory) / "checkpoints", keep=None) as checkpoints:
+        step, params, is_base = read_newest(newest, read)
+    compare({"the step of run.start_from": step})
 
     # 2. the state that starts with them
     def fresh(params: Tree) -> Tree:

@@ -24,7 +24,7 @@ from ppctl.model.stack import Stack
 from ppctl.reports import run_status
 from ppctl.reports.foreign_files import read_settings
 from ppctl.reports.run_files import read_lines
-from ppctl.training.checkpoint.checkpoint import Checkpoints, merged_params
+from ppctl.training.checkpoint.checkpoint import Checkpoints, T, merged_params, read_newest
 from ppctl.training.checkpoint.manifest import array_types, differences
 from ppctl.training.pipeline.built_in_models import lora_of, make_stack
 from ppctl.training.pipeline.job import DEFAULT_DTYPE, open_data
@@ -76,6 +76,12 @@ class SavedRun:
             raise CheckpointError(f"{self.directory} has no checkpoint{wanted}; there are {found}.")
         return steps[-1] if step is None else step
 
+    def read(self, step: int | None, read: Callable[[int], T]) -> T:
+        """Return read(step); None: of the newest checkpoint, though a run may replace it."""
+        if step is None:
+            return read_newest(lambda: self.step(None), read)
+        return read(self.step(step))
+
     @cached_property
     def data(self) -> DataSet:
         """The data set of the run: `next(run.data.batches())`, `run.data.eval_batches(1)`."""
@@ -93,11 +99,15 @@ class SavedRun:
                 other parameters.
             ConfigError: The model's code cannot be imported.
         """
-        natural = self._natural(self.step(step))
-        if not isinstance(self._config.model, settings.CustomModel):
-            return natural
-        network = self._fitting(self.step(step), natural).options.network
-        return natural if network is None else network.from_parts(natural)
+
+        def read(step: int) -> Tree:
+            natural = self._natural(step)
+            if not isinstance(self._config.model, settings.CustomModel):
+                return natural
+            network = self._fitting(step, natural).options.network
+            return natural if network is None else network.from_parts(natural)
+
+        return self.read(step, read)
 
     def predict(self, inputs: Any, step: int | None = None) -> Tree:
         """Return the outputs for a batch of inputs [examples, ...], in the dtype of training.
@@ -105,7 +115,7 @@ class SavedRun:
         Compiled once for each shape. step, errors: as `params`; and ConfigError for a `Stack`
         without `outputs`.
         """
-        stack, params = self._trained(self.step(step))
+        stack, params = self.read(step, self._trained)
         if stack.options.outputs is None:
             raise ConfigError(
                 f"model.target={self.settings['model'].get('target')} returns a Stack without "
@@ -116,7 +126,7 @@ class SavedRun:
 
     def loss(self, batch: Mapping[str, Any], step: int | None = None) -> float:
         """Return the mean loss of {"inputs", "targets"}: arrays [examples, ...]."""
-        _, params = self._trained(self.step(step))
+        _, params = self.read(step, self._trained)
         arrays = {name: jnp.asarray(batch[name]) for name in ("inputs", "targets")}
         return float(self._mean_loss(params, arrays)[0])
 
@@ -183,7 +193,7 @@ class SavedRun:
         config = self._config
         model = config.model
         with self._checkpoints() as checkpoints:
-            meta = checkpoints.meta(self.step(None))
+            meta = self.read(None, checkpoints.meta)
         data = described(meta["data"])
         if isinstance(model, settings.Transformer):  # the run's kernel may not run here
             model = replace(model, attention="auto")
