@@ -54,7 +54,8 @@ EXIT_CODES = """\
   2  the request is wrong; nothing was started
   3  another process of the run was lost; the same line resumes
   4  training met a loss that is not finite
-  130, 143  interrupted (Ctrl-C, SIGTERM), after saving a checkpoint if training had begun"""
+  130, 143  interrupted (Ctrl-C, SIGTERM), after saving a checkpoint if training had begun;
+            a second one ends the process at once, unsaved"""
 
 
 OVERVIEW = """\

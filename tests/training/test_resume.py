@@ -188,7 +188,7 @@ def test_a_run_ended_by_signals_saves_its_last_step_and_goes_on_bit_for_bit(
         step = latest(run_dir)
         assert start + 33 <= step < NUM_STEPS
         assert [record["step"] for record in records(run_dir)] == list(range(1, step + 1))
-        assert process.lines[-3] == f"{name}: saving step {step} and leaving\n"
+        assert process.lines[-3].startswith(f"{name}: saving step {step} and leaving; ")
         assert process.lines[-2].startswith("plan ")
         assert (
             process.lines[-1]
@@ -329,7 +329,8 @@ def test_a_second_ctrl_c_ends_the_process_at_once(tmp_path):
         assert process.popen.poll() is None
         process.popen.send_signal(signal.SIGINT)
         assert process.end() == -signal.SIGINT  # 130 in a shell
-    assert process.lines[-1].startswith("SIGINT: saving step")
+    assert process.lines[-1].endswith("leaving; a second SIGINT ends it at once, unsaved\n")
+    assert latest(run_dir) == 0
 
 
 @pytest.mark.slow

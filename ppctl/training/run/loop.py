@@ -250,8 +250,10 @@ class Loop:
         is_saved = self.job.config.run.checkpoint.enabled
         if stop_signal is not None:
             unsaved = f"leaving after step {finished}, unsaved"
-            what = f"saving step {finished} and leaving" if is_saved else unsaved
-            self.metrics.note(f"{signal.Signals(stop_signal).name}: {what}")
+            name = signal.Signals(stop_signal).name
+            again = "" if distributed.is_joined() else f"; a second {name} ends it at once, unsaved"
+            what = f"saving step {finished} and leaving{again}" if is_saved else unsaved
+            self.metrics.note(f"{name}: {what}")
         if not is_saved:
             return
         self.heartbeat.note("save", finished)
