@@ -83,6 +83,10 @@ def checked(composed: Composed) -> Config:
         raise ConfigError(f"costs of a recipe: {faults.ASSUMED}")
     config = Config(**parts)
     settings.check(config)
+    if config.run.start_from is not None:
+        from ppctl.training.run.kept_tokenizer import with_start_tokenizer  # starts JAX
+
+        config.data = with_start_tokenizer(config.run.start_from, config.data)
     return config
 
 

@@ -21,7 +21,7 @@ NOT_SOURCE = ("config-", "_sysconfigdata")  # differ by machine: written when Py
 GLOB = frozenset("*?[")
 
 
-def stdlib(*, tokenizer: str, end_token: str | None, cache_dir: str, **how: Any) -> DataSet:
+def stdlib(*, tokenizer: str | None, end_token: str | None, cache_dir: str, **how: Any) -> DataSet:
     """Return the data set of this Python's standard library, without tests and packages.
 
     how: packing, seq_len, batch_size, seed and eval_fraction. Raises DataError for a library
@@ -44,7 +44,7 @@ def stdlib(*, tokenizer: str, end_token: str | None, cache_dir: str, **how: Any)
 def text(
     *,
     path: str,
-    tokenizer: str,
+    tokenizer: str | None,
     end_token: str | None,
     field: str,
     prompt_field: str | None,

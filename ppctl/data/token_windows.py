@@ -8,12 +8,14 @@ import textwrap
 import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ppctl.data.dataset import Batch, DataSet, divided
+from ppctl.data.tokenizer import vocabulary_size
 from ppctl.errors import DataError
 
 NO_TOKEN = -1  # a masked target, as in ppctl.model.cross_entropy
@@ -94,21 +96,38 @@ def digest(array: np.ndarray) -> str:
 
 
 def tokens(
-    *, path: str, dtype: str, vocab_size: int | None, sizes_only: bool = False, **how: Any
+    *,
+    path: str,
+    dtype: str,
+    vocab_size: int | None,
+    tokenizer: str | None,
+    sizes_only: bool = False,
+    **how: Any,
 ) -> DataSet:
     """Return the data set of a flat integer `.npy`, or a raw `.bin` of `dtype` (native order).
 
-    vocab_size None: the largest id plus one, for which all ids are read. sizes_only: none are.
-    Raises DataError for a missing or damaged file, and for an id outside 0..vocab_size-1.
+    vocab_size None: that of the tokenizer; without one the largest id plus one, for which all ids
+    are read. sizes_only: none are. Raises DataError for a missing or damaged file, for a large one
+    of an unknown vocabulary, and for an id outside 0..vocab_size-1.
     """
     source = f"data=tokens data.path={path}"
     ids = open_tokens(Path(path).expanduser(), dtype, source)
     how |= {"name": "tokens", "source": source}
     if sizes_only:
         return from_tokens(ids, content="", vocab_size=vocab_size or 1, **how)
-    # 1. the ids: of a large file with a stated vocabulary samples, and each batch as it is read
-    is_sampled = vocab_size is not None and ids.nbytes > DIGEST_WHOLE_BYTES
-    largest = check_ids(_samples(ids) if is_sampled else _chunks(ids), vocab_size, dtype, source)
+    # 1. the ids: of a large file samples, and each batch as it is read
+    limit, is_sampled = f"data.vocab_size={vocab_size}", ids.nbytes > DIGEST_WHOLE_BYTES
+    if vocab_size is None and tokenizer is not None:
+        vocab_size = vocabulary_size(tokenizer)
+        limit = f"the {vocab_size} ids of data.tokenizer={tokenizer}"
+    check = partial(check_ids, vocab_size=vocab_size, limit=limit, dtype=dtype, source=source)
+    largest = check(_samples(ids) if is_sampled else _chunks(ids))
+    if vocab_size is None and is_sampled:
+        raise DataError(
+            f"{source}: {ids.nbytes >> 20} MiB are more than the {DIGEST_WHOLE_BYTES >> 20} that "
+            "are read at start for the largest id. Use data.tokenizer=DIR, or data.vocab_size=N "
+            f"({largest + 1} or more)."
+        )
     vocab_size = largest + 1 if vocab_size is None else vocab_size
     data = from_tokens(ids, content=digest(ids), vocab_size=vocab_size, **how)
     if not is_sampled:
@@ -118,14 +137,16 @@ def tokens(
     def read(examples: np.ndarray) -> Batch:
         batch = data.read(examples)
         parts = batch["inputs"], batch["targets"][batch["targets"] != NO_TOKEN]
-        check_ids(parts, vocab_size, dtype, source)
+        check(parts)
         return batch
 
     return replace(data, read=read)
 
 
-def check_ids(parts: Iterable[np.ndarray], vocab_size: int | None, dtype: str, source: str) -> int:
-    """Return the largest id. DataError for one outside 0..vocab_size-1, or beyond int32."""
+def check_ids(
+    parts: Iterable[np.ndarray], *, vocab_size: int | None, limit: str, dtype: str, source: str
+) -> int:
+    """Return the largest id. DataError for one outside 0..vocab_size-1 (`limit`), or of int32."""
     pairs = [(int(part.min()), int(part.max())) for part in parts if part.size]
     smallest, largest = min(least for least, _ in pairs), max(most for _, most in pairs)
     if smallest < 0 or largest > MAX_ID:
@@ -136,8 +157,8 @@ def check_ids(parts: Iterable[np.ndarray], vocab_size: int | None, dtype: str, s
         )
     if vocab_size is not None and largest >= vocab_size:
         raise DataError(
-            f"{source}: holds the id {largest}, not below data.vocab_size={vocab_size}. "
-            f"Use data.vocab_size={largest + 1} or null, or another data.dtype "
+            f"{source}: holds the id {largest}, not below {limit}. "
+            f"Use data.vocab_size={largest + 1}, or another data.dtype "
             f"(a .bin is read as {dtype})."
         )
     return largest

@@ -76,30 +76,42 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(BYTES, NUM_BYTES, BYTE_END, (), BYTES, encode, encode_chat, decode)
 
 
-def load_tokenizer(name: str, end_token: str | None) -> Tokenizer:
+def load_tokenizer(name: str | None, end_token: str | None) -> Tokenizer:
     """Return the tokenizer of data.tokenizer; end_token None: the eos_token of its settings.
 
-    name: bytes, a tokenizer.json, or a directory with one. Raises DataError for anything else.
+    name: bytes (None too), a tokenizer.json, or a directory with one. DataError for anything else.
     """
-    if name == BYTES:
+    if name is None or name == BYTES:
         if end_token is not None:
             raise DataError(
                 f"data.end_token={end_token}: data.tokenizer=bytes has no special tokens, and "
                 "ends documents with the byte 0. Leave it out."
             )
         return byte_tokenizer()
+    folder, text = _read(name)
+    settings = json_object(folder / SETTINGS)
+    end_token = end_token or special_token(settings, "eos_token")
+    return _loaded(name, text, end_token, chat_template(folder, settings))
+
+
+def vocabulary_size(name: str) -> int:
+    """Return the number of ids of data.tokenizer, up to its largest one. DataError as above."""
+    if name == BYTES:
+        return NUM_BYTES
+    return max(_from_json(name, _read(name)[1]).get_vocab(with_added_tokens=True).values()) + 1
+
+
+def _read(name: str) -> tuple[Path, str]:
+    """Return the directory and the text of a tokenizer.json."""
     path = Path(name).expanduser()
     file = path / FILE if path.is_dir() else path
     try:
-        text = read_text(file)
+        return file.parent, read_text(file)
     except OSError as error:
         raise DataError(
             f"data.tokenizer={name}: {file} cannot be read ({error.strerror}). Use bytes, a "
             "tokenizer.json, or a directory with one, as `ppctl tokenize` writes."
         ) from error
-    settings = json_object(file.parent / SETTINGS)
-    end_token = end_token or special_token(settings, "eos_token")
-    return _loaded(name, text, end_token, chat_template(file.parent, settings))
 
 
 def json_object(file: Path) -> dict[str, Any]:

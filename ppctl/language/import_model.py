@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -13,11 +14,12 @@ import numpy as np
 import yaml
 from jax.sharding import NamedSharding
 
-from ppctl.config import Config, Run, Transformer
+from ppctl.config import Config, Run, Tokens, Transformer
 from ppctl.config.field_checks import settings_from
 from ppctl.data import DataSet
+from ppctl.data.chat_templates import chat_template, special_token
 from ppctl.data.dataset import description
-from ppctl.data.tokenizer import json_object
+from ppctl.data.tokenizer import FILE, SETTINGS, json_object
 from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import all_devices
 from ppctl.language.model_files import (
@@ -52,6 +54,7 @@ class Imported:
     model: Transformer
     num_parameters: int
     files: tuple[str, ...]  # kept for an export
+    commands: tuple[str, ...]  # that train it
     notes: tuple[str, ...] = ()
 
 
@@ -93,7 +96,8 @@ def import_model(source: Path, out: Path) -> Imported:
     tensors.check(wanted)
     params = _params(shapes, wanted, tensors)
     # 3. the run directory
-    recorded = asdict(Config(model=model, run=Run(name=out.absolute().name, dir=str(out))))
+    run = Run(name=out.absolute().name, dir=str(out))
+    recorded = asdict(Config(model=model, data=Tokens(path=str(source)), run=run))
     with all_or_nothing(out) as part:
         with Checkpoints(part / "checkpoints", keep=1) as checkpoints:
             if not checkpoints.save(0, {"params": params}, _metadata(recorded, model, source)):
@@ -102,9 +106,10 @@ def import_model(source: Path, out: Path) -> Imported:
         (part / SOURCE).mkdir()
         for name, content in kept.items():
             (part / SOURCE / name).write_bytes(content)
-        _write_recipe(part, out, settings | {"seq_len": length})
+        commands = _commands(out, part / SOURCE)
+        _write_recipe(part, out, settings | {"seq_len": length}, commands)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return Imported(model, count, tuple(kept), tuple(notes))
+    return Imported(model, count, tuple(kept), commands, tuple(notes))
 
 
 def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
@@ -161,15 +166,32 @@ def _kept(
     return kept
 
 
-def _write_recipe(part: Path, out: Path, settings: dict[str, Any]) -> None:
+def _commands(out: Path, kept: Path) -> tuple[str, ...]:
+    """Return the commands that train a model on texts, and on chats if there is a template.
+
+    kept: the folder of its files, in which no tokenizer leaves token ids to train on.
+    """
+    command = f"ppctl train --config-dir {shlex.quote(str(out))} recipes=imported"
+    if not (kept / FILE).is_file():
+        return (f"{command} data=tokens data.path=IDS.npy",)
+    settings = json_object(kept / SETTINGS)
+    end = "" if special_token(settings, "eos_token") else " data.end_token=TOKEN"
+    text = f"{command} data=text data.path=TEXT.txt{end}"
+    if chat_template(kept, settings) is None:
+        return (text,)
+    chats = f"data.path=CHATS.jsonl data.field=messages data.packing=true{end}"
+    return (text, f"{command} data=text {chats}")
+
+
+def _write_recipe(part: Path, out: Path, settings: dict[str, Any], commands: Sequence[str]) -> None:
     """Write the recipe that trains on from the imported parameters, in `part` of `out`."""
     run = {"name": f"{out.name}-trained", "start_from": str(out.absolute())}
     document = {"defaults": [{"override /model": "transformer"}], "model": settings, "run": run}
-    head = [
-        "# @package _global_",
-        "# Written by `ppctl import`.",
-        f"# Command: ppctl train --config-dir {out} recipes=imported data=tokens data.path=...",
-    ]
+    has_tokenizer = (part / SOURCE / FILE).is_file()
+    tokenizer = out.absolute() / SOURCE if has_tokenizer else "none came with the model"
+    head = ["# @package _global_", "# Written by `ppctl import`."]
+    head += [f"# Tokenizer: {tokenizer} (of data.tokenizer=null)"]
+    head += [f"# Command: {command}" for command in commands]
     path = part / RECIPE
     path.parent.mkdir()
     path.write_text("\n".join([*head, yaml.safe_dump(document, sort_keys=False)]))

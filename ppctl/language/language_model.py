@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ppctl.config import Config, Transformer
 from ppctl.config.changed_settings import model_and_data
 from ppctl.data.chat_templates import render_question
-from ppctl.data.tokenizer import BYTES, FILE, NUM_BYTES, Tokenizer, byte_tokenizer, load_tokenizer
+from ppctl.data.tokenizer import FILE, Tokenizer, load_tokenizer
 from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import all_devices
 from ppctl.model.architecture import Architecture
@@ -22,7 +22,7 @@ from ppctl.model.transformer import transformer
 from ppctl.training.checkpoint.checkpoint import Checkpoints, merged_params, stored_lora
 from ppctl.training.pipeline.built_in_models import architecture
 from ppctl.training.pipeline.job import DEFAULT_DTYPE
-from ppctl.training.run.kept_tokenizer import configured_ends, kept_tokenizer
+from ppctl.training.run.kept_tokenizer import configured_ends, tokenizer_name
 from ppctl.training.run.saved_run import SavedRun, load_run
 from ppctl.user_files import check_text
 
@@ -79,21 +79,19 @@ class LanguageModel:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer in the run's directory, or of its data; without either, bytes.
-
-        ConfigError if the vocabulary is smaller than bytes.
-        """
-        end_token = getattr(self.config.data, "end_token", None)
-        kept = kept_tokenizer(self.directory)
-        name = getattr(self.config.data, "tokenizer", BYTES) if kept is None else str(kept)
-        if name != BYTES:
-            return load_tokenizer(name, end_token)
-        if self.vocab_size < NUM_BYTES:
+        """The tokenizer in the run's directory, or of its data. ConfigError if unknown."""
+        if self.tokenizer_name is None:
             raise ConfigError(
-                f"{self.directory} has no {FILE}, and its {self.vocab_size} token ids are fewer "
-                f"than the {NUM_BYTES} bytes. Put the {FILE} of its tokenizer there."
+                f"{self.directory} has no {FILE}, and its data={self.config.data.name} names no "
+                f"tokenizer: what its ids stand for is unknown. Put the {FILE} of its tokenizer "
+                "there."
             )
-        return byte_tokenizer()
+        return load_tokenizer(self.tokenizer_name, getattr(self.config.data, "end_token", None))
+
+    @property
+    def tokenizer_name(self) -> str | None:
+        """The value of data.tokenizer that stands for the run's tokenizer; None if unknown."""
+        return tokenizer_name(self.directory, self.config.data)
 
     @cached_property
     def ends(self) -> frozenset[int]:

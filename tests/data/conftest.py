@@ -46,7 +46,8 @@ def build(tmp_path, cache_dir) -> Build:
         "stdlib": text,
         "text": text | records | {"path": str(text_file)},
         "mixture": text | {"on_error": "stop", "parts": parts},
-        "tokens": language | {"path": str(token_file), "dtype": "uint16", "vocab_size": None},
+        "tokens": language
+        | {"path": str(token_file), "dtype": "uint16", "vocab_size": None, "tokenizer": None},
         "synthetic": language | {"vocab_size": VOCAB_SIZE, "num_sequences": 300},
         "regression": common | {"num_features": 6, "num_targets": 3, "num_rows": 300},
     }

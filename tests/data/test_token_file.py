@@ -106,8 +106,27 @@ def test_of_a_large_file_samples_are_read_at_start_and_each_batch_is_checked(
     dataset.read(np.array(dataset.numbers(held_out=True)))
     with pytest.raises(DataError, match=r"holds the id 60000, not below data.vocab_size=256"):
         dataset.read(np.arange(40))
+    with pytest.raises(DataError, match=r"data.tokenizer=DIR, or data.vocab_size=N \(8 or more\)"):
+        build("tokens", **written | {"vocab_size": None})
+    assert build("tokens", **written | {"vocab_size": None, "tokenizer": "bytes"}).vocab_size == 256
+
+
+def test_all_ids_of_a_small_file_are_read_in_chunks(build, tmp_path, monkeypatch):
     monkeypatch.setattr(windows, "CHUNK_TOKENS", 7)
-    assert build("tokens", **written | {"vocab_size": None}).vocab_size == 60_001
+    assert build("tokens", **write(tmp_path / "x.npy", IDS)).vocab_size == 2000
+
+
+def test_the_vocabulary_is_that_of_the_tokenizer(build, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1999}, "a"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    how = write(tmp_path / "x.npy", IDS) | {"tokenizer": str(tmp_path)}
+    assert build("tokens", **how).vocab_size == 2000
+    assert build("tokens", **how, vocab_size=2048).vocab_size == 2048
+    how |= write(tmp_path / "y.npy", IDS + 1)
+    limit = f"holds the id 2000, not below the 2000 ids of data.tokenizer={tmp_path}. Use data.voc"
+    with pytest.raises(DataError, match=limit):
+        build("tokens", **how)
 
 
 def spy(read):
@@ -145,7 +164,7 @@ def test_digest_of_a_large_array_sees_its_length_and_both_ends(monkeypatch):
             "x.npy",
             IDS,
             {"vocab_size": 1999},
-            r"holds the id 1999, not below data.vocab_size=1999. Use data.vocab_size=2000 ",
+            r"holds the id 1999, not below data.vocab_size=1999. Use data.vocab_size=2000, or ",
         ),
         ("x.npy", -IDS, {}, r"holds the id -1999, outside 0..2147483646 .* Write ids from 0 up"),
         (

@@ -3,13 +3,24 @@ has moved.
 """
 
 import json
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
+import yaml
 
 from ppctl import cli
-from ppctl.config import Run, Text, Tokens
+from ppctl.config import Config, Mixture, Run, Synthetic, Text, Tokens
+from ppctl.config.groups.data_settings import Part
+from ppctl.errors import ConfigError
 from ppctl.language.export_model import _kept_files
-from ppctl.training.run.kept_tokenizer import configured_ends, keep_tokenizer, kept_tokenizer
+from ppctl.training.run.kept_tokenizer import (
+    changed_tokenizer,
+    configured_ends,
+    keep_tokenizer,
+    kept_tokenizer,
+    with_start_tokenizer,
+)
 
 TEXT = "the cat sat on the mat, and the dog sat on the log.\n" * 60
 TRAIN = (
@@ -34,9 +45,7 @@ def test_a_run_keeps_its_tokenizer(tmp_path, monkeypatch, capsys):
     (tmp_path / "t/tokenizer.json").write_text(json.dumps(json.loads(text)))
     capsys.readouterr()
     assert cli.main([*TRAIN.split(), "run.num_steps=2"]) == 0
-    differs = (
-        "data.tokenizer=t is not what run/source keeps of the start of this run: tokenizer.json"
-    )
+    differs = "data.tokenizer=t is not what run/source keeps: tokenizer.json"
     assert f"note      {differs}; it makes the same tokens of this text" in capsys.readouterr().out
 
     # one that makes other tokens of the text is refused
@@ -84,6 +93,48 @@ def test_a_run_that_starts_from_another_keeps_what_ends_its_texts(
     assert (kept_tokenizer(tmp_path / "second") is not None) == ("tokenizer.json" in keeps)
     if keeps:  # an export finds them when the first run has moved
         assert {*_kept_files(None, tmp_path / "second/source")} == {*keeps}
+
+
+@pytest.mark.parametrize(
+    ("stored", "is_kept", "data", "expected"),
+    [
+        (Tokens(path="x.npy"), True, Text(path="t"), "first/source"),
+        (Tokens(path="x.npy"), True, Mixture(parts=[Part(path="t")]), "first/source"),
+        (Tokens(path="x.npy"), True, Tokens(path="y.npy"), "first/source"),
+        (Tokens(path="x.npy"), True, Text(path="t", tokenizer="bytes"), "bytes"),  # told
+        (Tokens(path="x.npy"), False, Tokens(path="y.npy"), None),
+        (Tokens(path="x.npy", tokenizer="bytes"), False, Text(path="t"), "bytes"),
+        (Text(path="t"), False, Text(path="t"), "bytes"),
+        (Tokens(path="x.npy"), False, Text(path="t"), ConfigError),
+        (Synthetic(), False, Text(path="t"), ConfigError),
+    ],
+)
+def test_a_run_takes_the_tokenizer_of_the_run_that_it_starts_from(
+    stored, is_kept, data, expected, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "first/source").mkdir(parents=True)
+    (tmp_path / "first/config.yaml").write_text(yaml.safe_dump(asdict(Config(data=stored))))
+    if is_kept:
+        (tmp_path / "first/source/tokenizer.json").write_text("{}")
+    if expected is ConfigError:
+        with pytest.raises(ConfigError, match=r"^run.start_from=first neither keeps nor names a"):
+            with_start_tokenizer("first", data)
+    else:
+        assert with_start_tokenizer("first", data) == replace(data, tokenizer=expected)
+    assert with_start_tokenizer("first", Synthetic()) == Synthetic()
+
+
+def test_another_tokenizer_than_that_of_the_start_is_noted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder, text in (("first/source", "{}"), ("other", "{ }")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "tokenizer.json").write_text(text)
+    for data, name in ((Text(path="t", tokenizer="other"), "other"), (Text(path="t"), "bytes")):
+        text = f"data.tokenizer={name} is not what first/source keeps: tokenizer.json"
+        assert changed_tokenizer(Path("first"), data) == text
+    assert changed_tokenizer(Path("first"), Text(path="t", tokenizer="first/source")) is None
+    assert changed_tokenizer(Path("first"), Synthetic()) is None
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ppctl.cli.choices import request_words
 from ppctl.cli.command_options import Parser
 from ppctl.cli.commands.generate import run_or_checkpoint
-from ppctl.config import DTYPES
+from ppctl.config import DTYPES, Stdlib, Tokens
 from ppctl.errors import ConfigError
 from ppctl.reports.terminal_output import show_json
 
@@ -128,8 +128,11 @@ def _evaluate(model: LanguageModel, overrides: Sequence[str], options: Namespace
 def _config(model: LanguageModel, overrides: Sequence[str]) -> Config:
     """Return a request with the data to evaluate on."""
     data = model.config.data
+    if not overrides and model.step == 0:
+        what = f"{model.directory} was imported, and holds out nothing to evaluate on"
+        raise ConfigError(f"{what}. Name data=...")
     if not overrides:
-        kept = {"tokenizer": model.tokenizer.name} if hasattr(data, "tokenizer") else {}
+        kept = {"tokenizer": model.tokenizer_name} if hasattr(data, "tokenizer") else {}
         return replace(model.config, data=replace(data, **kept))
     from ppctl.cli.compose import compose
 
@@ -139,11 +142,11 @@ def _config(model: LanguageModel, overrides: Sequence[str]) -> Config:
         of_run, left_out = request_words({"data": asdict(data)}), HOW_TRAINED + BY_TOKENIZER
         words += [word for word in of_run if not word.startswith(left_out)]
     config = compose([*words, *overrides])
-    if not hasattr(config.data, "tokenizer"):
-        return config
     named, kept = {word.partition("=")[0] for word in overrides}, dict[str, object]()
-    if "data.tokenizer" not in named:
+    if "data.tokenizer" not in named and isinstance(config.data, Tokens):
+        kept["tokenizer"] = model.tokenizer_name
+    elif "data.tokenizer" not in named and isinstance(config.data, Stdlib):
         kept = {"tokenizer": model.tokenizer.name, "end_token": getattr(data, "end_token", None)}
-    if "data.packing" not in named:
+    if "data.packing" not in named and isinstance(config.data, Stdlib):
         kept["packing"] = getattr(data, "packing", False)
     return replace(config, data=replace(config.data, **kept))

@@ -31,16 +31,17 @@ def serve(options: Namespace) -> int:
     found = import_model(source, out)
     number, layers = found.num_parameters, found.model.num_layers
     seconds = time.monotonic() - started
-    command = f"ppctl train --config-dir {out} recipes=imported"
     if options.json:
         shown = {"run_dir": str(out), "num_parameters": number, "num_layers": layers}
-        shown |= {"files": found.files, "notes": found.notes, "seconds": seconds, "train": command}
+        shown |= {"files": found.files, "notes": found.notes, "train": found.commands}
+        shown["seconds"] = seconds
         print(json.dumps(shown))
         return 0
     print(f"imported {source}: {layers} layers, {number:,} parameters, in {seconds:.1f} s")
     for note in found.notes:
         print(f"note     {note}")
     print(f"kept     {', '.join(found.files)} in {out / 'source'}")
-    print(f"train    {command} data=tokens data.path=...")
+    for command in found.commands:
+        print(f"train    {command}")
     print(f"export   ppctl export {out} --out DIR")
     return 0

@@ -38,7 +38,8 @@ class Stdlib(Data):
 
     name: str = "stdlib"
     cache_dir: str = "~/.cache/ppctl"  # where the tokenized memmap is kept
-    tokenizer: str = "bytes"  # bytes | a tokenizer.json | a directory with one
+    # bytes | a tokenizer.json | a directory with one; None: that of run.start_from, else bytes
+    tokenizer: str | None = None
     # after each document; None: the tokenizer's eos_token; of bytes the byte 0
     end_token: str | None = None
     # true: whole documents in a sequence, separated in attention; false: windows over all
@@ -104,7 +105,9 @@ class Tokens(Data):
     path: str = "???"
     # of a raw .bin file: uint8 | uint16 | int32 | uint32
     dtype: Annotated[str, one_of("uint8", "uint16", "int32", "uint32")] = "uint16"
-    vocab_size: VocabSize | None = None  # None: largest id in the file plus one
+    # that made the ids: a tokenizer.json, a directory with one, or bytes; None: of run.start_from
+    tokenizer: str | None = None
+    vocab_size: VocabSize | None = None  # None: the tokenizer's, else the largest id plus one
 
 
 @dataclass

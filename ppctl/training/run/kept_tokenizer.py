@@ -2,14 +2,17 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ppctl.config import Run
+from ppctl.config import Run, Stdlib, Tokens
+from ppctl.config.changed_settings import model_and_data
 from ppctl.config.groups.data_settings import AnyData
 from ppctl.data.chat_templates import FILE as TEMPLATE
 from ppctl.data.tokenizer import BYTES, FILE, SETTINGS, json_object
-from ppctl.errors import DataError
+from ppctl.errors import ConfigError, DataError
+from ppctl.training.run.saved_run import load_run
 
 SOURCE = "source"  # folder of a run directory with the files that an export copies
 POSITIONS = "max_position_embeddings"  # key of config.json: tokens of a sequence at most
@@ -25,18 +28,43 @@ def kept_tokenizer(run_dir: Path) -> Path | None:
     return next((folder for folder in folders if (folder / FILE).is_file()), None)
 
 
+def tokenizer_name(run_dir: Path, data: AnyData) -> str | None:
+    """Return the folder of a run's tokenizer, else the one of its data; None if unknown."""
+    kept, name = kept_tokenizer(run_dir), getattr(data, "tokenizer", None)
+    if kept is not None:
+        return str(kept)
+    return BYTES if name is None and isinstance(data, Stdlib) else name
+
+
+def with_start_tokenizer(start_from: str, data: AnyData) -> AnyData:
+    """Return data with the tokenizer of run.start_from, unless data.tokenizer names one.
+
+    ConfigError for text where the tokenizer of that run is unknown.
+    """
+    start = Path(start_from)
+    is_open = isinstance(data, Stdlib | Tokens) and data.tokenizer is None
+    if not is_open or not (start / "config.yaml").is_file():  # not a run: refused where it is read
+        return data
+    name = tokenizer_name(start, model_and_data(load_run(start).settings).data)
+    if name is None and isinstance(data, Stdlib):
+        raise ConfigError(
+            f"run.start_from={start_from} neither keeps nor names a tokenizer, so the ids of its "
+            f"tokens are unknown. Use data.tokenizer=DIR of the tokenizer, or data.tokenizer=bytes."
+        )
+    return replace(data, tokenizer=name)
+
+
 def changed_tokenizer(run_dir: Path, data: AnyData) -> str | None:
-    """Return how data.tokenizer differs from the run's copy; None if equal or there is no copy."""
-    folder = run_dir / SOURCE
-    if not (folder / FILE).is_file():
+    """Return how data.tokenizer differs from a run's copy; None if equal or either is unknown."""
+    folder, files = run_dir / SOURCE, _files(data)
+    if not (folder / FILE).is_file() or not (files or isinstance(data, Stdlib)):
         return None
-    files = _files(data)
     content = lambda file: file.read_bytes() if file.is_file() else None  # noqa: E731
     changed = [name for name in files if content(folder / name) != content(files[name])]
-    if not changed:
+    if files and not changed:
         return None
-    request = f"data.tokenizer={getattr(data, 'tokenizer', BYTES)}"
-    return f"{request} is not what {folder} keeps of the start of this run: {', '.join(changed)}"
+    request = f"data.tokenizer={getattr(data, 'tokenizer', None) or BYTES}"
+    return f"{request} is not what {folder} keeps: {', '.join(changed or [FILE])}"
 
 
 def configured_ends(run_dir: Path) -> tuple[int, ...]:
@@ -72,7 +100,7 @@ def keep_tokenizer(run: Run, data: AnyData) -> None:
     start = None if run.start_from is None else Path(run.start_from)
     of_start = None if start is None else kept_tokenizer(start)
     if start is not None and of_start is not None:
-        if not hasattr(data, "tokenizer"):
+        if not files and not isinstance(data, Stdlib):
             files = {name: file.read_bytes() for name, file in _tokenizer_files(of_start).items()}
         if files.get(FILE) == (of_start / FILE).read_bytes():
             files |= _generation_config(start)
@@ -91,8 +119,8 @@ def _generation_config(run_dir: Path) -> dict[str, bytes]:
 
 def _files(data: AnyData) -> Mapping[str, Path]:
     """Return the files of data.tokenizer by their names in a directory; {} for bytes."""
-    name = getattr(data, "tokenizer", BYTES)
-    if name == BYTES:
+    name = getattr(data, "tokenizer", None)
+    if name in (None, BYTES):
         return {}
     path = Path(name).expanduser()
     if path.is_dir():

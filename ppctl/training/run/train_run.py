@@ -89,6 +89,9 @@ def _train(
         start, restored, _ = resumed = resume(job, checkpoints, say)
         if start == 0:
             restored = state_from(job)
+            differs = run.start_from and changed_tokenizer(Path(run.start_from), job.config.data)
+            if differs:
+                say(f"note      {differs}; ids stand for other texts than in run.start_from")
         elif (differs := changed_tokenizer(run_dir, job.config.data)) is not None:
             say(f"note      {differs}; it makes the same tokens of this text, and is kept from now")
         if start == run.num_steps:
