@@ -239,6 +239,7 @@ def test_architecture_names_every_room_and_folder():
     folders = {path.parent for path in (ROOT / "ppctl").rglob("*.py")} - {ROOT / "ppctl"}
     there = {f"{folder.relative_to(ROOT)}/" for folder in folders} | {
         "ppctl/errors.py",
+        "ppctl/user_files.py",
         "ppctl/__init__.py",
     }
     assert named == there
