@@ -78,14 +78,13 @@ def schedule_of(
         schedule, text = choice.best.schedule, f"auto: {choice.best.label}"
     else:
         schedule = build(request.name, num_ranks, request.num_microbatches, **request.knobs())
-        text = label(request)
+        text = _knobs_text(request)
     # 2. the vocabulary divided over the ranks
     if request.vocab != "whole":
         delay = 0 if in_lockstep or isinstance(request, settings.Auto) else None
         placed = costs if isinstance(costs, Costs) else costs(schedule.rank_of).costs
         schedule = with_vocabulary(schedule, delay, placed)
-        text += ", vocab=parallel"
-    return Requested(schedule, text, choice)
+    return Requested(schedule, text + _vocab_text(request), choice)
 
 
 def pipeline_of(
@@ -204,9 +203,17 @@ def read_valid(path: Path) -> Schedule:
 def label(schedule: settings.Schedule) -> str:
     """Return name and knobs: the number of chunks, and all that differ from their defaults.
 
-    >>> label(settings.Interleaved(num_chunks=4))
-    'interleaved (num_chunks=4)'
+    >>> label(settings.Interleaved(num_chunks=4, vocab="parallel"))
+    'interleaved (num_chunks=4), vocab=parallel'
     """
+    return _knobs_text(schedule) + _vocab_text(schedule)
+
+
+def _vocab_text(schedule: settings.Schedule) -> str:
+    return "" if schedule.vocab == "whole" else f", vocab={schedule.vocab}"
+
+
+def _knobs_text(schedule: settings.Schedule) -> str:
     default = type(schedule)().knobs()
     knobs = schedule.knobs().items()
     shown = [f"{k}={value}" for k, value in knobs if k == "num_chunks" or value != default[k]]

@@ -90,12 +90,13 @@ class Prediction:
     auto: str | None  # the choice of schedule=auto, in a line
     partition: tuple[int, ...]  # layers of each stage
     rank_of: tuple[int, ...]  # the rank of each stage
+    vocab_parts: int  # of embedding and head, one a rank; 0: on the first and the last stage
     stages: tuple[StagePart, ...]  # () without a pipeline
     layers: tuple[LayerPart, ...]  # of a network, which was cut into layers; () of other models
     ideal_bubble_fraction: float | None  # 0..1: equal stages, no transfers; None: no pipeline
     predicted_bubble_fraction: float | None  # 0..1: by the step time's seconds; None: unknown
     num_parameters: int
-    step_flops: int  # of the model, nothing recomputed
+    step_flops: int  # of the model; recomputing is not counted
     devices: str
     hardware: str | None  # name of the description used
     step_time_s: float | None
@@ -137,6 +138,7 @@ def predicted(job: TrainingJob) -> Prediction:
         auto=None if job.choice is None else job.choice.summary,
         partition=tuple(map(len, pipe.partition)),
         rank_of=tuple(pipe.schedule.rank_of),
+        vocab_parts=pipe.schedule.vocab_parts,
         layers=_network_layers(pipe),
         ideal_bubble_fraction=found.ideal_bubble,
         predicted_bubble_fraction=found.bubble,

@@ -15,9 +15,10 @@ from support.selection import full, full_except
 from ppctl import cli, config
 from ppctl.cli.commands.plan import plan as run_plan
 from ppctl.executors.model_shapes import shard_bytes, tree_bytes
-from ppctl.planner.show.plan_terminal import costs_text
+from ppctl.planner import make_plan as plan
+from ppctl.planner.show.plan_terminal import costs_text, plan_lines
 from ppctl.training.pipeline.engines.step_memory import PARTS
-from ppctl.training.pipeline.job import assemble
+from ppctl.training.pipeline.job import assemble, partition_text
 
 COMPILE = config.Plan(compile=True)
 WIDE = config.MLP(num_layers=4, d_model=512)  # whose activations are larger than its table of ticks
@@ -283,3 +284,19 @@ def test_stages_are_a_short_line_and_what_is_assumed_stands_before_the_verdict(c
         " ".join(lines[[line[:7] for line in lines].index("assumes") : -1]).split()
     ) == (f"assumes {'; '.join(found.assumes)}")
     assert "step overhead: parameters, gradients, optimizer" in said
+
+
+@pytest.mark.parametrize(
+    ("vocab", "stages"), [("whole", "Ett|tL (E emb"), ("parallel", "tt|t (t l")]
+)
+def test_embedding_and_head_stand_on_stages_only_where_they_are(vocab, stages):
+    asked = request("1f1b", 4, executor="mpmd", mesh=SMALL, partition=config.Balanced())
+    asked = as_transformer(replace(asked, schedule=config.Schedule("1f1b", 4, vocab=vocab)))
+    asked = replace(asked, model=replace(asked.model, num_layers=3))
+    job = assemble(asked, only_planned=True)
+    found = plan.predicted(job)
+    lines, name = dict(plan_lines(found)), "1f1b" if vocab == "whole" else "1f1b, vocab=parallel"
+    assert lines["schedule"].startswith(f"{name}, 4 microbatches")
+    assert lines["stages"].startswith(stages)
+    where = "embedding 0.0, head" if vocab == "whole" else "embedding and head on all ranks; larg"
+    assert f"; balanced ({where}" in (partition_text(job) or "")

@@ -99,7 +99,7 @@ class Tuned:
     devices: str
     limit: DeviceLimit | None  # the memory of a device
     batch_tokens: int | None  # of a step; None if the data are not text
-    step_flops: int | None  # of the model, nothing recomputed; None where no layout fits
+    step_flops: int | None  # of the model, as in `Prediction`; None where no layout fits
     peak_flops: float | None  # of all devices
     recipe: str | None = None  # the file
     token_budget: TokenBudget | None = None  # of plan.tokens, with the first layout

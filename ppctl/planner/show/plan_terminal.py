@@ -63,7 +63,7 @@ def plan_lines(found: Prediction) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of the lines above the tables."""
     # 1. the request
     request, microbatches = found.request, f"{found.request.num_microbatches} microbatches"
-    flops = f"{found.step_flops / 1e12:,.3g} TFLOP a step"
+    flops = f"{flop_text(found.step_flops)} a step, recomputing not counted"
     size = f"{request.num_layers} layers, {found.num_parameters:,} parameters"
     yield "model", f"{request.model}, {size}, {flops}"
     yield "mesh", f"{request.axes} on {found.devices}"
@@ -75,8 +75,8 @@ def plan_lines(found: Prediction) -> Iterator[tuple[str, str]]:
         yield "schedule", f"{found.schedule}, {how}"
         if found.auto is not None:
             yield "auto", found.auto
-        stages, ranks = stages_text(found.partition), ranks_text(found.rank_of)
-        yield "stages", f"{stages}, on ranks {ranks}"
+        stages = stages_text(found.partition, found.vocab_parts)
+        yield "stages", f"{stages}, on ranks {ranks_text(found.rank_of)}"
 
     # 2. its prediction
     yield "step", time_text(found)
@@ -84,6 +84,19 @@ def plan_lines(found: Prediction) -> Iterator[tuple[str, str]]:
         yield "costs", costs
     if found.token_budget is not None:
         yield "tokens", found.token_budget.text
+
+
+def flop_text(flops: float) -> str:
+    """Return a number of FLOPs in three digits and a unit.
+
+    >>> flop_text(15_200), flop_text(2.36e17), flop_text(9.999e14), flop_text(4.2e21)
+    ('15.2 kFLOP', '236 PFLOP', '1 PFLOP', '4,200 EFLOP')
+    """
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if float(f"{flops:.3g}") < 1000:
+            return f"{flops:.3g} {unit}FLOP"
+        flops /= 1000
+    return f"{float(f'{flops:.3g}'):,.4g} EFLOP"
 
 
 def memory_table(found: Prediction) -> TextTable:

@@ -188,16 +188,21 @@ def layout_text(sizes: Sequence[int]) -> str:
     return f"{first}|{middle}{last}"
 
 
-def stages_text(sizes: Sequence[int]) -> str:
+def stages_text(sizes: Sequence[int], vocab_parts: int = 0) -> str:
     """Return the stages' layers in words: a number if equal, else Megatron-LM's layout text.
+
+    vocab_parts: of a vocabulary divided over the ranks, so that no stage embeds; 0: not divided.
 
     >>> stages_text([4, 4]), stages_text([3, 2, 1])
     ('2 of 4 layers each', 'Et*3|tt|tL (E embedding, t layer, L loss, | next stage)')
+    >>> stages_text([3, 2, 1], vocab_parts=3)
+    't*3|tt|t (t layer, | next stage)'
     """
     if len(set(sizes)) == 1:
         many = f"{sizes[0]} layer" + "s" * (sizes[0] != 1)
         return f"{len(sizes)} of {many} each" if len(sizes) > 1 else f"1 of {many}"
-    return f"{layout_text(sizes)} ({LETTERS})"
+    text = layout_text(sizes)
+    return f"{text[1:-1]} (t layer, | next stage)" if vocab_parts else f"{text} ({LETTERS})"
 
 
 def ranks_text(rank_of: Sequence[int]) -> str:

@@ -287,9 +287,10 @@ def partition_text(job: TrainingJob) -> str | None:
             return None
         best = unevenness(costs.balanced(pipe.schedule.rank_of))
         text += f", {best:.2f} with partition=balanced" if best < unevenness(partition) else ""
-    stages = stages_text([len(layers) for layers in partition])
+    parts = pipe.schedule.vocab_parts
     embed_head = f"embedding {costs.embed:.1f}, head {costs.head:.1f} times a layer"
-    return f"{stages}; {name} ({embed_head}; {text})"
+    embed_head = "embedding and head on all ranks" if parts else embed_head
+    return f"{stages_text([*map(len, partition)], parts)}; {name} ({embed_head}; {text})"
 
 
 def batch_shapes(data: DataSet) -> dict[str, jax.ShapeDtypeStruct]:
