@@ -52,6 +52,13 @@ def repeated_mesh(sizes: MeshSizes) -> Mesh:
     return mesh_of(devices)
 
 
+def device_numbers(mesh: Mesh) -> np.ndarray:
+    """Return the number of each device of a mesh: its place, if one device stands for all."""
+    numbers = np.array([device.id for device in mesh.devices.flat])
+    numbers = numbers if len({*numbers}) == mesh.size else np.arange(mesh.size)
+    return numbers.reshape(mesh.devices.shape)
+
+
 def mesh_of(devices: np.ndarray) -> Mesh:
     """Return the mesh of devices that are laid out along `AXES`."""
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -11,7 +11,7 @@ import jax
 
 from ppctl.config import Transformer
 from ppctl.config.schedule_from_config import label
-from ppctl.executors.device_mesh import hosts_text
+from ppctl.executors.device_mesh import device_numbers, hosts_text
 from ppctl.planner.cost.planned_step import Machine
 from ppctl.planner.cost.predict_step import PipelinePlan, predict_job, target_of
 from ppctl.planner.cost.target_devices import Target
@@ -179,9 +179,9 @@ def _stages(job: TrainingJob, costs: Costs | None) -> dict[str, Any]:
     if not pipe.execution.engine.is_pipelined:
         return {"stages": (), "transfer_s": None}
     stages, is_described = list[StagePart](), job.config.plan.only_predicts_topology
+    numbers = device_numbers(pipe.mesh)
     for s, (layers, rank) in enumerate(zip(pipe.partition, pipe.layout.rank_of, strict=True)):
-        submesh = () if is_described else pipe.mesh.devices[:, rank, :].flat
-        devices = tuple(device.id for device in submesh)
+        devices = () if is_described else tuple(numbers[:, rank, :].ravel().tolist())
         seconds = (None if costs is None else costs.seconds(kind, s, 1) for kind in "FBIW")
         stages.append(StagePart(layers.start, len(layers), rank, devices, *seconds))
     return {"stages": tuple(stages), "transfer_s": None if costs is None else costs.transfer_s}

@@ -179,7 +179,11 @@ def test_a_request_for_a_drawing_may_be_of_any_length_but_not_of_any_mesh():
 
 
 @pytest.mark.parametrize(
-    "words", ["plan mesh=100000x1 data.batch_size=800000", "train mesh=1x8192 schedule=1f1b"]
+    "words",
+    [
+        "plan mesh=100000x1 data.batch_size=800000 plan.compile=true",
+        "train mesh=1x8192 schedule=1f1b",
+    ],
 )
 def test_no_machine_simulates_so_many_devices(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -2,6 +2,7 @@
 refused.
 """
 
+import json
 import os
 import re
 from dataclasses import replace
@@ -300,3 +301,14 @@ def test_embedding_and_head_stand_on_stages_only_where_they_are(vocab, stages):
     assert lines["stages"].startswith(stages)
     where = "embedding 0.0, head" if vocab == "whole" else "embedding and head on all ranks; larg"
     assert f"; balanced ({where}" in (partition_text(job) or "")
+
+
+def test_a_plan_that_compiles_nothing_has_no_largest_number_of_devices(capsys):
+    words = "plan model=llama3_405b mesh=16x16x8x8 hardware=h100 executor=mpmd data=synthetic"
+    sizes = "data.batch_size=2048 schedule.num_microbatches=16 plan.memory_gib=1000 --json"
+    assert cli.main([*words.split(), *sizes.split()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["devices"] == "16384 x h100 (described)"
+    assert found["step_time_s"] > 0
+    numbers = [number for stage in found["stages"][:16] for number in stage["devices"]]
+    assert sorted(numbers) == [*range(16384)]

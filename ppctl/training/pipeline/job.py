@@ -21,7 +21,7 @@ from ppctl.config.schedule_from_config import Planned, pipeline_of, trained_shar
 from ppctl.data import DataSet, mixture, regression, stdlib, synthetic, text, tokens
 from ppctl.errors import DataError, as_setting, written_as
 from ppctl.executors.described_devices import check_gpu_shape, check_size, described_mesh
-from ppctl.executors.device_mesh import check_hosts, make_mesh, repeated_mesh
+from ppctl.executors.device_mesh import all_devices, check_hosts, make_mesh, repeated_mesh
 from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.reference import reference
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts, matmul_flops, relative_costs
@@ -177,8 +177,9 @@ def assemble(
     """Return the training job of a config. ConfigError, ScheduleError or DataError if impossible.
 
     only_planned: it does not train, so that settings may be for the hardware that hardware=
-    describes. on_one_device: the first device stands for all of the mesh; shapes and programs of
-    one device are those of the mesh, but the job does not train.
+    describes, and a plan that compiles nothing may be of any number of devices. on_one_device: the
+    first device stands for all of the mesh; shapes and programs of one device are those of the
+    mesh, but the job does not train.
     """
     # 1. a schedule that follows from its settings, before JAX starts
     is_auto = isinstance(config.schedule, settings.Auto) and config.executor.ENGINE.is_pipelined
@@ -193,8 +194,12 @@ def assemble(
             check_hosts(config.mesh.sizes, config.mesh.order, config.mesh.num_devices, of_host)
     # 2. devices
     dtype_name = config.run.dtype or default_dtype
-    topology, number = config.plan.topology, 1 if on_one_device else config.mesh.num_devices
-    start_jax(config.run, dtype_name, number, is_away=topology is not None)
+    topology, number = config.plan.topology, config.mesh.num_devices
+    is_counted = only_planned and not config.plan.compiles  # no program spans the devices
+    start = 1 if on_one_device or is_counted else number
+    start_jax(config.run, dtype_name, start, is_away=topology is not None)
+    if is_counted and topology is None and number > len(all_devices()):
+        on_one_device = True
     request = config.mesh, config.plan, config.hardware
     mesh = _mesh_of(*request, on_one_device=on_one_device)
     device = _device_of(config.hardware, config.plan, mesh.devices.flat[0])
