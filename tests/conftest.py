@@ -9,6 +9,7 @@ import tempfile
 from importlib.metadata import version
 
 import absl.logging
+import pytest
 
 FLAGS = [
     # a busy machine must not abort a collective
@@ -49,6 +50,16 @@ def set_environment() -> None:
 
 if not IS_WORKER:
     set_environment()
+
+
+@pytest.fixture(autouse=True)
+def sixty_four_bits():
+    """Compute in float64 at the start of each test: commands set JAX's width by their run.dtype."""
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", True)
 
 
 def pytest_collection_finish():

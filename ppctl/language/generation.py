@@ -13,6 +13,7 @@ from ppctl.data.tokenizer import Tokenizer
 from ppctl.errors import ConfigError
 from ppctl.language.language_model import LanguageModel
 from ppctl.model.cached_decoding import Decoder, Mix, Rotate
+from ppctl.model.random_keys import key_of_seed, wrapped
 from ppctl.model.stack import Stack
 from ppctl.model.transformer import transformer
 
@@ -72,7 +73,7 @@ class Sampling:
             before_BV = jnp.cumsum(jax.nn.softmax(sorted_BV), -1) - jax.nn.softmax(sorted_BV)
             least_B1 = jnp.where(before_BV < self.top_p, sorted_BV, jnp.inf).min(-1, keepdims=True)
             logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
-        of_row = lambda row: jax.random.fold_in(jax.random.key(seed), row)  # noqa: E731
+        of_row = lambda row: jax.random.fold_in(wrapped(key_of_seed(seed)), row)  # noqa: E731
         keys = jax.vmap(lambda row: jax.random.fold_in(of_row(row), place))(
             jnp.arange(len(logits_BV))
         )

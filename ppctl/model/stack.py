@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ppctl.model.layer_reports import Updates
 from ppctl.model.parallel import StageAxes
-from ppctl.model.random_keys import names_key, without_key
+from ppctl.model.random_keys import key_of_seed, names_key, without_key, wrapped
 
 Tree = Any  # a pytree of arrays
 Layers = Callable[..., jax.Array] | tuple[Callable[..., jax.Array], ...]
@@ -224,8 +224,8 @@ def init(stack: Stack, seed: int) -> Tree:
     layout.
     """
     if stack.options.network is not None:
-        return stack.options.network.initial(jax.random.key(seed))
-    first, second = jax.random.split(jax.random.key(seed))
+        return stack.options.network.initial(wrapped(key_of_seed(seed)))
+    first, second = jax.random.split(wrapped(key_of_seed(seed)))
     layer = lambda l: stack.init_layer(jax.random.fold_in(second, l), l)  # noqa: E731
     return {
         "embed_head": stack.init_embed_head(first),

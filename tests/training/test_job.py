@@ -394,3 +394,15 @@ def test_a_run_says_that_its_sizes_are_those_of_a_file(tmp_path):
     schedule = Csv(path=str(file), num_microbatches=4)
     job = assemble(mlp_config(mesh=Mesh(1, 2), schedule=schedule))
     assert f" live activations, ranks and microbatches of {file}" in "\n".join(describe(job, 0))
+
+
+def test_the_width_of_jax_and_initial_weights_are_of_the_request_not_of_the_environment():
+    assert os.environ["JAX_ENABLE_X64"] == "1"
+    for dtype, rate in [("float32", "float32"), ("bfloat16", "float32"), ("float64", "float64")]:
+        job = assemble(transformer_config(run=Run(dtype=dtype)))
+        assert jax.config.jax_enable_x64 == (dtype == "float64")
+        assert job.pipe.lr_schedule is not None
+        assert job.pipe.lr_schedule(3).dtype == rate
+    weights = init(job.pipe.stack, 2**31)
+    with jax.default_prng_impl("rbg"):
+        jax.tree.map(np.testing.assert_array_equal, weights, init(job.pipe.stack, 2**31))

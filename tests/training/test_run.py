@@ -225,6 +225,7 @@ def test_a_run_that_diverges_stops_and_goes_on_from_the_good_checkpoint(train, c
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_a_state_that_is_not_finite_is_never_saved(train, copy):
     run_dir = copy(2)
     code, _, err = train("optim.lr=1e39", "run.checkpoint.every=1")  # infinite in float32

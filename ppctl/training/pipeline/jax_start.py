@@ -62,13 +62,19 @@ def start_jax(run: Run, dtype: str, num_devices: int, *, is_away: bool = False) 
     if platform is not None:
         jax.config.update("jax_platforms", platform)
     set_memory_fraction(run.memory_fraction)
-    if dtype == "float64":
-        jax.config.update("jax_enable_x64", True)
+    set_width(dtype)
     if run.distributed != "off":
         _join(run, num_devices)
     elif not is_away:
         simulate(num_devices)
     all_devices()
+
+
+def set_width(dtype: str) -> None:
+    """Let JAX compute in 64 bits for float64 only: not as JAX_ENABLE_X64 states, which would give
+    optimizers that count in JAX's default dtype other last digits.
+    """
+    jax.config.update("jax_enable_x64", dtype == "float64")
 
 
 def simulate(num_devices: int) -> None:
