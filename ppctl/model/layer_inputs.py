@@ -46,7 +46,7 @@ def _forward(x: Tree, loss: jax.Array, place: jax.Array) -> tuple[Tree, tuple]:
 
 def _backward(kept: tuple[jax.Array, jax.Array], gx: Tree) -> tuple[Tree, jax.Array, jax.Array]:
     loss, zero = kept
-    return gx, jnp.ones_like(loss), loss.astype(zero.dtype)
+    return gx, jnp.ones_like(loss), jnp.asarray(loss, zero.dtype)  # of a constant it is a number
 
 
 _attached.defvjp(_forward, _backward)

@@ -35,7 +35,7 @@ def _forward(parameter: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Ar
 
 def _backward(counts: jax.Array, g: jax.Array) -> tuple[jax.Array, None]:
     _traced["backwards"] += 1
-    return counts.astype(g.dtype), None
+    return jnp.asarray(counts, g.dtype), None  # constant counts are numbers
 
 
 _reported.defvjp(_forward, _backward)

@@ -5,6 +5,7 @@ line.
 import base64
 import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +107,58 @@ def test_gradients_and_steps_equal_those_without_a_pipeline(model, request_):
     np.testing.assert_allclose(
         float(pipe.loss(states[0], batch)), float(plain.loss(states[1], batch)), rtol=1e-9
     )
+
+
+def constants(loss):
+    """A model of which a traced program returns numbers: losses, counts, gradients, metrics."""
+    scalar = {"unread": jnp.ones((), jnp.float64), "added": jnp.ones((), jnp.float64)}
+
+    def layer(w, x):
+        x = x + jnp.tanh(x @ w["kernel"]) + w["added"]
+        return ppctl.attach_loss(x, 0.5 * len(x)) if loss else x
+
+    def head(embed_head, x, targets):
+        total = jnp.square(x - targets + embed_head["added"]).sum() if loss else 0.0
+        return total, targets.size if loss else jnp.asarray(float(targets.size))
+
+    return ppctl.Stack(
+        2,
+        lambda _: scalar,
+        lambda key, _: scalar | {"kernel": jax.random.normal(key, (WIDTH, WIDTH), jnp.float64)},
+        lambda _, x: x,
+        layer,
+        head,
+    ).with_options(outputs=lambda _, x: x)
+
+
+@pytest.mark.parametrize("loss", [True, False], ids=["counted", "constant"])
+@pytest.mark.parametrize(
+    ("executor", "schedule", "remat"),
+    [("mpmd", "zb_h1", "none"), full(("mpmd", "1f1b", "full")), ("spmd", "1f1b", "layer")],
+)
+def test_values_that_are_constants_of_a_model_are_summed_as_arrays_are(
+    executor, schedule, remat, loss
+):
+    batch, found = batch_of(WIDTH, WIDTH), []
+    for how in ({"executor": "reference"}, {"executor": executor, "remat": remat}):
+        is_plain = how["executor"] == "reference"
+        pipe = ppctl.pipeline(
+            constants(loss),
+            ppctl.mesh(pp=1 if is_plain else 2),
+            "gpipe" if is_plain else schedule,
+            optax.adam(1e-2),
+            batch=batch,
+            num_microbatches=2,
+            dtype="float64",
+            metrics={"ones": lambda outputs, _: np.ones(len(outputs))},
+            **how,
+        )
+        state = pipe.init(seed=1)
+        first = pipe.loss_and_grads(state, batch), pipe.evaluate(state, batch)
+        found.append(jax.device_get((first, pipe.step(state, batch)[1])))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=TOLERANCE), *found)
+    assert found[0][1]["ones"] == 1.0
+    assert found[0][1].get("attached_loss") == (1.0 / WIDTH if loss else None)
 
 
 @pytest.mark.full

@@ -38,7 +38,7 @@ def zeros_like(tree: Tree) -> Tree:
 
 
 def add_trees(total: Tree, update: Tree) -> Tree:
-    return jax.tree.map(lambda t, u: t + u.astype(t.dtype), total, update)
+    return jax.tree.map(lambda t, u: t + jnp.asarray(u, t.dtype), total, update)
 
 
 def vjp_of(
@@ -223,7 +223,7 @@ class FlatPacking:
 def pack_flat(arrays: Sequence[jax.Array], to: Shape) -> jax.Array:
     """Return arrays concatenated along the last axis of `to`, then zeros; other axes are shared."""
     *shared, size = to.shape
-    parts = [a.reshape(*shared, -1).astype(to.dtype) for a in arrays]
+    parts = [jnp.asarray(a, to.dtype).reshape(*shared, -1) for a in arrays]
     rest = size - sum(part.shape[-1] for part in parts)
     parts += [jnp.zeros((*shared, rest), to.dtype)] if rest else []
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
@@ -274,7 +274,8 @@ def add_head_grads(
     def grads(embed_head: Tree, y: jax.Array, targets: jax.Array) -> tuple[Any, Tree]:
         run = lambda trained, y: head(with_trained(trained, embed_head), y, targets)  # noqa: E731
         loss, pull, number = jax.vjp(run, trained_part(embed_head, trainable), y, has_aux=True)
-        embed_head_grad, y_grad = pull(np.ones(loss.shape, loss.dtype))  # a constant of the trace
+        one = np.ones((), jnp.result_type(loss))  # a constant of the trace; loss may be a number
+        embed_head_grad, y_grad = pull(one)
         return (y_grad, loss, number), embed_head_grad
 
     (y_grad, loss, number), total = _added_last(grads, (embed_head, y, targets), total)
