@@ -44,7 +44,7 @@ def key_of_seed(seed: int) -> np.ndarray:
     return np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
 
 
-def wrapped(data: jax.Array | np.ndarray) -> jax.Array:
+def wrapped(data: Any) -> jax.Array:
     """Return keys from their data, uint32 [..., 2]."""
     return jax.random.wrap_key_data(data, impl=KIND)
 
