@@ -140,6 +140,25 @@ def no_targets(data: DataSet, num_batches: int) -> DataError:
     )
 
 
+def _started(
+    config: Config, dtype: str, *, on_one_device: bool, only_planned: bool
+) -> tuple[Mesh, Any]:
+    """Start JAX, and return the mesh and the device by which kernels are chosen: see `assemble`."""
+    topology, number = config.plan.topology, config.mesh.num_devices
+    is_counted = only_planned and not config.plan.compiles  # no program spans the devices
+    start = 1 if on_one_device or is_counted else number
+    start_jax(config.run, dtype, start, is_away=topology is not None)
+    if is_counted and topology is None and number > len(all_devices()):
+        on_one_device = True
+    request = config.mesh, config.plan, config.hardware
+    mesh = _mesh_of(*request, on_one_device=on_one_device)
+    device = _device_of(config.hardware, config.plan, mesh.devices.flat[0])
+    request = config.hardware, device.device_kind, topology
+    there = hardware_of.planned_for(*request) if only_planned or topology is not None else None
+    check_memory_fraction(config.run.memory_fraction, device, there)
+    return mesh, device
+
+
 def _mesh_of(
     mesh: settings.Mesh, plan: settings.Plan, hardware: AnyHardware, *, on_one_device: bool
 ) -> Mesh:
@@ -194,23 +213,13 @@ def assemble(
             check_hosts(config.mesh.sizes, config.mesh.order, config.mesh.num_devices, of_host)
     # 2. devices
     dtype_name = config.run.dtype or default_dtype
-    topology, number = config.plan.topology, config.mesh.num_devices
-    is_counted = only_planned and not config.plan.compiles  # no program spans the devices
-    start = 1 if on_one_device or is_counted else number
-    start_jax(config.run, dtype_name, start, is_away=topology is not None)
-    if is_counted and topology is None and number > len(all_devices()):
-        on_one_device = True
-    request = config.mesh, config.plan, config.hardware
-    mesh = _mesh_of(*request, on_one_device=on_one_device)
-    device = _device_of(config.hardware, config.plan, mesh.devices.flat[0])
-    request = config.hardware, device.device_kind, topology
-    there = hardware_of.planned_for(*request) if only_planned or topology is not None else None
-    check_memory_fraction(config.run.memory_fraction, device, there)
+    how: dict[str, Any] = {"on_one_device": on_one_device, "only_planned": only_planned}
+    mesh, device = _started(config, dtype_name, **how)
     # 3. data, model and optimizer
     data, dtype = open_data(config), jnp.dtype(dtype_name)
     stack = stack_for(config, data, dtype, device)
     optimizer, lr_schedule = make_optimizer(config.optim, config.run.num_steps)
-    how: dict[str, Any] = {"executor": config.executor, "dtype": dtype, "seed": config.run.seed}
+    how = {"executor": config.executor, "dtype": dtype, "seed": config.run.seed}
     how |= {"clip_norm": config.optim.clip_norm, "lr_schedule": lr_schedule}
     shapes = batch_shapes(data)
     pipelined = partial(pipeline, stack, mesh=mesh, batch=shapes, optimizer=optimizer, **how)
