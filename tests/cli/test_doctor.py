@@ -94,10 +94,7 @@ def test_a_disk_too_small_for_the_checkpoints_is_the_reason(ask, monkeypatch):
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: Usage(free=100))
     code, found = ask()
     assert code == 1
-    assert (
-        f"100 B free, but run.checkpoint.keep+1 = 3+1 checkpoints of {' '.join(state)}"
-        in bad(found)[0]["text"]
-    )
+    assert f"100 B free, but 4 x {' '.join(state)} = " in bad(found)[0]["text"]
 
 
 def test_devices_that_are_only_described_are_for_plan(monkeypatch, tmp_path):

@@ -9,6 +9,8 @@ import math
 import os
 import shutil
 import signal
+from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -20,12 +22,15 @@ from support.small_runs import ROWS, TOKENS, checkpoints, losses, records
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ppctl import cli
-from ppctl.errors import DataError
+from ppctl.config import Run
+from ppctl.config.groups.run_settings import Checkpoint
+from ppctl.errors import ConfigError, DataError
 from ppctl.launch.supervisor import STOP_SIGNALS
 from ppctl.training.pipeline.engines.train_states import PlacedBatches
 from ppctl.training.run import loop
 from ppctl.training.run import train_run as run
 from ppctl.training.run.metrics import Metrics
+from ppctl.training.run.run_environment import check_disk
 
 FULL = pytest.mark.full  # run by `make test-full`
 
@@ -149,6 +154,22 @@ def test_the_second_train_step_compiles_nothing(train, tmp_path):
     assert max(compiled_after) <= 2  # the first save
 
 
+def test_a_disk_without_room_for_the_checkpoints_is_refused_before_anything_is_compiled(
+    train, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+    code, out, err = train("run.checkpoint.every=2")
+    assert (code, err.count("\n"), "compiling" in out) == (2, 1, False)
+    assert "has 100 B free, but 3 x " in err
+    run = Run(dir=str(tmp_path), num_steps=1000)
+    for step in (1, 2):
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+    check_disk(run, 50)  # of 3 and the next one, 2 are written
+    with pytest.raises(ConfigError, match=r"2 x 51 B = 102 B are needed .* 2 are written\)"):
+        check_disk(run, 51)
+    check_disk(replace(run, checkpoint=Checkpoint(enabled=False)), 1000)
+
+
 def test_a_disk_that_fills_up_ends_the_run_with_one_line(train, tmp_path, monkeypatch):
     log = Metrics.log
 
@@ -162,7 +183,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_one_line(train, tmp_path, monkey
     assert code == 2
     assert err == (
         f"ppctl: run.dir={tmp_path}/run cannot be written: No space left on device. "
-        "Free the disk, or use another run.dir.\n"
+        "Free the disk, or use another run.dir. Step 4 is saved.\n"
     )
     last = records(tmp_path / "run", "status.jsonl")[-1]
     assert (last["status"], last["reason"]) == ("failed", err.removeprefix("ppctl: ").strip())

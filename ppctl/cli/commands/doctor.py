@@ -38,6 +38,7 @@ from ppctl.training.pipeline.job import DEFAULT_DTYPE, assemble, state_bytes
 from ppctl.training.pipeline.job_checks import check_job
 from ppctl.training.pipeline.known_hardware import described_only, stated_bytes
 from ppctl.training.run.process_group import process_group
+from ppctl.training.run.run_environment import check_disk
 
 T = TypeVar("T")
 # (float32 of a message, exchanges of a run); odd numbers, so that contents change places
@@ -128,18 +129,12 @@ def _directory(run: Run, needed: int | None) -> Finding:
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".doctor-"):
             pass
         free = shutil.disk_usage(directory).free
+        check_disk(run, needed or 0)
     except OSError as error:
         why = f"cannot be written: {error.strerror}. Use another run.dir, or make it writable."
         return Finding("run.dir", False, f"run.dir={run.dir} {why}")
-    keep = run.checkpoint.keep
-    need = 0 if needed is None else (keep + 1) * needed
-    if free < need:
-        reason = (
-            f"run.dir={run.dir} has {size_text(free)} free, but run.checkpoint.keep+1 = "
-            f"{keep}+1 checkpoints of {size_text(needed or 0)} take {size_text(need)}. Free the "
-            "disk, use another run.dir, or keep fewer."
-        )
-        return Finding("run.dir", False, reason)
+    except ConfigError as error:
+        return Finding("run.dir", False, str(error))
     return Finding("run.dir", True, f"{directory} is writable, {size_text(free)} free")
 
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import platform
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -12,7 +13,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from ppctl.config import Run
 from ppctl.errors import ConfigError
+from ppctl.reports.run_files import checkpoint_steps
+from ppctl.reports.terminal_output import size_text
 
 PACKAGES = ("ppctl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 
@@ -35,6 +39,23 @@ def writing(run_dir: Path) -> Iterator[None]:
             remedy = "Free the disk, or use another run.dir"
         what = f"run.dir={run_dir} cannot be written: {error.strerror}"
         raise ConfigError(f"{what}. {remedy}.") from error
+
+
+def check_disk(run: Run, state_bytes: int) -> None:
+    """Raise ConfigError if the disk of run.dir lacks room for the checkpoints of a run."""
+    settings, written = run.checkpoint, len(checkpoint_steps(Path(run.dir) / "checkpoints"))
+    if not settings.enabled:
+        return
+    num_saves = 1 if settings.every is None else -(-run.num_steps // settings.every)
+    number = min(settings.keep + 1, num_saves)  # the oldest goes after the newest is written
+    more, free = max(1, number - written), shutil.disk_usage(run.dir).free
+    if free < more * state_bytes:
+        raise ConfigError(
+            f"run.dir={run.dir} has {size_text(free)} free, but {more} x {size_text(state_bytes)} "
+            f"= {size_text(more * state_bytes)} are needed for checkpoints (run.checkpoint.keep="
+            f"{settings.keep} and the next one; {written} are written). Free the disk, use another "
+            "run.dir, or keep fewer."
+        )
 
 
 def environment(mesh: Mesh) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from ppctl.schedule.schedule_text import to_csv
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.pipeline.engines.step_memory import Footprint
 from ppctl.training.pipeline.jax_start import start_jax
-from ppctl.training.pipeline.job import DEFAULT_DTYPE, TrainingJob, assemble
+from ppctl.training.pipeline.job import DEFAULT_DTYPE, TrainingJob, assemble, state_bytes
 from ppctl.training.pipeline.job_checks import check_job
 from ppctl.training.run.compilation_cache import keep_compiled
 from ppctl.training.run.heartbeat import Heartbeat
@@ -40,7 +40,7 @@ from ppctl.training.run.loop import Loop, StepClock
 from ppctl.training.run.metrics import Metrics
 from ppctl.training.run.process_group import compare, process_group
 from ppctl.training.run.resume import Resumed, resume, state_from
-from ppctl.training.run.run_environment import environment, writing
+from ppctl.training.run.run_environment import check_disk, environment, writing
 from ppctl.training.run.run_lines import StepPrediction, describe
 from ppctl.training.run.trackers import check_trackers
 
@@ -100,6 +100,8 @@ def _train(
             if as_json and is_lead:
                 print(json.dumps({"status": FINISHED, "run_dir": run.dir, "step": start}))
             return 0
+        if run.checkpoint.on_failure == "stop":
+            check_disk(run, state_bytes(job))
         # 2. describe and record the start
         prediction = predict(job)
         changed = [f"changed   since step {start}: {each.arrow}" for each in resumed.changed]
