@@ -9,7 +9,7 @@ from ppctl.cli.choices import did_you_mean
 from ppctl.errors import ConfigError
 from ppctl.reports.recorded_settings import setting_names, setting_text, setting_value
 from ppctl.reports.run_files import RunSummary
-from ppctl.reports.terminal_output import age_text, iso_text
+from ppctl.reports.terminal_output import age_text, decimal_text, iso_text
 
 DESCENDING = ":desc"
 NEWEST = "age"  # the order without `--sort`
@@ -70,7 +70,7 @@ def ordered(runs: Sequence[RunSummary], orders: Sequence[Order]) -> list[RunSumm
 
 
 def _number_text(loss: float | None) -> str:
-    return "" if loss is None else f"{loss:.4f}"
+    return "" if loss is None else decimal_text(loss)
 
 
 def _is_known(value: Any) -> bool:

@@ -15,16 +15,16 @@ from urllib.parse import quote
 
 from ppctl.reports.charts.palette import MARKS, SIGNS, line_style
 from ppctl.reports.foreign_files import printable
-from ppctl.reports.terminal_output import SPEEDS, size_text
+from ppctl.reports.terminal_output import SPEEDS, decimal_text, size_text
 
 YES, NO, UNKNOWN = ("yes", "&#10003;"), ("no", "&#10007;"), ("maybe", "?")  # colour, mark
 GOES_ON = ("maybe", "&#9654;")
 Form = Callable[[Any], str]
 NUMBERS: dict[str, tuple[str, Form]] = {  # in records: column of a table, and form
     "steps": ("steps", "{:,}".format),
-    "loss": ("loss", "{:.4f}".format),
-    "final_loss": ("loss", "{:.4f}".format),
-    "eval_loss": ("eval loss", "{:.4f}".format),
+    "loss": ("loss", decimal_text),
+    "final_loss": ("loss", decimal_text),
+    "eval_loss": ("eval loss", decimal_text),
     "grad_norm": ("gradient norm", "{:.4g}".format),
     "lr": ("learning rate", "{:.3e}".format),
     "step_time_s": ("s/step", "{:.4g}".format),

@@ -29,6 +29,7 @@ from ppctl.reports.terminal_output import (
     SPEEDS,
     OutputConsole,
     age_text,
+    decimal_text,
     iso_text,
     show_json,
     show_lines,
@@ -191,7 +192,8 @@ def extremes(points: Points) -> dict[str, dict[str, float]]:
 
 def _losses_text(found: dict[str, dict[str, float]]) -> str:
     return ", ".join(
-        f"{which} {each['loss']:.4f} (step {each['step']})" for which, each in found.items()
+        f"{which} {decimal_text(each['loss'])} (step {each['step']})"
+        for which, each in found.items()
     )
 
 

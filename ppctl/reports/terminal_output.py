@@ -68,6 +68,16 @@ def show_json(document: Any) -> None:
     print(json.dumps(json_safe(document), allow_nan=False))
 
 
+def decimal_text(value: float) -> str:
+    """Return a loss with four decimals, or with an exponent where these would mislead.
+
+    >>> [decimal_text(loss) for loss in (3.14159, 0.00012345, 0.0, 1.5e30)]
+    ['3.1416', '1.234e-04', '0.0000', '1.500e+30']
+    """
+    is_usual = 0.01 <= abs(value) < 1e6 or not value
+    return f"{value:.4f}" if is_usual else f"{value:.3e}"
+
+
 def size_text(num_bytes: int) -> str:
     """Return bytes as people read them, in units of 1024.
 

@@ -10,7 +10,7 @@ import pytest
 from support.browser import BROWSER, MISSING, crossed, cut_off, look_at, overlaps
 from support.pages import all_pages
 
-WIDTHS = (1280, 820, 420)
+WIDTHS = (1600, 1280, 800, 420)
 LABEL = re.compile(r"[FBIW]\d*")  # of a task in its cell
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason=MISSING)]
 

@@ -5,6 +5,7 @@ nothing is loaded.
 from __future__ import annotations
 
 import html
+import itertools
 import re
 import subprocess
 import sys
@@ -65,6 +66,27 @@ def test_a_spike_of_one_step_in_a_hundred_thousand_is_drawn(spike):
     assert values_at(drawn, "x", [high[0]]) == pytest.approx([spike], abs=300)
     assert heights(drawn, trend) == pytest.approx([0.5] * 80, abs=0.1)  # the medians
     assert len(drawn) < 100_000
+
+
+@pytest.mark.parametrize(
+    ("places", "over_sizes"),
+    [
+        ([10 ** (i / 10 - 6) for i in range(60)], True),  # learning rates
+        ([10.0**-i for i in range(14)], True),
+        ([1e-4, 3e-4, 1e-3, 3e-3], True),
+        ([2**i for i in range(21)], True),  # batch sizes
+        ([10**9 + i for i in range(40)], False),  # steps
+        ([*range(40)], False),
+    ],
+)
+def test_numbers_below_an_axis_keep_apart(places, over_sizes):
+    points = [(float(x), 1.0) for x in places]
+    drawn = curves_svg({"loss": points}, title="loss", x_name="x", over_sizes=over_sizes)
+    texts = [text for tick in groups(drawn, "xtick") for text in tick.iter("text")]
+    ends = [(float(t.get("x")), 8 * len(t.text) / 2) for t in texts]  # 8 units a letter, about
+    assert len(ends) >= 2
+    for (x0, half0), (x1, half1) in itertools.pairwise(ends):
+        assert x0 + half0 < x1 - half1, [text.text for text in texts]
 
 
 def test_a_gap_among_many_points_stays():

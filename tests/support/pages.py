@@ -37,6 +37,9 @@ def all_pages(directory: Path) -> dict[str, str]:
         "schedule": schedules_page([drawing("1f1b", 4, 8)]),
         "schedule, 8 ranks, 32 microbatches": schedules_page([drawing("zb_h1", 8, 32)]),
         "schedule, whole backwards": schedules_page([drawing("1f1b", 8, 32, transfer_s=0.25)]),
+        "schedule, microseconds": schedules_page(
+            [drawing("zb_v", 4, 8, forward_s=1e-6, input_grad_s=2e-6, weight_grad_s=1e-6)]
+        ),
         "schedule, many ranks": schedules_page([drawing("1f1b", 64, 128)]),
         "schedules compared": schedules_page(
             [drawing(name, 4, 8) for name in ("gpipe", "zb_h1", "zb_v")]

@@ -133,7 +133,8 @@ function axis(c, pen) {
   for (let k = Math.ceil(view[0] / step); k * step <= view[1] * (1 + 1e-9); k++) {
     const x = toX(c, k * step);
     pen.fillStyle = ink.soft;
-    pen.fillText(num(k * step) + (k * step + step > view[1] && c.wide > 200 ? " s" : ""), Math.min(x, c.left + c.wide - 10), 8);
+    const label = num(k * step) + (k * step + step > view[1] && c.wide > 200 ? " s" : "");
+    pen.fillText(label, Math.min(x, c.left + c.wide - pen.measureText(label).width / 2), 8);
     pen.fillRect(x, AXIS - 4, 1, 3);
   }
   pen.textAlign = "left";

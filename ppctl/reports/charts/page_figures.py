@@ -74,13 +74,14 @@ def curves_svg(
         first, last = (end(x for x, _ in every) for end in (min, max))
         are_whole = all(float(x).is_integer() for x, _ in every)
         if over_sizes and (last >= 4 * first or not are_whole):
-            base, subs = (2, (1,)) if are_whole else (10, (1, 2, 5))
+            is_short = last < 1000 * first
+            base, subs = (2, (1,)) if are_whole else (10, (1, 2, 5) if is_short else (1,))
             axes.set_xscale("log", base=base)
-            axes.xaxis.get_major_locator().set_params(subs=subs)
-            axes.xaxis.set_major_formatter("{x:g}")
+            axes.xaxis.get_major_locator().set_params(subs=subs, numticks=6)
+            axes.xaxis.set_major_formatter("{x:,.0f}" if are_whole else "{x:g}")
         else:
             axes.set_xlim(first - (first == last), last + (first == last))
-            axes.locator_params(axis="x", integer=True, nbins=5)
+            axes.locator_params(axis="x", integer=True, nbins=min(5, 50 // len(f"{last:,.0f}")))
             axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set_xlabel(x_name)
         # 3. the axis of values

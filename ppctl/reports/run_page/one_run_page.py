@@ -76,6 +76,8 @@ def _cards(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
     recorded = iso_text(summary.recorded_s) or "at an unknown time"
     yield "Step", summary.steps_text, f"recorded {recorded}"
     yield "Loss", loss_text(run), "of the newest step"
+    if summary.eval_loss is not None:
+        yield "Eval loss", kit.number("eval_loss", summary.eval_loss), "the newest"
     # 2. numbers
     predicted_s, speed = newest("predicted_step_time_s"), run.speed or ""
     timed = "median" if predicted_s is None else f"median, predicted {predicted_s:.4g} s"
@@ -83,7 +85,6 @@ def _cards(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
     shares = (*shares, run.measured_bubble)
     bubble = next((share for share in reversed(shares) if share is not None), None)
     for name, value, form, note in (
-        ("Eval loss", summary.eval_loss, "{:.4f}", "the newest"),
         ("Step time", run.median("step_time_s"), "{:.4g} s", timed),
         ("Speed", run.median(speed), f"{{:,.0f}} {kit.SPEEDS.get(speed)}", "median"),
         ("MFU", run.median("mfu_fraction"), "{:.1%}", "median, of the peak of all devices"),

@@ -11,7 +11,7 @@ from typing import Any, Self
 from rich.console import Console
 
 from ppctl.model.layer_inputs import LOSS
-from ppctl.reports.terminal_output import OutputConsole, replace_file, show_lines
+from ppctl.reports.terminal_output import OutputConsole, decimal_text, replace_file, show_lines
 from ppctl.training.run.run_environment import writing
 from ppctl.training.run.trackers import BackgroundTracker, RunFacts
 
@@ -140,19 +140,10 @@ def _train_tag(key: str) -> str:
     return f"speed/{key}" if key.endswith("_s") or key.startswith("mfu") else f"train/{key}"
 
 
-def _number(value: float) -> str:
-    """Return four decimals, or an exponent where they would show little.
-
-    >>> _number(3.14159), _number(0.00012345)
-    ('3.1416', '1.234e-04')
-    """
-    return f"{value:.4f}" if abs(value) >= 0.01 else f"{value:.3e}"
-
-
 # The text of each value of a record on the terminal, in this order.
 _SHOWN = {
-    "loss": lambda value: f"loss {_number(value)}",
-    "eval_loss": lambda value: f"eval_loss {_number(value)}",
+    "loss": lambda value: f"loss {decimal_text(value)}",
+    "eval_loss": lambda value: f"eval_loss {decimal_text(value)}",
     "grad_norm": lambda value: f"grad_norm {value:.3f}",
     "lr": lambda value: f"lr {value:.1e}",
     "tokens_per_s": lambda value: f"{value:,.0f} tok/s",
@@ -174,7 +165,7 @@ def _shown(record: Record, attached: Sequence[str] = ()) -> str:
     >>> _shown({"loss": 3.1416, "balance": 0.01, "lr": 1e-3}, ["balance"])
     'loss 3.1416  balance 0.0100  lr 1.0e-03'
     """
-    losses = {name: f"{name} {_number(record[name] or 0.0)}" for name in attached}
+    losses = {name: f"{name} {decimal_text(record[name] or 0.0)}" for name in attached}
     known = {key: text(record[key]) for key, text in _SHOWN.items() if record.get(key) is not None}
     first = {LOSS: known.pop(LOSS)} if LOSS in known else {}
     return "  ".join((first | losses | known).values())
