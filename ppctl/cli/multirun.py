@@ -60,6 +60,10 @@ class SweepRequest:
             config, refusal = None, error
         values = {each.key_or_group: each.value() for each in swept}
         words = (*self.words, *overrides)
+        recipe = None if words[0] != "tune" or config is None else config.tune.recipe
+        if config is not None and recipe is not None and "tune.recipe" not in values:
+            config.tune.recipe = f"{recipe}-{index}"  # a file for each job
+            words += (f"tune.recipe={config.tune.recipe}",)
         return Job(index, values, " ".join(texts), run_dir, words, config, refusal)
 
 

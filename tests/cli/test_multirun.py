@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from ppctl import cli
+from ppctl.cli.compose import compose
+from ppctl.cli.multirun import compose_sweep
 
 PPCTL = str(Path(sys.executable).parent / "ppctl")
 pytestmark = pytest.mark.usefixtures("in_empty_directory")
@@ -99,6 +101,30 @@ def test_a_job_that_is_refused_does_not_stop_the_others(jobs_environment):
     assert [json.loads(line)["dir"] for line in done.stdout.splitlines()] == [
         "runs/default/data.batch_size=16"
     ]
+
+
+@pytest.mark.parametrize(
+    ("command", "swept", "why"),
+    [
+        ("train", "optim.lr=1e-3,0.001", "have the same run.dir"),
+        ("verify", "optim.lr=1e-3,0.001", "are the same request: their values are equal. Leave"),
+        ("train", "optim.lr=1,1.0", "are the same request: their values are equal. Leave one"),
+        ("train", "mesh=1x4,1x4x1", "are the same request: their values are equal. Leave one"),
+    ],
+)
+def test_equal_values_are_refused_however_they_are_written(command, swept, why, capsys, served):
+    assert cli.main([command, "-m", swept]) == 2
+    assert why in capsys.readouterr().err
+    assert served == []
+
+
+def test_a_sweep_of_tune_writes_a_recipe_for_each_job():
+    words = ["data.batch_size=32,64", "tune.recipe=mine"]
+    jobs = compose_sweep(words, None, ["tune"]).jobs
+    assert [job.config.tune.recipe for job in jobs] == ["mine-0", "mine-1"]
+    assert [compose([*job.words[1:]]).tune.recipe for job in jobs] == ["mine-0", "mine-1"]
+    swept = compose_sweep(["tune.recipe=a,null"], None, ["tune"]).jobs
+    assert [job.config.tune.recipe for job in swept] == ["a", None]
 
 
 @pytest.mark.parametrize(

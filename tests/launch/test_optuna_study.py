@@ -92,10 +92,10 @@ def test_a_search_goes_on_where_it_ended():
     first, _, _ = searched(n_trials=3)
     again, outcomes, _ = searched(n_trials=5, side=2)
     assert [job.name for job in again[:3]] == [job.name for job in first]
-    assert outcomes == ["skipped"] * 3 + ["finished"] * 2
+    assert outcomes == ["finished earlier"] * 3 + ["finished"] * 2
     assert len({job.name for job in again}) == 5
     _, outcomes, study = searched(n_trials=5)
-    assert outcomes == ["skipped"] * 5
+    assert outcomes == ["finished earlier"] * 5
     assert len(study.trials) == 5
 
 
@@ -152,7 +152,7 @@ def test_another_search_in_its_place_is_another_study(changed):
         assert other.study_name != study.study_name
         assert len(other.trials) == 2
     again, outcomes, _ = searched(n_trials=1)
-    assert ([job.name for job in again], outcomes) == ([first[0].name], ["skipped"])
+    assert ([job.name for job in again], outcomes) == ([first[0].name], ["finished earlier"])
 
 
 def test_a_file_of_something_else_stays():

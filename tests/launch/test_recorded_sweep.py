@@ -88,6 +88,34 @@ def test_a_sweep_may_be_named_by_its_path_and_shown_as_json(capsys):
         ("fastest, in tok/s", 1, 1e4),
     ]
     assert found["files"] == ["runs/s/sweep.json"]
+    assert found["errors"] == [
+        *({"error": e, "jobs": [i]} for e, i in (("disk full.", 0), ("odd.", 3)))
+    ]
+
+
+def test_the_name_of_a_sweep_lists_all_of_its_jobs(capsys):
+    assert cli.main(["runs", "s", "--json"]) == 0
+    found = {run["name"]: run for run in json.loads(capsys.readouterr().out)["runs"]}
+    names = [f"schedule={schedule},optim.lr={lr}" for schedule, lr, _ in JOBS]
+    assert {*found} == {*names}
+    ends = [(found[name]["status"], found[name]["reason"]) for name in names]
+    assert ends == [
+        *(("failed", "disk full."), ("finished", None), ("finished", None)),
+        *(("failed", "odd."), ("not started", None)),
+    ]
+    assert cli.main(["runs", "s"]) == 0
+    assert "5 runs in runs/s" in capsys.readouterr().out
+
+
+def test_the_report_of_a_sweep_is_its_page_as_its_jobs_are_now(capsys):
+    assert cli.main(["report", "s"]) == 0
+    assert "5 jobs: 2 finished, 2 failed, 1 not started" in (SWEEP / "sweep.html").read_text()
+    assert cli.main(["report", "runs/s", "--out", "other.html", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"file": "other.html", "sweep_dir": "runs/s"}
+    assert Path("other.html").exists()
+    (SWEEP / "sweep.html").unlink()
+    (SWEEP / "sweep.html").symlink_to("/etc/hostname")
+    assert cli.main(["report", "s"]) == 2
 
 
 def test_a_moved_sweep_has_its_jobs():

@@ -95,9 +95,9 @@ def test_finished_jobs_are_skipped_and_broken_ones_started_again(monkeypatch, ca
     saved(sweep.jobs[0])
     saved(sweep.jobs[1], step=10)
     outcomes, stop, text = told(sweep)
-    assert [outcome.status for outcome in outcomes] == ["skipped", "finished", "finished"]
+    assert [outcome.status for outcome in outcomes] == ["finished earlier", "finished", "finished"]
     assert stop is None
-    assert "ppctl: job 0: run.seed=0: finished before, skipped (runs/s/run.seed=0)" in text
+    assert "ppctl: job 0: run.seed=0: finished earlier (runs/s/run.seed=0)" in text
     assert "ppctl: job 1: run.seed=1: running on after step 10 in runs/s/run.seed=1" in text
     assert "ppctl: job 2: run.seed=2: running in runs/s/run.seed=2" in text
     documents = [json.loads(line) for line in capfd.readouterr().out.splitlines()]

@@ -18,7 +18,13 @@ from ppctl.config import Config, Interleaved, Mesh, Run, Schedule
 from ppctl.launch.sweep.run_sweep import write_summary
 from ppctl.launch.sweep.sweep_jobs import LOG, NUMBERS, Job, Result
 from ppctl.launch.sweep.sweep_page import sweep_page
-from ppctl.launch.sweep.sweep_records import best_of, numbers_of, show_results, write_records
+from ppctl.launch.sweep.sweep_records import (
+    best_of,
+    equal_errors,
+    numbers_of,
+    show_results,
+    write_records,
+)
 from ppctl.reports.charts.page_figures import MOST_LINES
 
 
@@ -258,9 +264,33 @@ def test_jobs_that_shared_the_machine_are_said_to_be_slower():
     TOP.mkdir(parents=True, exist_ok=True)
     assert not any("side by side" in line for line in write_summary(TOP, results([job])))
     (job.run_dir / LOG).write_text("")
-    said = write_summary(TOP, [ended(job, "skipped")])
-    assert "note: Jobs ran side by side, which slows each of them: a run alone is faster" in said
+    said = write_summary(TOP, [ended(job, "finished earlier")])
+    assert "note: Jobs ran side by side, which slows each of them: no fastest is named" in said
     assert "Jobs ran side by side" in Path("runs/s/sweep.html").read_text()
+
+
+def test_the_fastest_is_not_named_among_jobs_that_shared_the_machine():
+    jobs = [left(job_of(0), (4.0, 1.0)), left(job_of(1, "1f1b", **{"optim.lr": 1}), (3.0, 0.5))]
+    assert [best.what for best in best_of(results(jobs))] == [
+        "lowest final_loss",
+        "fastest, in tok/s",
+    ]
+    (jobs[0].run_dir / LOG).write_text("")
+    assert [best.what for best in best_of(results(jobs))] == ["lowest final_loss"]
+
+
+def test_errors_that_differ_in_the_directory_of_their_job_are_one():
+    jobs = [job_of(index) for index in range(4)]
+    texts = [f"{job.run_dir}/checkpoints cannot be written: full." for job in jobs[:2]]
+    texts += [f"{jobs[2].run_dir.absolute()}/checkpoints cannot be written: full.", "odd."]
+    found = [ended(job, "failed", 1, 1.0, text) for job, text in zip(jobs, texts, strict=True)]
+    alike = "RUN_DIR/checkpoints cannot be written: full."
+    assert equal_errors(found) == {alike: jobs[:3], "odd.": jobs[3:]}
+    assert equal_errors(found[:1]) == {texts[0]: jobs[:1]}
+    out = io.StringIO()
+    show_results(Console(file=out, width=200), found)
+    assert out.getvalue().count("cannot be written") == 1
+    assert sweep_page(TOP, found).count("cannot be written") == 1
 
 
 WORDS = (
@@ -310,7 +340,7 @@ def test_a_real_sweep_is_skipped_and_resumed(directory):
     assert run(*grid).stdout == "0 False\n"
     again = run(*grid)
     assert again.stdout == "0 False\n"
-    assert again.stderr.count("finished before, skipped") == 2
+    assert again.stderr.count("finished earlier (") == 2
     more = run("schedule=gpipe", "schedule.num_microbatches=2,3", "run.num_steps=3")
     assert more.stdout.endswith("1 False\n")
     assert "job 0: schedule.num_microbatches=2: running on after step 2" in more.stderr

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppctl.cli.choices import schema_of
 from ppctl.cli.command_options import Parser
-from ppctl.cli.commands.runs import run_named
+from ppctl.cli.commands.runs import DEFAULT_DIR, run_named
 from ppctl.config import Auto, Csv, Mesh
 from ppctl.errors import ConfigError, PpctlError, one_line
 from ppctl.reports.run_files import SCHEDULE_FILE
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 NOTES = """\
 RUN is a path, a name in the list of `ppctl runs`, or a part of one that no other has; several are
-compared: differences, curves together. The page holds all it shows: it can be mailed, and opens
-without a network. It is of the moment; write it again while a run goes on."""
+compared: differences, curves together. SWEEP, a sweep's directory or its name, gives the page of
+its jobs. The page holds all it shows: it can be mailed, and opens without a network. It is of the
+moment; write it again while a run goes on."""
 
 
 def parser() -> Parser:
@@ -42,8 +43,12 @@ def parser() -> Parser:
 
 def serve(options: Namespace) -> int:
     """Write the page of a run or of several; return the exit code."""
+    from ppctl.cli.subcommands.runs_sweep import find_sweep, report_sweep
     from ppctl.reports.run_page import write_report as report
 
+    sweep = find_sweep(options.runs[0], [Path(DEFAULT_DIR)]) if len(options.runs) == 1 else None
+    if sweep is not None:
+        return report_sweep(sweep, options.out, as_json=options.json)
     runs = [run_named(word) for word in options.runs]
     places: dict[Path, str] = {}
     for word, (_, path) in zip(options.runs, runs, strict=True):

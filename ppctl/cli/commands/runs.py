@@ -1,6 +1,7 @@
 """`ppctl runs`: list runs and how they ended, show one or a sweep, remove runs; starts no JAX."""
 
 import argparse
+import os
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ DEFAULT_DIR = "runs"  # parent of run.dir by default
 NOTES = f"""\
     ppctl runs [DIR ...]            every run below DIR, sweeps included
     ppctl runs show NAME [DIR ...]  one run: settings, losses, speed, checkpoints, resume command
+    ppctl runs SWEEP                the jobs of a sweep, those not started too
     ppctl runs show SWEEP           a sweep's directory: axes, jobs, their status, the best
     ppctl runs rm NAME ...          remove runs for good, with their checkpoints
 
@@ -73,6 +75,7 @@ def _refuse(options: argparse.Namespace, whose: str, *names: str) -> None:
 
 def _list(words: list[str], options: argparse.Namespace) -> int:
     from ppctl.cli.runs_selection import columns_of, ordered, orders_of
+    from ppctl.cli.subcommands.runs_sweep import find_sweep, jobs_without_runs
     from ppctl.reports import runs_table
     from ppctl.reports.run_files import run_summary
     from ppctl.reports.terminal_output import show_json
@@ -81,7 +84,9 @@ def _list(words: list[str], options: argparse.Namespace) -> int:
         reason = "--json has all settings of every run. Leave out one of the two."
         raise ConfigError(f"--columns {options.columns}: {reason}")
     tops, now_s = _tops(words), time.time()
+    tops = [top if os.path.isdir(top) else find_sweep(str(top), _tops([])) or top for top in tops]
     found = [run_summary(*each) for each in runs_table.names_of(tops)]
+    found += [job for top in tops for job in jobs_without_runs(top)]
     where = runs_table.listed(tops)
     if not found and not options.json:
         print(f"No run is in {where}.")

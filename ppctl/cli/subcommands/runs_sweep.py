@@ -6,16 +6,47 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ppctl.launch.sweep.sweep_jobs import FILES
-from ppctl.launch.sweep.sweep_records import best_of, is_sweep, read_sweep, show_results
-from ppctl.reports.foreign_files import printable
-from ppctl.reports.run_files import is_run
-from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines
+from ppctl.launch.sweep.sweep_page import sweep_page
+from ppctl.launch.sweep.sweep_records import (
+    best_of,
+    equal_errors,
+    is_sweep,
+    read_sweep,
+    show_results,
+    side_by_side_note,
+)
+from ppctl.reports.foreign_files import check_inside, printable
+from ppctl.reports.run_files import RunSummary, is_run, run_summary
+from ppctl.reports.run_page.write_report import place_of
+from ppctl.reports.terminal_output import OutputConsole, show_json, show_lines, write_file
 
 
 def find_sweep(name: str, tops: Sequence[Path]) -> Path | None:
     """Return the directory of the sweep of this path, or of this name below `tops`, if any."""
     places = filter(os.path.isdir, (Path(name), *(top / name for top in tops)))
     return next((place for place in places if is_sweep(place) and not is_run(place)), None)
+
+
+def jobs_without_runs(top: Path) -> list[RunSummary]:
+    """Return the jobs of a sweep that left no run: not started, or refused. [] for no sweep."""
+    summaries = []
+    for each in read_sweep(top):
+        place = each.job.run_dir
+        if not is_run(place):
+            written_s = (top / FILES[0]).stat().st_mtime
+            end = {"status": each.status, "reason": each.error, "recorded_s": written_s}
+            summaries.append(run_summary(place.name, place)._replace(**end, problems=()))
+    return summaries
+
+
+def report_sweep(directory: Path, out: str | None, *, as_json: bool) -> int:
+    """Write the page of a sweep as it is now; return 0."""
+    check_inside(directory, FILES, "run.dir")
+    file = place_of(out or str(directory / FILES[1]), [])
+    write_file(str(file), file, sweep_page(directory, read_sweep(directory), file))
+    if as_json:
+        show_json({"file": str(file), "sweep_dir": str(directory)})
+    return 0
 
 
 def show_sweep(directory: Path, *, as_json: bool) -> int:
@@ -26,6 +57,10 @@ def show_sweep(directory: Path, *, as_json: bool) -> int:
     for each in results:
         for key, value in each.job.values.items():
             axes.setdefault(key, {})[value] = None
+    errors = [
+        {"error": error, "jobs": [job.index for job in jobs]}
+        for error, jobs in equal_errors(results).items()
+    ]
     files = [str(directory / name) for name in FILES if (directory / name).is_file()]
     if as_json:
         counts = Counter(each.status for each in results)
@@ -37,7 +72,13 @@ def show_sweep(directory: Path, *, as_json: bool) -> int:
         document = {"sweep_dir": str(directory), "counts": dict(counts.most_common())}
         document |= {"axes": {key: [*values] for key, values in axes.items()}}
         show_json(
-            document | {"best": [each._asdict() for each in best], "jobs": jobs, "files": files}
+            document
+            | {
+                "best": [each._asdict() for each in best],
+                "errors": errors,
+                "jobs": jobs,
+                "files": files,
+            }
         )
         return 0
     console = OutputConsole()
@@ -45,6 +86,8 @@ def show_sweep(directory: Path, *, as_json: bool) -> int:
     lines += [("axis", f"{key}: {', '.join(values)}") for key, values in axes.items()]
     for each in best:
         lines += [("best", each.text), ("  in", each.place)]
+    if note := side_by_side_note(results):
+        lines.append(("note", note))
     lines.append(("summary", ", ".join(files)))
     show_lines(console, *(printable(f"{label:9} {text}") for label, text in lines))
     show_results(console, results)

@@ -21,7 +21,7 @@ from rich.console import Console
 from ppctl.errors import ConfigError, error_document, one_line
 from ppctl.launch.supervisor import LEFT, Events, Stop, how, shell_code, stop_requests
 from ppctl.launch.sweep.local_jobs import LocalJobs
-from ppctl.launch.sweep.sweep_jobs import FILES, Job, Result, Sweep, check_sweep, has_ended
+from ppctl.launch.sweep.sweep_jobs import EARLIER, FILES, Job, Result, Sweep, check_sweep, has_ended
 from ppctl.launch.sweep.sweep_page import sweep_page
 from ppctl.launch.sweep.sweep_records import (
     best_of,
@@ -167,8 +167,8 @@ class _Loop:
         if job.refusal is not None:
             self.refuse(job, job.refusal.kind, one_line(job.refusal))
         elif run is not None and has_ended(job.run_dir, run):
-            result = Result(job, "skipped", 0, numbers=numbers_of(job.run_dir))
-            self.set(result, f"finished before, skipped ({job.run_dir})")
+            result = Result(job, EARLIER, 0, numbers=numbers_of(job.run_dir))
+            self.set(result, f"{EARLIER} ({job.run_dir})")
             self.emit({"status": "finished", "run_dir": str(job.run_dir), "step": run.num_steps})
         else:
             began_s = time.time()

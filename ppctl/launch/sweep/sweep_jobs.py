@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +23,8 @@ FILES = ("sweep.json", "sweep.html")
 LOG = "output.log"  # in a run.dir: the output of a job that shared the machine
 SUBMITTED_LOG = "submitted.log"  # the output of a submitted job
 STUDY, SUBMITIT = "optuna.journal", ".submitit"  # in a sweep's directory
-DONE = ("finished", "skipped")
+EARLIER = "finished earlier"  # by a start of the sweep before this one
+DONE = ("finished", EARLIER)
 STATES = ("running", "queued", *DONE, "failed", "interrupted", "not started")
 SUBMITTED = "submitted.json"  # in a run.dir: the submission of its job
 NUMBERS = (  # of a run, in this order; None where it has none
@@ -137,6 +138,7 @@ def check_sweep(sweep: Sweep) -> None:
         raise ConfigError(f"{all_of}{refused[0]}")
     if sweep.trains:
         _check_directories(sweep)
+    _check_equal(sweep.jobs)
     # 3. Slurm
     if sweep.is_submitted and shutil.which("sbatch") is None:
         raise ConfigError(
@@ -157,6 +159,22 @@ def _check_directories(sweep: Sweep) -> None:
                 f"Jobs {first.index} ({first.name}) and {job.index} ({job.name}) have the same "
                 f"run.dir, {job.run_dir}. Leave out a value that is there twice, or leave "
                 "run.dir to the sweep."
+            )
+
+
+def _check_equal(jobs: Sequence[Job]) -> None:
+    """Raise ConfigError where values such as 1e-3 and 0.001 make the same request of two jobs."""
+    owners: dict[str, Job] = {}
+    for job in jobs:
+        if job.config is None:
+            continue
+        run_dir = job.config.run.dir if "run.dir" in job.values else ""
+        request = replace(job.config, run=replace(job.config.run, dir=run_dir))
+        first = owners.setdefault(repr(request), job)
+        if first is not job:
+            raise ConfigError(
+                f"Jobs {first.index} ({first.name}) and {job.index} ({job.name}) are the same "
+                "request: their values are equal. Leave one of them out."
             )
 
 

@@ -18,6 +18,7 @@ from ppctl.launch.sweep.sweep_records import (
 from ppctl.reports import bubble_names as bubbles
 from ppctl.reports import page_kit as kit
 from ppctl.reports.charts.page_figures import MOST_LINES, curves_svg
+from ppctl.reports.run_page.one_run_page import MARK
 from ppctl.reports.run_page.write_report import FILE as REPORT
 
 SEED = "run.seed"  # jobs that differ only in it are repeats
@@ -34,8 +35,9 @@ ABOUT = (
 )
 
 
-def sweep_page(directory: Path, results: Sequence[Result]) -> str:
-    """Return the text of the page."""
+def sweep_page(directory: Path, results: Sequence[Result], file: Path | None = None) -> str:
+    """Return the text of the page. file: where it will stand; None: in the sweep's directory."""
+    file = file or directory / FILES[1]
     states = {result.status for result in results}
     look = kit.NO if "failed" in states else kit.YES if states <= {*DONE} else kit.UNKNOWN
     note = side_by_side_note(results)
@@ -51,8 +53,9 @@ def sweep_page(directory: Path, results: Sequence[Result]) -> str:
         kit.verdict(look, f"{counts} {note}." if note else counts),
         kit.section("The best", *best),
         *(_figures_over(key, done) for key in keys),
-        kit.section("Jobs", _jobs(directory, results)),
+        kit.section("Jobs", _jobs(file, results)),
         _failures(results),
+        main=MARK,
     )
 
 
@@ -94,7 +97,7 @@ def _means(places: Sequence[tuple[float, Result]], name: str) -> list[tuple[floa
     return [(x, mean(at_x)) for x, at_x in sorted(values.items())]
 
 
-def _jobs(directory: Path, results: Sequence[Result]) -> str:
+def _jobs(file: Path, results: Sequence[Result]) -> str:
     numbers = [{**each.numbers, "seconds": each.seconds} for each in results]
     present = [name for name in SHOWN if any(each[name] is not None for each in numbers)]
     keys = list(dict.fromkeys(name for result in results for name in result.job.values))
@@ -111,7 +114,7 @@ def _jobs(directory: Path, results: Sequence[Result]) -> str:
         values = [kit.text(str(job.values.get(name, ""))) for name in keys]
         index, report = str(job.index), job.run_dir / REPORT
         if report.is_file():
-            index = kit.link(report, directory / FILES[1], index)
+            index = kit.link(report, file, index)
         status = f'<span class="{state}">{state}</span>'
         rows.append([index, *values, status, *(cell(name, known[name]) for name in present)])
     head = ["job", *map(kit.breakable, keys), "status", *(kit.NUMBERS[name][0] for name in present)]

@@ -1,6 +1,7 @@
 """Results of the jobs of a sweep: their numbers, the best, `sweep.json`, and a table. No JAX."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -53,12 +54,21 @@ def _curves(path: Path, since_s: float) -> tuple[dict[str, Curve], dict[str, Any
 
 
 def equal_errors(results: Sequence[Result]) -> dict[str, list[Job]]:
-    """Return the failed jobs by their error, in the order of the first job of each."""
-    jobs: dict[str, list[Job]] = {}
+    """Return the failed jobs by their error, in the order of the first job of each.
+
+    Errors that differ only in the run.dir of their jobs are one, with RUN_DIR in its place.
+    """
+    alike: dict[str, list[Result]] = {}
     for result in results:
         if result.error is not None:
-            jobs.setdefault(result.error, []).append(result.job)
-    return jobs
+            run_dir = result.job.run_dir
+            places = "|".join(re.escape(str(each)) for each in (run_dir.absolute(), run_dir))
+            error = re.sub(rf"(?<![\w/.-])({places})(?![\w.-])", "RUN_DIR", result.error)
+            alike.setdefault(error, []).append(result)
+    return {
+        error if len(same) > 1 else str(same[0].error): [each.job for each in same]
+        for error, same in alike.items()
+    }
 
 
 def state_counts(results: Sequence[Result]) -> str:
@@ -72,7 +82,8 @@ def state_counts(results: Sequence[Result]) -> str:
 def side_by_side_note(results: Sequence[Result]) -> str:
     """Return a note if any job shared the machine, in this or an earlier start, else ""."""
     shared = any((result.job.run_dir / LOG).exists() for result in results)
-    return "Jobs ran side by side, which slows each of them: a run alone is faster" * shared
+    note = "Jobs ran side by side, which slows each of them: no fastest is named"
+    return note if shared else ""
 
 
 def show_results(console: Console, results: Sequence[Result]) -> None:
@@ -112,7 +123,8 @@ class Best(NamedTuple):
 
 
 def best_of(results: Sequence[Result]) -> list[Best]:
-    """Return the best finished jobs: by loss, if more than the layout varies, and by speed.
+    """Return the best finished jobs: by loss, if more than the layout varies, and by speed, if
+    none shared the machine with others.
 
     Losses are compared where all these jobs trained equally many steps.
     """
@@ -123,7 +135,7 @@ def best_of(results: Sequence[Result]) -> list[Best]:
         has_all = all(result.numbers["eval_loss"] is not None for result in done)
         loss = "eval_loss" if has_all else "final_loss"
         best += _ahead(done, loss, f"lowest {loss}", sign=-1)
-    for by, unit in SPEEDS.items():
+    for by, unit in SPEEDS.items() if not side_by_side_note(done) else ():
         best += _ahead(done, by, f"fastest, in {unit}", sign=1)
     return best
 
