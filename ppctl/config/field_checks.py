@@ -161,6 +161,8 @@ def _typed(kind: Any, value: Any, key: str) -> Any:
     if is_dataclass(kind):
         return settings_from(kind, value, key)
     kinds = get_args(kind) or (kind,)
+    if get_origin(kind) is list and isinstance(value, list):
+        return [_typed(kinds[0], each, key) for each in cast("list[Any]", value)]
     if isinstance(value, dict):
         entries = cast("dict[str, Any]", value)
         return {name: _typed(kinds[-1], each, key) for name, each in entries.items()}

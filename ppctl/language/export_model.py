@@ -17,6 +17,7 @@ from ppctl.language.language_model import LanguageModel, open_language_model
 from ppctl.language.model_files import INDEX, Named, all_or_nothing, check_new, named_parameters
 from ppctl.language.transformers_config import model_config, model_settings
 from ppctl.training.run.kept_tokenizer import GENERATION, MODEL_CONFIG, POSITIONS, SOURCE
+from ppctl.training.run.saved_run import load_run
 
 Tree = Any
 SHARD_BYTES = 5 * 10**9  # of a file, without its last tensor, at most
@@ -105,10 +106,23 @@ def _adapter(model: LanguageModel) -> tuple[int, Tree, dict[str, Any]]:
     step, lora, params = adapters
     model_config(model.transformer, params["embed_head"]["embedding"].shape[0])  # raises for others
     linear = [each.name.split(".")[-3] for each in named_parameters(params, adapters=True)]
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None}
+    base = _base(model.config.run.start_from)
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
     config |= {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": [*dict.fromkeys(linear)]}
     config |= {"lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False}
     return step, params, config | {"inference_mode": True}
+
+
+def _base(start_from: str | None) -> str | None:
+    """Return the model that adapters are for: the directory of an imported one, else of a run."""
+    while start_from is not None and (Path(start_from) / "config.yaml").is_file():
+        run = load_run(start_from)
+        if (run.settings.get("optim") or {}).get("train") != "lora":
+            is_imported = (run.directory / SOURCE / MODEL_CONFIG).is_file()
+            imported = getattr(run.config.data, "path", None) if is_imported else None
+            return imported or str(run.directory.absolute())
+        start_from = run.config.run.start_from
+    return start_from
 
 
 def _source(run_dir: Path, start_from: str | None) -> Path | None:

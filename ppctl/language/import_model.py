@@ -97,7 +97,7 @@ def import_model(source: Path, out: Path) -> Imported:
     params = _params(shapes, wanted, tensors)
     # 3. the run directory
     run = Run(name=out.absolute().name, dir=str(out))
-    recorded = asdict(Config(model=model, data=Tokens(path=str(source)), run=run))
+    recorded = asdict(Config(model=model, data=Tokens(path=str(source.absolute())), run=run))
     with all_or_nothing(out) as part:
         with Checkpoints(part / "checkpoints", keep=1) as checkpoints:
             if not checkpoints.save(0, {"params": params}, _metadata(recorded, model, source)):

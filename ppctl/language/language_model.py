@@ -9,7 +9,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from ppctl.config import Config, Transformer
-from ppctl.config.changed_settings import model_and_data
 from ppctl.data.chat_templates import render_question
 from ppctl.data.tokenizer import FILE, Tokenizer, load_tokenizer
 from ppctl.errors import ConfigError
@@ -169,7 +168,7 @@ def open_language_model(
             f"{directory} --out RUN_DIR."
         )
     run = load_run(directory)
-    config = model_and_data(run.settings)
+    config = run.config
     if not isinstance(config.model, Transformer):
         raise ConfigError(
             f"{directory} has model={config.model.name}: this takes the built-in transformer."

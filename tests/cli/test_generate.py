@@ -78,6 +78,19 @@ def test_a_terminal_gets_prompt_and_text(here, capsys):
     assert len(out.rstrip("\n")) <= 3 + 5
 
 
+def test_data_of_a_run_are_found_from_another_directory(here, tmp_path, monkeypatch, capsys):
+    """Those that were relative where it started; words of the command are relative to here."""
+    expected = printed(capsys, "evaluate", "run", "--json")
+    monkeypatch.chdir(tmp_path)
+    found = json.loads(printed(capsys, "evaluate", str(here / "run"), "--json"))
+    assert found["loss"] == json.loads(expected)["loss"]
+    printed(capsys, "evaluate", str(here / "run"), "data.eval_fraction=0.05", "--limit", "1")
+    assert ppctl.load_run(here / "run").data.num_examples > 0
+    words = ["evaluate", str(here / "run"), "data=text", "data.path=text.txt"]
+    assert cli.main(words) == 2
+    assert "data.path=text.txt: no such file" in capsys.readouterr().err
+
+
 ANSWER = [[104], [105], [7], [104]]  # "hi", and what is there behind it
 
 

@@ -101,6 +101,7 @@ def test_a_run_of_adapters_from_an_imported_model(layouts, base, capsys):
         load_file("adapter/adapter_model.safetensors"),
     )
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8.0)
+    assert config["base_model_name_or_path"] == str(FOLDER / "llama2")
     assert sorted(config["target_modules"]) == [
         "down_proj",
         "gate_proj",

@@ -17,7 +17,7 @@ from ppctl import cli, config
 from ppctl.cli.commands.plan import plan as run_plan
 from ppctl.executors.model_shapes import shard_bytes, tree_bytes
 from ppctl.planner import make_plan as plan
-from ppctl.planner.show.plan_terminal import costs_text, plan_lines
+from ppctl.planner.show.plan_terminal import costs_text, plan_lines, show_plan
 from ppctl.training.pipeline.engines.step_memory import PARTS
 from ppctl.training.pipeline.job import assemble, partition_text
 
@@ -204,6 +204,8 @@ def test_a_limit_below_what_is_predicted_does_not_fit_and_one_above_does(capsys)
     )
     above, said = said_of(request(plan=enough), capsys)
     assert (above.fits, above.is_compiled) == (True, False)
+    show_plan(above, "evaluates on 1 batch")  # before the verdict
+    assert re.search(r"^note      evaluates on 1 batch\nfits: ", capsys.readouterr().out, re.M)
     assert re.search(
         r"^fits: .* \(100%\), predicted; limit: plan.memory_gib=\S+\.$", said, re.MULTILINE
     )

@@ -21,13 +21,17 @@ from ppctl.config import (
     CustomData,
     CustomModel,
     Mesh,
+    Mixture,
     Regression,
     Run,
     Schedule,
     Synthetic,
+    Text,
+    Tokens,
     Transformer,
 )
 from ppctl.config.changed_settings import model_and_data
+from ppctl.config.groups.data_settings import Part
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.pipeline.job import assemble
 from ppctl.training.run.loop import metadata
@@ -303,3 +307,34 @@ def test_a_flipped_byte_is_found(saved, tmp_path):
             run.params(3)
     finally:
         data.write_bytes(whole)
+
+
+@pytest.mark.parametrize("place", ["started", "moved", "alone"])
+def test_paths_of_a_run_are_of_the_directory_of_its_start(place, tmp_path, monkeypatch):
+    """Also when the project moved with the run; a run that moved alone has the recorded one."""
+    started, moved = tmp_path / "started", tmp_path / "moved"
+    run_dir = {"started": started / "runs/a", "moved": moved / "runs/a", "alone": tmp_path / "b"}
+    root = moved if place == "moved" else started
+    run_dir[place].mkdir(parents=True)
+    run = Run(dir="runs/a", start_from="runs/base")
+    line = {"status": "started", "step": 0, "directory": str(started)}
+    (run_dir[place] / "status.jsonl").write_text(json.dumps(line) + "\n")
+
+    def config_of(data):
+        stored = asdict(Config(data=data, run=run))
+        (run_dir[place] / "config.yaml").write_text(yaml.safe_dump(stored))
+        return ppctl.load_run(run_dir[place]).config
+
+    monkeypatch.chdir(tmp_path)
+    found = config_of(Text(path="t/*.txt", tokenizer="tok", cache_dir="/cache"))
+    expected = Text(path=f"{root}/t/*.txt", tokenizer=f"{root}/tok", cache_dir="/cache")
+    assert found.data == expected
+    assert found.run.start_from == f"{root}/runs/base"
+    parts = [Part(path="a"), Part(path="/b", weight=2.0)]
+    found = config_of(Mixture(parts=parts, tokenizer="bytes")).data
+    assert found.parts == [Part(path=f"{root}/a"), parts[1]]
+    assert found.tokenizer == "bytes"
+    assert config_of(Tokens(path="ids.npy")).data == Tokens(path=f"{root}/ids.npy")
+    root.mkdir(exist_ok=True)
+    monkeypatch.chdir(root)  # as they were typed
+    assert config_of(Tokens(path="ids.npy")).data == Tokens(path="ids.npy")

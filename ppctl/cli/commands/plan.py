@@ -28,7 +28,5 @@ def plan(config: Config, *, as_json: bool) -> int:
     if as_json:
         show_json(asdict(found))
     else:
-        show_plan(found)
-        if note is not None:
-            print(f"note      {note}")
+        show_plan(found, note)
     return int(found.fits is False)

@@ -73,9 +73,8 @@ def run_sweep(sweep: Sweep, report: Callable[[Path], object] = lambda run_dir: N
 
 def write_summary(directory: Path, results: list[Result]) -> list[str]:
     """Write records and page; return lines about the sweep, also where a file cannot be written."""
-    lines = [line for best in best_of(results) for line in (best.text, f"  in {best.place}")]
-    if note := side_by_side_note(results):
-        lines.append(f"note: {note}")
+    lines = [f"note: {note}"] if (note := side_by_side_note(results)) else []
+    lines += [line for best in best_of(results) for line in (best.text, f"  in {best.place}")]
     try:
         write_records(directory, results)
         replace_file(directory / FILES[1], sweep_page(directory, results))

@@ -46,8 +46,8 @@ class TextTable(NamedTuple):
     rows: Sequence[Sequence[str]]
 
 
-def show_plan(found: Prediction) -> None:
-    """Print a prediction for people."""
+def show_plan(found: Prediction, note: str | None = None) -> None:
+    """Print a prediction for people; note: on its evaluations."""
     console = OutputConsole()
     show_lines(console, *(f"{name:<10}{text}" for name, text in plan_lines(found)))
     if found.stages:
@@ -56,6 +56,8 @@ def show_plan(found: Prediction) -> None:
     assumed, width = "; ".join(found.assumes), max(console.width - 10, 40)
     for i, text in enumerate(textwrap.wrap(assumed, width, break_long_words=False)):
         show_lines(console, f"{'' if i else 'assumes':10}{text}")
+    if note is not None:
+        show_lines(console, f"note      {note}")
     show_lines(console, fit_text(found))
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.config import Run, Stdlib, Tokens
-from ppctl.config.changed_settings import model_and_data
 from ppctl.config.groups.data_settings import AnyData
 from ppctl.data.chat_templates import FILE as TEMPLATE
 from ppctl.data.tokenizer import BYTES, FILE, SETTINGS, json_object
@@ -45,7 +44,7 @@ def with_start_tokenizer(start_from: str, data: AnyData) -> AnyData:
     is_open = isinstance(data, Stdlib | Tokens) and data.tokenizer is None
     if not is_open or not (start / "config.yaml").is_file():  # not a run: refused where it is read
         return data
-    name = tokenizer_name(start, model_and_data(load_run(start).settings).data)
+    name = tokenizer_name(start, load_run(start).config.data)
     if name is None and isinstance(data, Stdlib):
         raise ConfigError(
             f"run.start_from={start_from} neither keeps nor names a tokenizer, so the ids of its "

@@ -17,6 +17,7 @@ from ppctl.config.changed_settings import model_and_data
 from ppctl.config.code_digests import changed_modules, sources
 from ppctl.data import DataSet
 from ppctl.data.dataset import described
+from ppctl.data.tokenizer import BYTES
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.executors.device_mesh import all_devices
 from ppctl.executors.reference import outputs_of, reference
@@ -86,7 +87,7 @@ class SavedRun:
     def data(self) -> DataSet:
         """The data set of the run: `next(run.data.batches())`, `run.data.eval_batches(1)`."""
         with self._own_code():
-            return open_data(self._config)
+            return open_data(self.config)
 
     def params(self, step: int | None = None) -> Tree:
         """Return the parameters of a checkpoint, whole, on the first device, adapters merged in.
@@ -102,7 +103,7 @@ class SavedRun:
 
         def read(step: int) -> Tree:
             natural = self._natural(step)
-            if not isinstance(self._config.model, settings.CustomModel):
+            if not isinstance(self.config.model, settings.CustomModel):
                 return natural
             network = self._fitting(step, natural).options.network
             return natural if network is None else network.from_parts(natural)
@@ -137,12 +138,26 @@ class SavedRun:
         return Checkpoints(self.directory / "checkpoints", keep=None)
 
     @cached_property
-    def _config(self) -> Config:
-        return model_and_data(self.settings)
+    def config(self) -> Config:
+        """Model, data and run of the last start. Relative paths are of the directory of the start:
+        the one from which run.dir leads here, else the recorded one.
+        """
+        found, place = model_and_data(self.settings), self.directory.resolve()
+        parts, root = Path(found.run.dir).parts, self._started_in
+        if parts and place.parts[-len(parts) :] == parts:
+            root = Path(*place.parts[: -len(parts)])
+        return found if root is None or root == Path.cwd() else _in_directory(found, root)
+
+    @property
+    def _started_in(self) -> Path | None:
+        """The directory of the last start, as recorded."""
+        key, starts = run_status.DIRECTORY, read_lines(self.directory / run_status.FILE, [])
+        places = [each[key] for each in starts if isinstance(each.get(key), str)]
+        return Path(places[-1]) if places else None
 
     @cached_property
     def _dtype(self) -> jnp.dtype:
-        name = self._config.run.dtype or DEFAULT_DTYPE
+        name = self.config.run.dtype or DEFAULT_DTYPE
         if name == "float64" and jnp.zeros(0, float).dtype != jnp.float64:
             raise ConfigError(
                 f"{self.directory} is a run of run.dtype=float64, and JAX has 32 bits: "
@@ -190,7 +205,7 @@ class SavedRun:
     @cached_property
     def _stack(self) -> Stack:
         """The model of the newest checkpoint's data; warns if its code has changed."""
-        config = self._config
+        config = self.config
         model = config.model
         with self._checkpoints() as checkpoints:
             meta = self.read(None, checkpoints.meta)
@@ -218,14 +233,29 @@ class SavedRun:
         try:
             yield
         except ConfigError as error:
-            key, starts = run_status.DIRECTORY, read_lines(self.directory / run_status.FILE, [])
-            places = [each[key] for each in starts if key in each]
-            if not places or not isinstance(error.__cause__, ModuleNotFoundError):
+            place = self._started_in
+            if place is None or not isinstance(error.__cause__, ModuleNotFoundError):
                 raise
-            where = f"{self.directory} was started in {places[-1]}"
+            where = f"{self.directory} was started in {place}"
             raise ConfigError(
                 f"{error} {where}: go there, or name it in PYTHONPATH."
             ) from error.__cause__
+
+
+def _in_directory(config: Config, root: Path) -> Config:
+    """Return a config with the relative paths of data and of run.start_from below root."""
+
+    def below(path: str | None) -> str | None:
+        return None if path is None else str(root / Path(path).expanduser())
+
+    data, new = config.data, dict[str, Any]()
+    for name in ("path", "cache_dir", "tokenizer"):
+        if getattr(data, name, BYTES) != BYTES:
+            new[name] = below(getattr(data, name))
+    if isinstance(data, settings.Mixture):
+        new["parts"] = [replace(part, path=below(part.path)) for part in data.parts]
+    run = replace(config.run, start_from=below(config.run.start_from))
+    return replace(config, data=replace(data, **new), run=run)
 
 
 def load_run(directory: str | Path) -> SavedRun:
