@@ -15,7 +15,7 @@ import optax
 import pytest
 from optax.contrib import muon
 from support import networks
-from support.selection import full
+from support.selection import full, full_except
 
 import ppctl
 from ppctl.model.mlp import mlp
@@ -41,6 +41,22 @@ def adafactor():
     return optax.adafactor(1e-2, min_dim_size_to_factor=4)
 
 
+def by_entry(update):
+    """An optimizer that changes each parameter's gradient, and descends along it."""
+    of_tree = optax.stateless(lambda grads, params: jax.tree.map(update, grads))
+    return optax.chain(of_tree, optax.sgd(1e-2))
+
+
+def positions(a):
+    return a * (1 + jax.lax.broadcasted_iota(a.dtype, a.shape, a.ndim - 1))
+
+
+OF_ENTRIES = {  # padding would change them, or the place of an entry in a packed array
+    "positions": by_entry(positions),
+    "constants": by_entry(lambda a: a * np.linspace(0.5, 2, a.size).reshape(a.shape)),
+    "number": by_entry(lambda a: a * jnp.ones_like(a).sum()),
+    "statistic": by_entry(lambda a: a / jnp.sqrt(jnp.mean(a * a) + 1e-3)),
+}
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-2, mask=matrices),
     "sgd": optax.sgd(falling, momentum=0.9),
@@ -55,6 +71,7 @@ OPTIMIZERS = {
         {"matrix": muon(1e-2), "vector": optax.sgd(1e-2)}, kinds
     ),
     "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(falling),
+    **OF_ENTRIES,
     # one of each kind, dealt to the parameters by their sizes: many in one program
     "each": optax.multi_transform(
         {
@@ -183,6 +200,13 @@ def compared(name, model, executor, dtype=jnp.float64, **how):
 )
 def test_an_optimizer_of_each_kind_equals_plain_optax(model, executor):
     assert compared("each", model, executor) < 1e-10
+
+
+@pytest.mark.parametrize("name", full_except([*OF_ENTRIES], "number"))
+@pytest.mark.parametrize("model", ["Network", full("Stack")])
+def test_an_optimizer_that_counts_or_places_entries_knows_no_padding(name, model):
+    mesh = {"pp": 4, "fsdp": 1 if model == "Stack" else 2}  # 5 layers over 4 ranks
+    assert compared(name, model, "spmd", mesh=mesh) < 1e-10
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,12 @@ ARITHMETIC += ("sqrt", "rsqrt", "cbrt", "exp", "exp2", "expm1", "log", "log1p", 
 COMPARISONS = ("max", "min", "select_n", "clamp", "eq", "ne", "lt", "le", "gt", "ge", "is_finite")
 COMPARISONS += ("and", "or", "not", "xor", "convert_element_type", "copy", "stop_gradient")
 ELEMENTWISE = frozenset(ARITHMETIC + COMPARISONS)
+UNIFORM = ELEMENTWISE | {
+    "broadcast_in_dim",
+    "reshape",
+    "squeeze",
+    "transpose",
+}  # keep equal entries
 RANDOM = ("random_", "threefry", "rng_")  # beginnings of the names of JAX's random operations
 SHAPES = ("shape", "broadcast_dimensions", "sharding", "weak_type")  # leave a formula as it is
 
@@ -29,8 +35,10 @@ SHAPES = ("shape", "broadcast_dimensions", "sharding", "weak_type")  # leave a f
 class Formula(NamedTuple):
     """The formula of a value.
 
-    owners: numbers of the parameters it depends on, through their gradients and state too. text: a
-    hash of the operations, equal for equal formulas of arrays of other shapes.
+    owners: numbers of the parameters it depends on, through their gradients and state too.
+    is_elementwise: of a value without owners, whether all its entries are equal, and the same for
+    any shapes: no positions, and no numbers of entries. text: a hash of the operations, equal for
+    equal formulas of arrays of other shapes.
     """
 
     owners: frozenset[int]
@@ -141,7 +149,7 @@ def update_formulas(optimizer: optax.GradientTransformation, params: Tree) -> li
     # 3. the formulas of its outputs, and their owners
     sizes = [a.shape for a in jax.tree.leaves(params)]
     reader = _Reader(sizes, ignores_finite=has_state(optimizer, params, optax.ApplyIfFiniteState))
-    found = reader.outputs(closed.jaxpr, given)
+    found = reader.outputs(closed, given)
     after = places_in(out[1], params)
     owners = [*range(len(paths)), *(place.owner for place in after)]
     labels = [*paths, *(place.names for place in after)]
@@ -164,17 +172,19 @@ class _Reader:
     def __init__(self, sizes: Sequence[tuple[int, ...]], *, ignores_finite: bool):
         self.sizes, self.ignores_finite = sizes, ignores_finite
 
-    def outputs(self, jaxpr: Any, given: Sequence[Formula]) -> list[Formula]:
+    def outputs(self, closed: Any, given: Sequence[Formula]) -> list[Formula]:
         """Return the formulas of a program's outputs, from those of its inputs."""
+        jaxpr, constants = closed.jaxpr, [*map(np.asarray, closed.consts)]
         env: dict[Any, Formula] = dict(zip(jaxpr.invars, given, strict=True))
-        env |= {v: Formula(frozenset(), True, hash("constant")) for v in jaxpr.constvars}
+        for v, a in zip(jaxpr.constvars, constants, strict=True):
+            env[v] = Formula(frozenset(), not a.ndim, hash(a.tobytes()))
         read = lambda v: (  # noqa: E731
             Formula(frozenset(), True, hash(str(v.val))) if is_literal(v) else env[v]
         )
         for eqn in jaxpr.eqns:
             values, called = [read(v) for v in eqn.invars], called_program(eqn)
             if called is not None:
-                found = self.outputs(called.jaxpr, values)
+                found = self.outputs(called, values)
             elif eqn.primitive.name == "cond":
                 found = self._branches(eqn, values)
             else:
@@ -185,7 +195,7 @@ class _Reader:
     def _branches(self, eqn: Any, values: Sequence[Formula]) -> list[Formula]:
         """Return the formulas of the outputs of a branch, each of all its branches."""
         which, *operands = values
-        branches = [self.outputs(each.jaxpr, operands) for each in eqn.params["branches"]]
+        branches = [self.outputs(each, operands) for each in eqn.params["branches"]]
         return [_joined("cond", (which, *each)) for each in zip(*branches, strict=True)]
 
     def _formula(self, eqn: Any, values: Sequence[Formula]) -> Formula:
@@ -198,7 +208,9 @@ class _Reader:
             return Formula(frozenset(), True, found.text)
         owned = [v for v, f in zip(eqn.invars, values, strict=True) if f.owners]
         if not owned:
-            return found
+            are_scalars = not any(v.aval.shape for v in (*eqn.invars, *eqn.outvars))
+            is_uniform = found.is_elementwise and (name in UNIFORM or are_scalars)
+            return found._replace(is_elementwise=is_uniform)
         shapes = {tuple(v.aval.shape) for v in (*owned, *eqn.outvars)}
         whole = {tuple(self.sizes[i]) for i in found.owners}
         is_elementwise = found.is_elementwise and name in ELEMENTWISE and shapes == whole
