@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from support.remedies import suggestions, with_suggestion
 
 from ppctl import cli
 
@@ -188,3 +189,5 @@ def test_what_auto_and_csv_cannot_do_is_said_in_a_line(line, what, in_empty_dire
     said = capsys.readouterr().err
     assert re.search(what, said)
     assert said.count("\n") == 1
+    for suggestion in suggestions(said):
+        assert cli.main(["schedule", *with_suggestion(line.split(), suggestion)]) == 0, suggestion
