@@ -3,6 +3,7 @@ that they make.
 """
 
 import json
+import logging
 import shutil
 import sys
 from dataclasses import asdict, replace
@@ -33,6 +34,7 @@ from ppctl.config import (
 from ppctl.config.changed_settings import model_and_data
 from ppctl.config.groups.data_settings import Part
 from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.checkpoint.orbax_io import silence_orbax
 from ppctl.training.pipeline.job import assemble
 from ppctl.training.run.loop import metadata
 
@@ -274,6 +276,21 @@ def saving(saved, tmp_path, monkeypatch):
 def test_a_checkpoint_that_a_run_replaces_is_read_from_the_newest(saved, saving):
     found = ppctl.load_run(saving).params()
     jax.tree.map(np.testing.assert_array_equal, found, saved[1][5])
+
+
+@pytest.mark.parametrize(
+    ("text", "is_shown"),
+    [
+        ("cannot read x [tensorstore_spec='{...}']", False),
+        ("Encountered error while reading array index: (). See full TensorStore details", False),
+        ("the user's task", True),
+    ],
+)
+def test_arrays_that_orbax_still_reads_after_a_failure_end_without_a_traceback(text, is_shown):
+    silence_orbax()
+    fault = Exception, Exception(text), None
+    record = logging.LogRecord("asyncio", logging.ERROR, "base.py", 1, "never", (), fault)
+    assert bool(logging.getLogger("asyncio").filter(record)) is is_shown
 
 
 def test_a_requested_checkpoint_that_a_run_replaces_is_removed_not_damaged(saving):

@@ -80,7 +80,7 @@ def _not_of_orbax(record: logging.LogRecord) -> bool:
 # When one array fails to load, Orbax raises that and closes its event loop while it still reads the
 # others. Those end in asyncio's log, or as exceptions in threads that nobody can catch.
 def _not_of_tensorstore(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and "[tensorstore_spec=" in str(record.exc_info[1]))
+    return not (record.exc_info and "tensorstore" in str(record.exc_info[1]).lower())
 
 
 def _unless_straggler(hook: Callable[[Any], Any], unraisable: Any) -> None:
