@@ -102,7 +102,7 @@ def test_parameters_of_a_network_are_the_tree_that_its_init_returns(network_run)
         expected = network.init(jax.random.key(3))
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(a, b.astype(jnp.float32))
+        np.testing.assert_allclose(a, b, rtol=1e-6)  # compiled and not: the last digit
 
 
 def test_a_network_predicts_without_its_data(network_run, monkeypatch):
