@@ -344,8 +344,9 @@ def open_data(config: Config, *, sizes_only: bool = False) -> DataSet:
     if isinstance(data, settings.Synthetic):
         return synthetic(vocab_size=data.vocab_size, num_sequences=data.num_sequences, **how)
     if isinstance(data, settings.Tokens):
-        file = {"path": data.path, "dtype": data.dtype, "vocab_size": data.vocab_size}
-        return tokens(**file, sizes_only=sizes_only, **how)  # a file may be long
+        file = {"path": data.path, "dtype": data.dtype}
+        ids = {"vocab_size": data.vocab_size, "tokenizer": data.tokenizer}
+        return tokens(**file, **ids, sizes_only=sizes_only, **how)  # a file may be long
     # 3. text
     how |= {"tokenizer": data.tokenizer, "end_token": data.end_token, "packing": data.packing}
     how["cache_dir"] = data.cache_dir
