@@ -71,20 +71,24 @@ def main(argv: list[str] | None = None) -> int:
         show_error(INTERRUPTED, "interrupted.", argv)
         return 130
     except Exception as error:
-        _show_unexpected(error, argv)
-        return 1
+        return _show_unexpected(error, argv)
 
 
-def _show_unexpected(error: Exception, argv: list[str]) -> None:
-    """Print a full disk of stdout as such, any other exception as a bug."""
+def _show_unexpected(error: Exception, argv: list[str]) -> int:
+    """Print a full disk and a file without rights as such, others as a bug; return the code."""
     is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
     if is_full and _drop_unwritable():
         show_error(OUTPUT, f"the output cannot be written: {os.strerror(errno.ENOSPC)}.", argv)
-        return
+        return 1
+    if isinstance(error, PermissionError) and error.filename is not None:
+        remedy = "Change its rights, or those of its directory."
+        show_error(ConfigError.kind, f"{error.filename}: {error.strerror}. {remedy}", argv)
+        return ConfigError.exit_code
     traceback.print_exc()
     what = f"{type(error).__name__}: {one_line(error)}"
     report = f"Please report it with the lines above and: ppctl {' '.join(argv)}"
     show_error(BUG, f"this is a bug in ppctl, not in your request: {what}. {report}", argv)
+    return 1
 
 
 def _drop_unwritable() -> bool:

@@ -4,6 +4,7 @@ Only the ends of files are read, so that a thousand long runs are listed in a se
 `run_page.read_run` reads a whole run.
 """
 
+import math
 import os
 import re
 import shlex
@@ -65,16 +66,21 @@ class _Tail(NamedTuple):
     problem: str | None = None
 
 
-def find_runs(top: Path) -> list[tuple[str, Path]]:
+def find_runs(top: Path, closed: list[str] | None = None) -> list[tuple[str, Path]]:
     """Return (path below `top`, directory) of each run at or below `top`, also of sweeps.
 
-    Directories that cannot be read are left out. A link is followed, to each directory once, but
-    not into the kernel's file systems, which have no end.
+    Directories that cannot be read are left out, with a line each in `closed`. A link is followed,
+    to each directory once, but not into the kernel's file systems, which have no end.
     """
+
+    def leave_out(error: OSError) -> None:
+        if closed is not None and isinstance(error, PermissionError):
+            closed.append(f"{error.filename} cannot be read: {error.strerror}.")
+
     kernel = {os.stat(path).st_dev for path in KERNEL if os.path.ismount(path)}
     runs: list[tuple[str, Path]] = []
     seen: set[tuple[int, int]] = set()
-    for path, folders, files in os.walk(top, followlinks=True):
+    for path, folders, files in os.walk(top, onerror=leave_out, followlinks=True):
         try:
             info = os.stat(path)
         except OSError:  # removed meanwhile
@@ -154,18 +160,22 @@ def run_summary(name: str, path: Path) -> RunSummary:
         problems += [end.problem for end in ends if end.problem is not None]
         if train.written_s is not None and train.record is None and train.problem is None:
             problems.append("metrics.jsonl is empty")
-    if train.record is not None and ("loss" not in train.record or step is None):
+    loss, recorded = record_number(train.record, "loss"), (train.record or {}).get("loss", "")
+    is_finite = recorded is not None and (loss is None or math.isfinite(loss))  # null: it is not
+    if train.record is not None and (step is None or (loss is None and is_finite)):
         problems.append("the last line of metrics.jsonl has no step or no loss")
+    if status.record is not None and status.record.get("status") not in run_status.ALL:
+        problems.append("the last line of status.jsonl has no status of a run")
     written = [end.written_s for end in ends if end.written_s is not None]
     return RunSummary(
         name,
         path,
         state,
         reason,
-        step if step is not None else max(steps, default=0),
+        step if step is not None else max((whole_number(status.record, "step") or 0, *steps)),
         num_steps,
-        record_number(train.record, "loss"),
-        train.record is None or train.record.get("loss", 0) is not None,
+        loss if is_finite else None,
+        is_finite,
         record_number(evaluation.record, "eval_loss"),
         _started_s(path / run_status.FILE),
         max(written) if written else _written_s(path),
@@ -289,11 +299,11 @@ def tracker_commands(run_dir: Path) -> list[tuple[str, str]]:
     events, database = run_dir / "tensorboard", run_dir / "mlflow.db"
     offline = sorted(map(str, (run_dir / "wandb").glob("offline-run-*")))
     commands: list[tuple[str, list[str]]] = []
-    if events.is_dir():
+    if os.path.isdir(events):
         commands.append(("TensorBoard", ["tensorboard", "--logdir", str(events)]))
     if offline:
         commands.append(("Weights & Biases", ["wandb", "sync", *offline]))
-    if database.is_file():
+    if os.path.isfile(database):
         words = ["mlflow", "ui", "--backend-store-uri", f"sqlite:///{database}"]
         commands.append(("MLflow", words))
     return [(name, shlex.join(words)) for name, words in commands]

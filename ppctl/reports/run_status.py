@@ -20,6 +20,7 @@ from ppctl.user_files import open_file, read_file
 
 FILE = "status.jsonl"
 STARTED, FINISHED, INTERRUPTED, FAILED = "started", "finished", "interrupted", "failed"
+ALL = (STARTED, FINISHED, INTERRUPTED, FAILED)
 DIRECTORY = "directory"  # key of a start: the directory in which it was started
 OVERRIDES = "overrides"  # key of a start: the requested words, which resume the run
 CHANGED = "changed"  # key of a start: settings that differ from those of the resumed checkpoint

@@ -40,7 +40,12 @@ from ppctl.reports.terminal_output import (
 MOST_NAMED = 10  # runs in an error
 
 
-def list_runs(runs: Sequence[RunSummary], title: str, columns: Mapping[str, Sequence[str]]) -> int:
+def list_runs(
+    runs: Sequence[RunSummary],
+    title: str,
+    columns: Mapping[str, Sequence[str]],
+    closed: Sequence[str],
+) -> int:
     """List runs, at least one, in this order, with the text of each in every column; return 0."""
     console = OutputConsole()
     heads = [name.replace("eval_loss", "eval loss") for name in columns]
@@ -51,21 +56,29 @@ def list_runs(runs: Sequence[RunSummary], title: str, columns: Mapping[str, Sequ
     for run in runs:
         for line in (*([run.reason] if run.reason else []), *run.problems):
             show_lines(console, printable(f"{run.name}: {line}"))
+    show_lines(console, *map(printable, closed))
     return 0
 
 
-def names_of(tops: Sequence[Path]) -> list[tuple[str, Path]]:
-    """Return (name, directory) of every run: the path below a single directory, or the whole."""
-    for top in tops:
-        try:
-            os.listdir(top)
-        except OSError as error:
-            remedy = "Name a directory that holds runs: ppctl runs DIR."
-            raise ConfigError(f"{top} cannot be read: {error.strerror}. {remedy}") from error
+def names_of(tops: Sequence[Path], closed: list[str]) -> list[tuple[str, Path]]:
+    """Return (name, directory) of every run: the path below a single directory, or the whole.
+
+    closed: gets a line on each directory that cannot be read.
+    """
     names: dict[Path, str] = {}
     for top in tops:
-        names |= {path: name if len(tops) == 1 else str(path) for name, path in find_runs(top)}
+        _check_readable(top)
+        found = find_runs(top, closed)
+        names |= {path: name if len(tops) == 1 else str(path) for name, path in found}
     return [(name, path) for path, name in names.items()]
+
+
+def _check_readable(directory: Path) -> None:
+    try:
+        os.listdir(directory)
+    except OSError as error:
+        remedy = "Name a directory that holds runs: ppctl runs DIR."
+        raise ConfigError(f"{directory} cannot be read: {error.strerror}. {remedy}") from error
 
 
 def find_run(name: str, tops: Sequence[Path]) -> tuple[str, Path]:
@@ -78,15 +91,19 @@ def find_run(name: str, tops: Sequence[Path]) -> tuple[str, Path]:
         return os.path.normpath(name), path
     is_inside = not path.is_absolute() and any(os.path.isdir(top / name) for top in tops)
     if os.path.isdir(path) and not is_inside:
+        _check_readable(path)
         below = f"`ppctl runs {name}` lists the runs below it."
         raise ConfigError(f"{name} is no run: it has no metrics.jsonl. {below}")
-    names = dict(names_of(tops))
+    closed: list[str] = []
+    names = dict(names_of(tops, closed))
     matches = [name] if name in names else [each for each in names if name in each]
     if len(matches) == 1:
         return matches[0], names[matches[0]]
     if matches:
         what = f"{name} is a part of {len(matches)} names: {few(matches)}"
         raise ConfigError(f"{what}. Use more of one, or a path.")
+    if unread := [line for line in closed if name in line]:
+        raise ConfigError(" ".join(unread[:MOST_NAMED]))
     if not names:
         remedy = f"Name the directory: ppctl runs show {name} DIR."
         raise ConfigError(f"{name}: no run is in {listed(tops)}. {remedy}")
@@ -151,7 +168,7 @@ def run_document(run: RecordedRun) -> dict[str, Any]:
         "measured_bubble_fraction": run.measured_bubble,
         "checkpoints": list(run.summary.checkpoints),
         "disk_bytes": disk_bytes(path),
-        **{folder.name: str(folder) for folder in folders if folder.is_dir()},
+        **{folder.name: str(folder) for folder in folders if os.path.isdir(folder)},
         "versions": versions_of(run.starts[-1]) if run.starts else {},
         "starts": list(run.starts),
         "changed": [{"step": step, "setting": text} for step, text in setting_changes(run.starts)],

@@ -110,7 +110,7 @@ def test_broken_runs_are_listed_with_what_is_wrong(capsys):
 def test_a_directory_without_runs_is_no_error(capsys):
     Path("runs/later").mkdir(parents=True)
     assert ask(capsys) == "No run is in runs.\n"
-    assert ask_json(capsys) == {"runs": []}
+    assert ask_json(capsys) == {"runs": [], "problems": []}
 
 
 def test_names_of_any_bytes_are_listed(capsys):

@@ -290,3 +290,97 @@ def test_settings_read_group_by_group_are_those_of_the_whole_file(tmp_path, text
 )
 def test_a_record_without_odd_letters_reads_like_others(text):
     assert repr(foreign.from_json(text)) == repr(foreign.cleaned(json.loads(text)))
+
+
+# --- without rights -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def closed_runs(tmp_path, monkeypatch):
+    """Two runs, for a user without rights to the directory of one."""
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o777)
+    for name in ("closed", "open"):
+        make_run(tmp_path / "runs" / name)
+    for words in (["runs"], ["runs", "show", "open"], ["report", "open", "--out", "a.html"]):
+        assert cli.main(words) == 0  # imports all that they need
+    assert cli.main(["runs", "rm", "elsewhere", "--yes"]) == 2
+    (tmp_path / "runs/closed").chmod(0)
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    yield
+    if is_root:
+        os.seteuid(0)
+    (tmp_path / "runs/closed").chmod(0o755)
+
+
+def test_a_directory_without_rights_is_a_line_and_never_a_traceback(closed_runs, capsys):
+    line = "runs/closed cannot be read: Permission denied."
+    capsys.readouterr()
+    assert cli.main(["runs"]) == 0
+    assert line in capsys.readouterr().out.splitlines()
+    assert cli.main(["runs", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert ([run["name"] for run in document["runs"]], document["problems"]) == (["open"], [line])
+    for words in (["runs", "show"], ["report"], ["runs", "rm", "--yes"]):
+        for name in ("closed", "runs/closed"):
+            assert cli.main([*words, name]) == 2
+            out, err = capsys.readouterr()
+            assert out == ""
+            assert err.startswith(f"ppctl: {line}")
+            assert err.count("\n") == 1
+
+
+def test_a_timeline_that_cannot_be_read_is_said_in_the_page(tmp_path, capsys):
+    run = make_run(tmp_path / "runs/a")
+    (run / "timeline/timeline.csv").mkdir(parents=True)
+    assert "timeline.csv cannot be drawn: Is a directory." in shown(tmp_path, run, capsys)
+
+
+def test_a_file_without_rights_that_no_command_expects_is_no_bug(capsys, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", "some/file")
+
+    monkeypatch.setattr("ppctl.reports.runs_table.names_of", refuse)
+    assert cli.main(["runs", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("ppctl: some/file: Permission denied. Change its rights")
+    assert json.loads(out)["error"]["kind"] == "config"
+
+
+# --- numbers that are none ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "shown", "loss"),
+    [
+        ('{"step": 2, "loss": NaN}', "not finite", None),
+        ('{"step": 2, "loss": Infinity}', "not finite", None),
+        ('{"step": 2, "loss": null}', "not finite", None),
+        ('{"step": 2, "loss": "3.5"}', "has no step or no loss", None),
+        ('{"step": "2", "loss": 3.5}', "has no step or no loss", 3.5),
+        ('{"step": 2}', "has no step or no loss", None),
+    ],
+)
+def test_a_loss_that_is_no_number_is_said(tmp_path, capsys, line, shown, loss):
+    run = make_run(tmp_path / "runs/a")
+    (run / "metrics.jsonl").write_text(line + "\n")
+    assert cli.main(["runs", str(tmp_path / "runs")]) == 0
+    assert shown in capsys.readouterr().out
+    assert run_files.run_summary("a", run).loss == loss
+
+
+def test_the_status_of_another_program_is_said(tmp_path):
+    run = make_run(tmp_path / "runs/a")
+    (run / "status.jsonl").write_text('{"status": "ok", "pid": "x"}\n')
+    found = run_files.run_summary("a", run)
+    assert found.status == "no end recorded"
+    assert found.problems == ("the last line of status.jsonl has no status of a run",)
+
+
+def test_a_finished_run_without_records_has_the_steps_of_its_end(tmp_path):
+    run = make_run(tmp_path / "runs/a")
+    (run / "metrics.jsonl").write_text("")
+    (run / "status.jsonl").write_text('{"status": "finished", "step": 5, "at": 1.0}\n')
+    assert run_files.run_summary("a", run).steps_text == "5 of 5"

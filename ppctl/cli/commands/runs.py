@@ -77,6 +77,7 @@ def _list(words: list[str], options: argparse.Namespace) -> int:
     from ppctl.cli.runs_selection import columns_of, ordered, orders_of
     from ppctl.cli.subcommands.runs_sweep import find_sweep, jobs_without_runs
     from ppctl.reports import runs_table
+    from ppctl.reports.foreign_files import printable
     from ppctl.reports.run_files import run_summary
     from ppctl.reports.terminal_output import show_json
 
@@ -85,20 +86,22 @@ def _list(words: list[str], options: argparse.Namespace) -> int:
         raise ConfigError(f"--columns {options.columns}: {reason}")
     tops, now_s = _tops(words), time.time()
     tops = [top if os.path.isdir(top) else find_sweep(str(top), _tops([])) or top for top in tops]
-    found = [run_summary(*each) for each in runs_table.names_of(tops)]
+    closed: list[str] = []
+    found = [run_summary(*each) for each in runs_table.names_of(tops, closed)]
     found += [job for top in tops for job in jobs_without_runs(top)]
     where = runs_table.listed(tops)
     if not found and not options.json:
-        print(f"No run is in {where}.")
+        print(f"No run is in {where}.", *map(printable, closed), sep="\n")
         return 0
     shown = ordered(found, orders_of(options.sort, found))
     if options.json:
-        show_json({"runs": [runs_table.summary_document(run, now_s) for run in shown]})
+        documents = [runs_table.summary_document(run, now_s) for run in shown]
+        show_json({"runs": documents, "problems": closed})
         return 0
     columns = columns_of(options.columns, found)
     texts = {each.name: [each.text(run, now_s) for run in shown] for each in columns}
     title = f"{len(found)} run{'s' * (len(found) != 1)} in {where}"
-    return runs_table.list_runs(shown, title, texts)
+    return runs_table.list_runs(shown, title, texts, closed)
 
 
 def _show(words: list[str], options: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """Results of the jobs of a sweep: their numbers, the best, `sweep.json`, and a table. No JAX."""
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,7 +49,7 @@ def _number(record: Mapping[str, Any], name: str) -> float | None:
 
 
 def _curves(path: Path, since_s: float) -> tuple[dict[str, Curve], dict[str, Any]]:
-    if not path.is_file() or path.stat().st_mtime < since_s:
+    if not os.path.isfile(path) or path.stat().st_mtime < since_s:
         return {}, {}
     return read_curves(path, MEDIANS, ("step", "loss", *NUMBERS), [])
 
@@ -184,7 +185,7 @@ def write_records(directory: Path, results: Sequence[Result]) -> None:
 
 def is_sweep(directory: Path) -> bool:
     """Return whether a sweep has written to a directory."""
-    return (directory / FILES[0]).is_file()
+    return os.path.isfile(directory / FILES[0])
 
 
 def read_sweep(directory: Path) -> list[Result]:

@@ -1,5 +1,6 @@
 """One run as a self-contained html page: status, curves, step, predictions, memory, warnings."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,7 @@ def _files(run: RecordedRun, file: Path) -> str:
     rows += [[title, kit.command(words)] for title, words in tracker_commands(path)]
     for name, inside in (("profile", ""), ("timeline", "timeline.html")):
         place = path / name / inside
-        if place.exists():
+        if os.path.exists(place):
             rows.append([name, kit.link(place, file)])
     rows.append(["directory", kit.link(path, file)])
     return kit.table("files of the run", [], rows, "stages")
@@ -246,7 +247,7 @@ def _measured(run_dir: Path, pipeline: Planned | str, notes: list[str]) -> Seque
     timed = run_dir / "timeline" / timelines.FILES[0]
     traced = run_dir / "profile" / timelines.TASKS_FILE
     label = "the schedule" if isinstance(pipeline, str) else pipeline.label
-    for file in filter(Path.is_file, (timed, traced)):
+    for file in (timed, traced):
         ticks, explained = None, [MEANS]
         try:
             if file == timed:
@@ -258,8 +259,11 @@ def _measured(run_dir: Path, pipeline: Planned | str, notes: list[str]) -> Seque
                 timeline, num_steps = timelines.read_profile(file, pipeline.step.schedule)
                 which = f"the median one of {num_steps} traced steps, first device of each rank"
                 how, ticks, explained = "run.profile=N", pipeline.step.ticks, [LOCKSTEP, MEANS]
+        except FileNotFoundError:
+            continue
         except (OSError, ValueError, PpctlError) as error:
-            line = str(error).partition("\n")[0].rstrip(".")
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            line = str(reason).partition("\n")[0].rstrip(".")
             notes.append(f"{file} cannot be drawn: {line}.")
             continue
         if reason := too_many_tasks(len(timeline.start_s)):

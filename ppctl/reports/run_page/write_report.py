@@ -1,5 +1,6 @@
 """Reports of runs: where one may be written, the numbers as JSON, and the page of several runs."""
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -102,7 +103,7 @@ def _table(runs: Sequence[RecordedRun], differ: Differ, file: Path) -> str:
         numbers = [kit.number(name, _number(run, name), NONE) for name in columns]
         sample = kit.line_sample(index) if index < MOST_LINES else ""
         report, directory = run.summary.path / "report.html", run.summary.path
-        place = report if report.exists() else directory
+        place = report if os.path.exists(report) else directory
         name = f"{sample}{index + 1} {kit.link(place, file, run.summary.name)}"
         state = run.summary.status, run.summary.steps_text, loss_text(run)
         rows.append([name, *settings, *state, *numbers])
