@@ -125,8 +125,7 @@ def composing(
     try:
         with initialize_config_dir(str(ROOT / "conf"), job_name="ppctl", version_base="1.3"):
             yield GlobalHydra.instance().config_loader()
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
-        # ValueError and OSError: what Hydra raises for a malformed or unreadable file of the user's
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, *faults.OF_FILES) as error:
         raise ConfigError(faults.explain(error, parsed)) from error
     finally:
         PpctlSearchPath.config_dir = None

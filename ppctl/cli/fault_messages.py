@@ -29,6 +29,8 @@ from ppctl.errors import ConfigError
 from ppctl.schedule.mesh_axes import mesh_text
 
 UNKNOWN_KEY = (omegaconf_errors.ConfigKeyError, omegaconf_errors.ConfigAttributeError)
+# of Hydra, for malformed, unreadable and endless files of the user's
+OF_FILES = (ValueError, OSError, RecursionError)
 ASSUMED = "such costs are assumed by `ppctl schedule` alone. Leave them out."
 
 
@@ -159,7 +161,7 @@ def explain(error: Exception, parsed: list[Override]) -> str:
     text = str(error).strip()
     if isinstance(error, yaml.YAMLError):  # names the file and the line
         return " ".join(text.split())
-    origin = _origin("", parsed) if isinstance(error, (ValueError, OSError)) else ""
+    origin = _origin("", parsed) if isinstance(error, OF_FILES) else ""
     return text.partition("\n")[0] + origin
 
 

@@ -181,6 +181,7 @@ RECIPES = {
         "schedule.name=gpipe, but the choice is .* `override /schedule: gpipe`",
     ),
     "yaml": ("model: { num_layers: 3", "yaml.*line 2"),
+    "endless": ("run: &a {name: *a}", r"recursion .* \(in recipes=endless\)"),
     "check": ("run: { num_steps: 0 }", "run.num_steps=0 must be"),
 }
 
