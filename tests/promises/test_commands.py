@@ -139,7 +139,9 @@ def test_a_trained_model_writes_text_and_has_a_perplexity(tmp_path, monkeypatch,
     assert cli.main(["evaluate", "run", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]), rel=1e-12)
-    assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2), rel=1e-12)
+    nats = found["loss"] * found["num_tokens"]
+    num_bytes = found["num_tokens"] - 1  # the token that ends the text has none
+    assert found["bits_per_byte"] == pytest.approx(nats / num_bytes / math.log(2), rel=1e-12)
     assert found["loss"] < math.log(256)
 
 
