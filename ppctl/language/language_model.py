@@ -20,7 +20,6 @@ from ppctl.model.transformer import transformer
 from ppctl.training.checkpoint.checkpoint import Checkpoints, merged_params, stored_lora
 from ppctl.training.pipeline.built_in_models import architecture
 from ppctl.training.pipeline.jax_start import set_width
-from ppctl.training.pipeline.job import DEFAULT_DTYPE
 from ppctl.training.run.kept_tokenizer import configured_ends, tokenizer_name
 from ppctl.training.run.saved_run import SavedRun, load_run
 from ppctl.user_files import check_text
@@ -175,6 +174,6 @@ def open_language_model(
         )
     # 2. the checkpoint
     run.step(step)  # raises without it
-    name = dtype or config.run.dtype or DEFAULT_DTYPE
+    name = dtype or run.dtype
     set_width(name)
     return LanguageModel(run, step, config.model, config, jnp.dtype(name))

@@ -37,6 +37,9 @@ class RequestText:
     stage_axes: tuple[str, ...]  # that divide stages
     num_microbatches: int
     executor: str
+    dtype: str  # of compute
+    batch_size: int  # examples of a step
+    seq_len: int | None  # tokens of an example; None: the data are not text
 
     @property
     def title(self) -> str:
@@ -53,7 +56,25 @@ class RequestText:
             tuple(mesh.sizes.shown(STAGE_AXES)),
             job.config.schedule.num_microbatches,
             job.config.executor.name,
+            str(job.pipe.dtype),
+            job.data.batch_size,
+            None if job.data.vocab_size is None else job.pipe.batch_shapes["inputs"].shape[1],
         )
+
+    @property
+    def sizes(self) -> str:
+        """The dtype of compute, the batch and its sequences, in words."""
+        return sizes_text(self.dtype, self.batch_size, self.seq_len)
+
+
+def sizes_text(dtype: str, batch_size: int, seq_len: int | None) -> str:
+    """Return the dtype of compute, the batch and the length of its sequences in words.
+
+    >>> sizes_text("bfloat16", 128, 2048)
+    'bfloat16 compute, batch of 128 sequences of 2,048 tokens'
+    """
+    of_what = "rows" if seq_len is None else f"sequences of {seq_len:,} tokens"
+    return f"{dtype} compute, batch of {batch_size:,} {of_what}"
 
 
 @dataclass(frozen=True)

@@ -304,7 +304,7 @@ REFUSALS = [
         r"cudnn: cuDNN runs on NVIDIA GPUs, and the platform is cpu\. Use .*=auto",
     ),
     ("cudnn", V100, "float16", 64, 512, "needs compute capability 8.0, and Tesla V100 has 7.0"),
-    ("cudnn", H100, "float32", 64, 512, "computes in bfloat16 or float16, and dtype=float32"),
+    ("cudnn", H100, "float32", 64, 512, "computes in bfloat16, and dtype=float32"),
     (
         "cudnn",
         A100,

@@ -170,7 +170,9 @@ def test_where_none_fits_it_says_what_each_needs_at_least(tuned, tmp_path):
 def said(best, alone):
     """The line about pipelines."""
     found = Found(tuple(best), alone, 9, 0, 9, None)
-    return tune_terminal._about_pipelines(Tuned(found, 0.1, "4 x host", None, None, 1, None))
+    return tune_terminal._about_pipelines(
+        Tuned(found, "mlp", "float32", 8, None, 0.1, "4 x host", None, None, 1, None)
+    )
 
 
 def test_a_line_says_whether_a_pipeline_is_faster():

@@ -114,7 +114,9 @@ def rehearsal() -> str:
         for r in range(4)
     )
     found = Rehearsal(
-        request=RequestText("transformer", 8, "2x4", "dp=2 pp=4 fsdp=1", (), 8, "spmd"),
+        request=RequestText(
+            "transformer", 8, "2x4", "dp=2 pp=4 fsdp=1", (), 8, "spmd", "float32", 16, 64
+        ),
         schedule="1f1b",
         device="NVIDIA H100 80GB HBM3",
         hardware="h100",

@@ -30,5 +30,8 @@ def layout(mesh, seconds, measured_s=None):
     time, sizes = StepTime(seconds, 0.0, seconds, 1.0), (5,) * mesh[1]
     found = Candidate(MeshSizes(*mesh), "1f1b", 1, 4, "none", sizes, time, 1, None)
     return Row(
-        found, PipelinePlan("host", ({"parameters": 1},), None, None, time=time), {}, measured_s
+        found,
+        PipelinePlan("host", "float32", ({"parameters": 1},), None, None, time=time),
+        {},
+        measured_s,
     )

@@ -53,6 +53,7 @@ from ppctl.training.pipeline.job import (
     plan,
     without_pipeline,
 )
+from ppctl.training.pipeline.known_hardware import known
 from ppctl.training.run.run_lines import describe
 
 
@@ -123,6 +124,10 @@ def test_weights_are_float32_whatever_the_compute():
 
 def test_dtype_is_the_commands_default_unless_set():
     assert assemble(transformer_config(run=Run())).pipe.dtype == "float32"
+    plain = transformer_config(run=Run(), hardware=known()["h100"])
+    for how in ({}, {"only_planned": True}):  # an accelerator, if only described
+        job = assemble(plain, **how)
+        assert (str(job.pipe.dtype), job.settled.run.dtype) == ("bfloat16", "bfloat16")
     assert assemble(transformer_config(run=Run()), default_dtype="float64").pipe.dtype == "float64"
     assert assemble(transformer_config(), default_dtype="float64").pipe.dtype == "float32"
 

@@ -26,7 +26,7 @@ from ppctl.training.pipeline.engines.step_programs import (
     StepPrograms,
     runs_text,
 )
-from ppctl.training.pipeline.job import DEFAULT_DTYPE, TrainingJob, assemble
+from ppctl.training.pipeline.job import TrainingJob, assemble
 
 COLUMNS = (  # of the summary's table
     *("program", "on ranks", "runs a rank", "collective", "over"),
@@ -36,7 +36,7 @@ COLUMNS = (  # of the summary's table
 
 def inspect(config: Config, *, as_json: bool) -> int:
     """Print the views of inspect.what; return 0."""
-    job = assemble(config, default_dtype=DEFAULT_DTYPE)
+    job = assemble(config)
     found, ticks = job.pipe.programs(), job.pipe.ticks
     usual = ["summary"] if ticks is None else ["summary", "program"]
     wanted = usual if config.inspect.what is None else [config.inspect.what]

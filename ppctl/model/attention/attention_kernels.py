@@ -104,7 +104,7 @@ def _limits(
             (capability < (8, 0), f"{flash} needs compute capability 8.0, and {version}"),
             (
                 kind.name not in cudnn_attention.ELEMENT_TYPES,
-                f"{flash} computes in bfloat16 or float16, and {by_dtype}",
+                f"{flash} computes in bfloat16, and {by_dtype}",
             ),
             (head_dim % 8 > 0 or head_dim > most, f"cuDNN needs {widths}"),
             (bool(extras), f"ppctl's call of cuDNN has {has}"),

@@ -39,6 +39,7 @@ class PipelinePlan:
     """The predicted step of a pipeline, before anything is compiled. Made by `ppctl.plan`."""
 
     hardware: str | None  # name of the description used; None: the devices are unknown
+    dtype: str  # of compute
     memory: tuple[Mapping[str, int], ...]  # bytes of one device of each rank, by part
     limit: DeviceLimit | None  # memory of a device; None: unknown
     ideal_bubble: float | None  # 0..1: equal stages, no transfers; None: no pipeline
@@ -82,7 +83,7 @@ def predict_pipeline(pipe: Pipeline, counted: Model, target: Target) -> Pipeline
     """Return the prediction for a pipeline. counted: its model with the kernels of the target."""
     step, hardware = pipeline_step(pipe, counted, target), target.known_hardware
     name = None if hardware is None else hardware.name
-    known = name, memory_of(pipe, step), target.limit, pipe.bubble()
+    known = name, target.dtype, memory_of(pipe, step), target.limit, pipe.bubble()
     unknown = target.unknown
     if unknown is None and pipe.layout.auto:
         along = " and ".join(pipe.layout.auto)

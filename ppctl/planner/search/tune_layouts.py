@@ -47,7 +47,12 @@ from ppctl.training.pipeline.job import (
     open_data,
     stack_for,
 )
-from ppctl.training.pipeline.known_hardware import described_device, planned_for, resolved
+from ppctl.training.pipeline.known_hardware import (
+    default_dtype,
+    described_device,
+    planned_for,
+    resolved,
+)
 from ppctl.training.pipeline.optimizers import clipped, state_shapes
 from ppctl.training.pipeline.pipeline_request import divided_stack
 
@@ -95,6 +100,10 @@ class Tuned:
     """The layouts found, with the request's devices, data and limits."""
 
     found: Found
+    model: str
+    dtype: str  # of compute
+    batch_size: int  # examples of a step
+    seq_len: int | None  # tokens of an example; None if the data are not text
     search_s: float
     devices: str
     limit: DeviceLimit | None  # the memory of a device
@@ -113,9 +122,10 @@ def tune_layouts(config: Config) -> Tuned:
     # 1. the hardware, and the memory of a device
     _check(config.executor, config.schedule.vocab, config.tune.schedules)
     tune, num_devices = config.tune, config.tune.devices or config.mesh.num_devices
-    dtype, topology = config.run.dtype or DEFAULT_DTYPE, config.plan.topology
-    start_jax(config.run, dtype, num_devices if tune.measure else 1, is_away=topology is not None)
+    topology, number = config.plan.topology, num_devices if tune.measure else 1
+    start_jax(config.run, config.run.dtype or DEFAULT_DTYPE, number, is_away=topology is not None)
     device, fraction = all_devices()[0], config.run.memory_fraction
+    dtype = config.run.dtype or default_dtype(config.hardware, device, topology)
     there = planned_for(config.hardware, device.device_kind, topology)
     check_memory_fraction(fraction, device, there)
     how = config.plan, config.mesh.order, config.executor.xla_flags, fraction
@@ -142,8 +152,10 @@ def tune_layouts(config: Config) -> Tuned:
     found = replace(found, best=_measured(found.best, tune.measure))
     first = found.best[0] if found.best else None
     step_s = None if first is None else first.measured_s or first.step_s
+    seq_len = None if tokens is None else tokens // data.batch_size
     return Tuned(
         found,
+        *(config.model.name, dtype, data.batch_size, seq_len),
         search_s,
         f"{num_devices} x {target.hardware.name}",
         target.limit,

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import jax.numpy as jnp
 import optax
 
 from ppctl.config import Mpmd, Plan, Spmd, Tune
@@ -22,7 +21,7 @@ from ppctl.training.pipeline.build_pipeline import pipeline
 from ppctl.training.pipeline.call_checks import floating, whole_number
 from ppctl.training.pipeline.execution import spmd
 from ppctl.training.pipeline.job import model_on
-from ppctl.training.pipeline.known_hardware import described_device, described_only
+from ppctl.training.pipeline.known_hardware import default_dtype, described_device, described_only
 from ppctl.training.pipeline.pipeline_request import layered_stack, shapes_of
 
 
@@ -44,7 +43,7 @@ def tune(
     executor: Spmd | Mpmd | None = None,
     hardware: str = "auto",
     memory_gib: float | None = None,
-    dtype: Any = jnp.float32,
+    dtype: Any = None,
     schedules: Sequence[str] | None = None,
     layers: int | None = None,
     best: int = 10,
@@ -61,21 +60,24 @@ def tune(
         executor: `ppctl.spmd(...)` (None) or `ppctl.mpmd(...)`; its remat is searched.
         hardware, memory_gib: As in `ppctl.plan`.
         schedules: Names of families; None: all that the executor runs.
-        layers, dtype: As in `ppctl.pipeline`.
+        layers: As in `ppctl.pipeline`.
+        dtype: Of compute; None: bfloat16 on accelerators, also those of hardware, else float32.
         best: The number of layouts.
 
     ConfigError: the hardware is unknown, or a choice impossible. () where no layout fits.
     """
     # 1. the request
     num_devices = whole_number("num_devices", num_devices, 1)
-    best, dtype = whole_number("best", best, 1), floating("dtype", dtype)
+    best = whole_number("best", best, 1)
     executor = spmd() if executor is None else executor
     if not isinstance(executor, Spmd | Mpmd):
         raise ConfigError(
             f"executor={executor!r} has one layout. Use ppctl.spmd() or ppctl.mpmd()."
         )
     shapes, request = shapes_of(batch), hardware_named(hardware)
-    stack, device = layered_stack(model, batch, layers, dtype), all_devices()[0]
+    device = all_devices()[0]
+    dtype = floating("dtype", default_dtype(request, device) if dtype is None else dtype)
+    stack = layered_stack(model, batch, layers, dtype)
     target = Target(request, device, num_devices, str(dtype), Plan(memory_gib=memory_gib))
 
     # 2. the model as the hardware runs it

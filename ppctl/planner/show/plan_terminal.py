@@ -67,7 +67,7 @@ def plan_lines(found: Prediction) -> Iterator[tuple[str, str]]:
     request, microbatches = found.request, f"{found.request.num_microbatches} microbatches"
     flops = f"{flop_text(found.step_flops)} a step, recomputing not counted"
     size = f"{request.num_layers} layers, {found.num_parameters:,} parameters"
-    yield "model", f"{request.model}, {size}, {flops}"
+    yield "model", f"{request.model}, {size}, {request.sizes}, {flops}"
     yield "mesh", f"{request.axes} on {found.devices}"
     if found.ideal_bubble_fraction is None:
         yield "schedule", f"none: executor=reference has no pipeline; {microbatches}"
@@ -225,6 +225,7 @@ def show_rehearsal(found: Rehearsal) -> None:
 
 def rehearsal_lines(found: Rehearsal) -> Iterator[tuple[str, str]]:
     request, number = found.request, len({each.ran_as for each in found.ranks})
+    yield "model", f"{request.model}, {request.num_layers} layers, {request.sizes}"
     yield "mesh", f"{request.axes}, links as of hardware={found.hardware}"
     ran = f"{number} of {len(found.ranks)} ranks on one {found.device}"
     yield "ran here", f"{ran}; the others are like these"

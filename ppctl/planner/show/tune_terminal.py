@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ppctl.planner.make_plan import sizes_text
 from ppctl.planner.search.layout_candidate import Candidate, knobs_of
 from ppctl.planner.search.tune_layouts import Row, Tuned
 from ppctl.planner.search.tuned_recipe import command_of
@@ -41,6 +42,7 @@ def _before(tuned: Tuned) -> Iterator[str]:
     """Yield the lines above the table: the number of layouts, and the smallest where none fits."""
     found, limit = tuned.found, tuned.limit
     limit_text = "" if limit is None else f" of {size_text(limit.size_bytes)} each ({limit.source})"
+    yield f"{tuned.model}, {sizes_text(tuned.dtype, tuned.batch_size, tuned.seq_len)}"
     yield (
         f"{found.num_layouts:,} layouts for {tuned.devices}{limit_text}: {found.num_too_large:,} "
         f"too large, {found.num_simulated:,} simulated in {tuned.search_s:.1f} s"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from ppctl.config import Reference
+from ppctl.config import AutoHardware, Reference
 from ppctl.errors import ConfigError
 from ppctl.executors.parameter_layout import Layout
 from ppctl.executors.stage.jaxpr_flops import RelativeCosts, relative_costs
@@ -27,6 +27,7 @@ from ppctl.training.pipeline.call_checks import checked_optimizer, floating, who
 from ppctl.training.pipeline.engines.make_engine import make_engine, model_of
 from ppctl.training.pipeline.engines.train_states import States
 from ppctl.training.pipeline.execution import Execution, execution_of
+from ppctl.training.pipeline.known_hardware import default_dtype
 from ppctl.training.pipeline.layer_optimizers import LayerOptimizer
 from ppctl.training.pipeline.mixing import few_examples
 from ppctl.training.pipeline.network_optimizers import network_optimizer
@@ -48,7 +49,7 @@ def pipeline(
     executor: str | Reference = "spmd",
     partition: str | Sequence[int] = "uniform",
     vocab: str = "whole",
-    dtype: Any = jnp.float32,
+    dtype: Any = None,
     clip_norm: float | None = None,
     lr_schedule: optax.Schedule | None = None,
     seed: int = 0,
@@ -68,7 +69,8 @@ def pipeline(
         executor: spmd | mpmd | reference, or a value: `ppctl.spmd(...)`.
         partition: uniform | balanced (by FLOPs) | the number of layers of each stage.
         vocab: whole (embedding and head on first and last stage) | parallel (on all ranks).
-        dtype, clip_norm: Of compute; at which the global norm is clipped, None: no clipping.
+        dtype: Of compute; None: bfloat16 on accelerators, else float32.
+        clip_norm: At which the global norm is clipped; None: no clipping.
         metrics: Functions (outputs, {"targets"}) -> values [examples, ...] | (values, weights), by
             name, whose means steps and evaluations report.
         lr_schedule, seed: The learning rate of a step, to report; of `init` and random keys.
@@ -76,6 +78,8 @@ def pipeline(
     """
     # 1. the request
     optimizer = checked_optimizer(optimizer, model, mesh, clip_norm)
+    if dtype is None:
+        dtype = default_dtype(AutoHardware(), mesh.devices.flat[0])
     seed, dtype = whole_number("seed", seed, 0), floating("dtype", dtype)
     execution, knobs = execution_of(executor, mesh, options)
     shapes = request.shapes_of(batch)

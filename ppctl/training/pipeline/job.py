@@ -47,7 +47,7 @@ from ppctl.training.pipeline.user_code import custom_data
 
 Tree = Any
 AnyHardware = settings.Hardware | settings.AutoHardware
-DEFAULT_DTYPE = "float32"
+DEFAULT_DTYPE = "float32"  # of imported models; else as `known_hardware.default_dtype`
 UNEVEN_NOTICE = 1.25  # times the mean stage's cost above which equal stages are shown too
 
 
@@ -61,6 +61,11 @@ class TrainingJob:
     sources: Mapping[str, Sources]  # imported user code of the parts (model, data)
     counted_stack: Stack | None = None  # the model for the request's hardware, if already made
     choice: Choice | None = None  # the candidates of schedule=auto
+
+    @property
+    def settled(self) -> Config:
+        """The config with the dtype of compute, also where the devices decide it."""
+        return replace(self.config, run=replace(self.config.run, dtype=str(self.pipe.dtype)))
 
     @property
     def num_eval_batches(self) -> int:
@@ -189,7 +194,7 @@ def _device_of(request: AnyHardware, plan: settings.Plan, device: Any) -> Any:
 def assemble(
     config: Config,
     *,
-    default_dtype: str = DEFAULT_DTYPE,
+    default_dtype: str | None = None,
     on_one_device: bool = False,
     only_planned: bool = False,
 ) -> TrainingJob:
@@ -198,7 +203,7 @@ def assemble(
     only_planned: it does not train, so that settings may be for the hardware that hardware=
     describes, and a plan that compiles nothing may be of any number of devices. on_one_device: the
     first device stands for all of the mesh; shapes and programs of one device are those of the
-    mesh, but the job does not train.
+    mesh, but the job does not train. default_dtype: of compute; None: as the devices have it.
     """
     # 1. a schedule that follows from its settings, before JAX starts
     is_auto = isinstance(config.schedule, settings.Auto) and config.executor.ENGINE.is_pipelined
@@ -212,11 +217,13 @@ def assemble(
         if of_host is not None and config.mesh.num_devices > of_host:
             check_hosts(config.mesh.sizes, config.mesh.order, config.mesh.num_devices, of_host)
     # 2. devices
-    dtype_name = config.run.dtype or default_dtype
+    requested = config.run.dtype or default_dtype
     how: dict[str, Any] = {"on_one_device": on_one_device, "only_planned": only_planned}
-    mesh, device = _started(config, dtype_name, **how)
+    mesh, device = _started(config, requested or DEFAULT_DTYPE, **how)
+    request = config.hardware, mesh.devices.flat[0], config.plan.topology
+    dtype = jnp.dtype(requested or hardware_of.default_dtype(*request))
     # 3. data, model and optimizer
-    data, dtype = open_data(config), jnp.dtype(dtype_name)
+    data = open_data(config)
     stack = stack_for(config, data, dtype, device)
     optimizer, lr_schedule = make_optimizer(config.optim, config.run.num_steps)
     how = {"executor": config.executor, "dtype": dtype, "seed": config.run.seed}

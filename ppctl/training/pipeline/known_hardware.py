@@ -94,6 +94,26 @@ def planned_for(
     return described_only(request, device_kind)
 
 
+def default_dtype(
+    request: Hardware | AutoHardware, device: Any, topology: str | None = None
+) -> str:
+    """Return the dtype of compute where none is requested: bfloat16 on accelerators, else float32.
+
+    They may be described only. Hardware that states no peak for bfloat16 computes in float32.
+
+    >>> from types import SimpleNamespace
+    >>> cpu = SimpleNamespace(platform="cpu", device_kind="cpu")
+    >>> default_dtype(AutoHardware(), cpu), default_dtype(known()["h100"], cpu)
+    ('float32', 'bfloat16')
+    """
+    there = planned_for(request, device.device_kind, topology)
+    if there is not None:
+        is_fast = there.name != NOMINAL and "bfloat16" in there.peak_flops
+    else:
+        is_fast = topology is not None or device.platform != "cpu"
+    return "bfloat16" if is_fast else "float32"
+
+
 def of_topology(request: Hardware | AutoHardware, topology: str) -> Hardware | None:
     """Return the hardware of plan.topology; None if unknown (libtpu knows TPUs by itself)."""
     chip = topology.partition(":")[0]

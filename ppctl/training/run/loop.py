@@ -86,7 +86,7 @@ class Dispatched(NamedTuple):
 def metadata(job: TrainingJob, finished: int) -> dict[str, Any]:
     """Return the metadata of a checkpoint after `finished` steps."""
     data = description(job.data, job.pipe.batch_shapes)
-    return checkpoint_metadata(asdict(job.config), finished, job.sources, data)
+    return checkpoint_metadata(asdict(job.settled), finished, job.sources, data)
 
 
 @dataclass

@@ -91,7 +91,7 @@ def _newest(job: TrainingJob, checkpoints: Checkpoints) -> tuple[int, list[Chang
         )
     # 3. settings and code since then
     meta = checkpoints.meta(step)
-    changed = [*changes(meta["config"], job.config), *_code_changes(job, meta)]
+    changed = [*changes(meta["config"], job.settled), *_code_changes(job, meta)]
     changed += lr_changes(meta["config"], job.config, step)
     _check(job, checkpoints, step, changed, which)
     return step, changed

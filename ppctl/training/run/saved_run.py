@@ -156,8 +156,15 @@ class SavedRun:
         return Path(places[-1]) if places else None
 
     @cached_property
+    def dtype(self) -> str:
+        """The dtype of compute of the newest checkpoint's training; of imported models float32."""
+        with self._checkpoints() as checkpoints:
+            meta = checkpoints.meta(self.step(None))
+        return meta["config"]["run"]["dtype"] or DEFAULT_DTYPE
+
+    @cached_property
     def _dtype(self) -> jnp.dtype:
-        name = self.config.run.dtype or DEFAULT_DTYPE
+        name = self.dtype
         if name == "float64" and jnp.zeros(0, float).dtype != jnp.float64:
             raise ConfigError(
                 f"{self.directory} is a run of run.dtype=float64, and JAX has 32 bits: "
