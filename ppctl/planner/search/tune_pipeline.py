@@ -60,23 +60,20 @@ def tune(
         executor: `ppctl.spmd(...)` (None) or `ppctl.mpmd(...)`; its remat is searched.
         hardware, memory_gib: As in `ppctl.plan`.
         schedules: Names of families; None: all that the executor runs.
-        layers: As in `ppctl.pipeline`.
-        dtype: Of compute; None: bfloat16 on accelerators, also those of hardware, else float32.
+        layers, dtype: As in `ppctl.pipeline`; accelerators may be described only.
         best: The number of layouts.
 
     ConfigError: the hardware is unknown, or a choice impossible. () where no layout fits.
     """
     # 1. the request
-    num_devices = whole_number("num_devices", num_devices, 1)
-    best = whole_number("best", best, 1)
+    num_devices, best = whole_number("num_devices", num_devices, 1), whole_number("best", best, 1)
     executor = spmd() if executor is None else executor
     if not isinstance(executor, Spmd | Mpmd):
         raise ConfigError(
             f"executor={executor!r} has one layout. Use ppctl.spmd() or ppctl.mpmd()."
         )
-    shapes, request = shapes_of(batch), hardware_named(hardware)
-    device = all_devices()[0]
-    dtype = floating("dtype", default_dtype(request, device) if dtype is None else dtype)
+    shapes, request, device = shapes_of(batch), hardware_named(hardware), all_devices()[0]
+    dtype = floating("dtype", dtype, default_dtype(request, device))
     stack = layered_stack(model, batch, layers, dtype)
     target = Target(request, device, num_devices, str(dtype), Plan(memory_gib=memory_gib))
 

@@ -69,8 +69,7 @@ def pipeline(
         executor: spmd | mpmd | reference, or a value: `ppctl.spmd(...)`.
         partition: uniform | balanced (by FLOPs) | the number of layers of each stage.
         vocab: whole (embedding and head on first and last stage) | parallel (on all ranks).
-        dtype: Of compute; None: bfloat16 on accelerators, else float32.
-        clip_norm: At which the global norm is clipped; None: no clipping.
+        dtype, clip_norm: Of compute (None: bfloat16 on accelerators); of the global norm, or None.
         metrics: Functions (outputs, {"targets"}) -> values [examples, ...] | (values, weights), by
             name, whose means steps and evaluations report.
         lr_schedule, seed: The learning rate of a step, to report; of `init` and random keys.
@@ -78,11 +77,9 @@ def pipeline(
     """
     # 1. the request
     optimizer = checked_optimizer(optimizer, model, mesh, clip_norm)
-    if dtype is None:
-        dtype = default_dtype(AutoHardware(), mesh.devices.flat[0])
-    seed, dtype = whole_number("seed", seed, 0), floating("dtype", dtype)
+    dtype = floating("dtype", dtype, default_dtype(AutoHardware(), mesh.devices.flat[0]))
+    seed, shapes = whole_number("seed", seed, 0), request.shapes_of(batch)
     execution, knobs = execution_of(executor, mesh, options)
-    shapes = request.shapes_of(batch)
     plan = request.schedule_for(schedule, mesh, num_microbatches, knobs, shapes)
     stack = request.layered_stack(model, batch, layers, dtype)
     # 2. the order of tasks by their relative costs; layers on stages, stages on devices

@@ -62,10 +62,10 @@ def whole_number(name: str, value: Any, least: int) -> int:
     return number
 
 
-def floating(name: str, dtype: Any) -> jnp.dtype:
-    """Return a floating dtype that JAX computes in; ConfigError for any other."""
+def floating(name: str, dtype: Any, usual: str) -> jnp.dtype:
+    """Return a floating dtype that JAX computes in, `usual` for None; ConfigError for any other."""
     try:
-        found = jnp.dtype(dtype)
+        found = jnp.dtype(usual if dtype is None else dtype)
     except TypeError:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):
