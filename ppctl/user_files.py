@@ -15,12 +15,28 @@ def open_file(path: str | Path) -> BinaryIO:
     """Return a plain file, open for reading. OSError for others: a pipe may never give a byte."""
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(number).st_mode
-    if not stat.S_ISREG(mode):
+    if (kind := _kind(mode)) is not None:
         os.close(number)
-        if stat.S_ISDIR(mode):
-            raise OSError(errno.EISDIR, "Is a directory")
-        raise OSError(errno.EINVAL, "No plain file")
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, kind)
     return os.fdopen(number, "rb")
+
+
+def why_not_plain(path: str | Path) -> str | None:
+    """Return why a path is no plain file; None for one."""
+    try:
+        return _kind(os.stat(path).st_mode)
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+
+
+def _kind(mode: int) -> str | None:
+    if stat.S_ISREG(mode):
+        return None
+    if stat.S_ISDIR(mode):
+        return "Is a directory"
+    is_device = stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
+    kind = "a FIFO" if stat.S_ISFIFO(mode) else "a device" if is_device else "a socket"
+    return f"No plain file but {kind}"
 
 
 def read_file(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
@@ -33,9 +49,9 @@ def read_file(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
     return content
 
 
-def read_text(path: str | Path) -> str:
+def read_text(path: str | Path, most_bytes: int = MOST_BYTES) -> str:
     """Return the text of a plain UTF-8 file without byte order mark. OSError for all else."""
-    content = read_file(path)
+    content = read_file(path, most_bytes)
     if content.startswith(UTF_16):
         raise OSError(errno.EILSEQ, "It is UTF-16: write it as UTF-8")
     try:

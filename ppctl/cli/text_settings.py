@@ -6,6 +6,7 @@ booleans are quoted before Hydra reads them, or read again from the file.
 
 import dataclasses
 import functools
+import io
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,13 @@ from antlr4 import InputStream
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.grammar.gen.OverrideLexer import OverrideLexer as Lexer
 from hydra.plugins.config_source import ConfigResult
+from omegaconf import OmegaConf
 
 from ppctl.cli.choices import GROUPS, SWEEP_PARTS, schemas
+from ppctl.errors import ConfigError
+from ppctl.user_files import read_text
 
+MOST_BYTES = 2**20  # of a file of settings
 TYPED = (Lexer.INT, Lexer.FLOAT, Lexer.BOOL)
 BEFORE = (None, Lexer.COMMA, Lexer.POPEN, Lexer.BRACKET_OPEN)
 AFTER = (None, Lexer.COMMA, Lexer.PCLOSE, Lexer.BRACKET_CLOSE, Lexer.BRACE_CLOSE)
@@ -94,12 +99,18 @@ class TextSource(FileConfigSource):
         return "text"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        found = super().load_config(config_path)
         path = Path(self.path, self._normalize_file_name(config_path))
-        package = found.header["package"] or config_path.rpartition("/")[0].replace("/", ".")
-        node = yaml.compose(path.read_text(encoding="utf-8"))
-        _take_texts(found.config, node, "" if package == "_global_" else package)
-        return found
+        try:
+            text = read_text(path, MOST_BYTES)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+        header, stream = self._get_header_dict(text), io.StringIO(text)
+        stream.name = str(path)  # in errors
+        found: Any = OmegaConf.load(stream)
+        package = header["package"] or config_path.rpartition("/")[0].replace("/", ".")
+        _take_texts(found, yaml.compose(text), "" if package == "_global_" else package)
+        where = f"{self.scheme()}://{self.path}"
+        return ConfigResult(self.provider, where, found, header)
 
 
 def _take_texts(config: Any, node: yaml.Node | None, key: str) -> None:

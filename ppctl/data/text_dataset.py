@@ -15,6 +15,7 @@ from ppctl.data.token_cache import Tokens, cached_tokens
 from ppctl.data.token_windows import from_tokens
 from ppctl.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from ppctl.errors import DataError
+from ppctl.user_files import why_not_plain
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 NOT_SOURCE = ("config-", "_sysconfigdata")  # differ by machine: written when Python was built
@@ -115,7 +116,7 @@ def source_of(
             names = sorted(glob.glob(str(root), recursive=True)) if is_pattern else [root]
             found = [Path(name).resolve() for name in names if Path(name).is_file()]
             if not found:
-                what = "no file matches" if is_pattern else "no such file or directory"
+                what = "no file matches" if is_pattern else why_not_plain(root)
                 remedy = "Use the path of a text file or a directory of them."
                 raise DataError(f"{opening or path}: {what}. {remedy}")
         files |= dict.fromkeys(found)

@@ -17,6 +17,7 @@ import numpy as np
 from ppctl.data.dataset import Batch, DataSet, divided
 from ppctl.data.tokenizer import vocabulary_size
 from ppctl.errors import DataError
+from ppctl.user_files import why_not_plain
 
 NO_TOKEN = -1  # a masked target, as in ppctl.model.cross_entropy
 DIGEST_WHOLE_BYTES = 256 << 20  # arrays up to this size are hashed whole
@@ -180,8 +181,8 @@ def open_tokens(path: Path, dtype: str, source: str) -> np.ndarray:
     if path.suffix not in (".npy", ".bin"):
         remedy = "Write the ids with numpy.save, or use data=text for text."
         raise DataError(f"{source}: is neither .npy nor .bin. {remedy}")
-    if not path.is_file():
-        raise DataError(f"{source}: no such file. Use the path of a .npy or .bin of token ids.")
+    if (why := why_not_plain(path)) is not None:
+        raise DataError(f"{source}: {why}. Use the path of a .npy or .bin of token ids.")
     try:
         ids = open_npy(path) if path.suffix == ".npy" else open_bin(path, dtype)
     except UNREADABLE as error:

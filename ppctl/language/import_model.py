@@ -30,7 +30,7 @@ from ppctl.language.model_files import (
     named_parameters,
     open_safetensors,
 )
-from ppctl.language.transformers_config import model_settings
+from ppctl.language.transformers_config import DROPOUT, model_settings
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.pipeline import built_in_models as models
 from ppctl.training.run.kept_tokenizer import (
@@ -81,6 +81,8 @@ def import_model(source: Path, out: Path) -> Imported:
                 "file."
             )
         tensors = open_safetensors(source)
+    if model_config.get(DROPOUT):
+        notes = (*notes, f"{DROPOUT}={model_config[DROPOUT]} is not applied: no dropout in ppctl")
     kept = _kept(source, model_config, texts)
     # 2. the model and its parameters
     settings = model_settings(model_config)

@@ -77,6 +77,7 @@ MEMBERS = {
         has_local_theta=True,
     ),
 }
+DROPOUT = "attention_dropout"
 LENGTH = "original_max_position_embeddings"
 LOCAL_THETA = 10000.0  # default of gemma3_text
 ROPE_KEYS = ("rope_type", "type", "rope_theta", LENGTH)
@@ -85,7 +86,7 @@ READ: dict[str, Any] = {  # key of config.json: its type
     **dict.fromkeys(SIZES.values(), int),
     **dict.fromkeys(("head_dim", "sliding_window", "max_window_layers"), int),
     **dict.fromkeys(("sliding_window_pattern", "max_position_embeddings"), int),
-    **dict.fromkeys(("rms_norm_eps", "rope_theta", "rope_local_base_freq"), float),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "rope_local_base_freq", DROPOUT), float),
     **dict.fromkeys(CAPS.values(), float),
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window"), bool),
     **dict.fromkeys(("model_type", "hidden_act", "hidden_activation"), str),
@@ -94,7 +95,7 @@ READ: dict[str, Any] = {  # key of config.json: its type
 }
 NO_FUNCTION = """
 architectures dtype torch_dtype transformers_version _name_or_path use_cache pretraining_tp
-initializer_range attention_dropout bos_token_id eos_token_id pad_token_id sep_token_id
+initializer_range bos_token_id eos_token_id pad_token_id sep_token_id
 decoder_start_token_id cache_implementation is_llama_config is_decoder return_dict id2label label2id
 tokenizer_class _attn_implementation attn_implementation problem_type prefix _sliding_window_pattern
 output_attentions output_hidden_states transformers.js_config unsloth_version unsloth_fixed

@@ -88,7 +88,7 @@ def test_data_of_a_run_are_found_from_another_directory(here, tmp_path, monkeypa
     assert ppctl.load_run(here / "run").data.num_examples > 0
     words = ["evaluate", str(here / "run"), "data=text", "data.path=text.txt"]
     assert cli.main(words) == 2
-    assert "data.path=text.txt: no such file" in capsys.readouterr().err
+    assert "data.path=text.txt: No such file" in capsys.readouterr().err
 
 
 ANSWER = [[104], [105], [7], [104]]  # "hi", and what is there behind it
@@ -232,7 +232,8 @@ def test_lines_end_at_line_feeds_only_and_a_byte_order_mark_is_none_of_the_text(
     assert found["num_questions"] == 1
     for name in ("wide.txt", "wide.csv"):
         (here / name).write_text("the cat", encoding="utf-16")
-    os.mkfifo(here / "pipe")
+    for name in ("pipe", "pipe.npy"):
+        os.mkfifo(here / name)
     for words, reason in (
         ("generate run --prompts wide.txt", "It is UTF-16: write it as UTF-8"),
         ("evaluate run --choices wide.txt", "It is UTF-16: write it as UTF-8"),
@@ -241,7 +242,9 @@ def test_lines_end_at_line_feeds_only_and_a_byte_order_mark_is_none_of_the_text(
         ("evaluate run data=text data.path=run data.tokenizer=/dev/zero", "No plain file"),
         ("schedule show schedule=csv schedule.path=/dev/zero", "cannot be read: No plain file"),
         ("schedule check wide.csv", "It is UTF-16: write it as UTF-8"),
-        ("import . --out new", "config.json cannot be read (No plain file)"),
+        ("evaluate run data=text data.path=pipe", "data.path=pipe: No plain file but a FIFO. Use"),
+        ("evaluate run data=tokens data.path=pipe.npy", "pipe.npy: No plain file but a FIFO. Use"),
+        ("import . --out new", "config.json cannot be read (No plain file but a FIFO)"),
     ):
         (here / "config.json").unlink(missing_ok=True)
         if "import" in words:

@@ -120,7 +120,7 @@ def test_the_result_as_json(here, capsys):
             ["notes.txt", *SIZE, *OUT, "--special", "a", "--special", "a"],
             "--special names a token twice. Name each",
         ),
-        (["none.txt", *SIZE, *OUT], "none.txt: no such file or directory. Use "),
+        (["none.txt", *SIZE, *OUT], "none.txt: No such file or directory. Use "),
         (
             ["more.jsonl", *SIZE, *OUT],
             "line 1 has no field text (it has body). Use --on-error skip",

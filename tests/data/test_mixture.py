@@ -88,7 +88,7 @@ def test_weights_and_parts_decide_the_fingerprint(build):
 
 def test_parts_are_named_in_mistakes(build, tmp_path):
     fields = {"field": "text", "prompt_field": None, "document": "file", "weight": 1.0}
-    with pytest.raises(DataError, match=r"data.parts\[0\].path=\S+none: no such file or directory"):
+    with pytest.raises(DataError, match=r"data.parts\[0\].path=\S+none: No such file or directory"):
         build("mixture", parts=[fields | {"path": str(tmp_path / "none")}])
 
 

@@ -201,7 +201,7 @@ def test_a_library_without_sources_is_refused_with_the_remedy(build, tmp_path, m
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        (None, r"data=text data.path=\S+x.txt: no such file or directory\. Use "),
+        (None, r"data=text data.path=\S+x.txt: No such file or directory\. Use "),
         (b"\xff\xff", r"x.txt is no UTF-8 text .*\. Use on_error=skip"),
         (b"", r"x.txt is empty\. Use on_error=skip"),
     ],

@@ -250,7 +250,8 @@ def test_a_header_of_gigabytes_is_not_read(build, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "fault"), [("gone.npy", "no such file"), ("text.txt", "is neither .npy nor .bin")]
+    ("name", "fault"),
+    [("gone.npy", "No such file or directory"), ("text.txt", "is neither .npy nor .bin")],
 )
 def test_a_path_to_something_else_is_refused_with_the_remedy(build, tmp_path, name, fault):
     with pytest.raises(DataError, match=rf"{name}: {fault}\. (Use|Write) "):

@@ -222,6 +222,7 @@ UNREAD = [  # changes of config.json: keys that change the function, values that
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings"),
     ({"model_type": ["llama"]}, "model_type"),
     ({"max_position_embeddings": "many"}, "max_position_embeddings"),
+    ({"attention_dropout": "some"}, "attention_dropout"),
 ]
 
 
@@ -239,6 +240,15 @@ def test_keys_that_change_no_function_are_passed_over():
     nothing |= {"partial_rotary_factor": 1.0, "use_cache": True, "is_llama_config": True}
     nothing |= {"temperature": 0.6, "id2label": {"0": "A"}, "quantization_config": {}}
     assert model_settings({**before, **nothing}) == model_settings(before)
+
+
+def test_dropout_of_attention_is_noted(copy, tmp_path):
+    directory, before, _, write = copy
+    for value in (0.1, 0.0):
+        write({**before, "attention_dropout": value})
+        notes = import_model(directory, tmp_path / f"run{value}").notes
+        text = f"attention_dropout={value} is not applied: no dropout in ppctl"
+        assert notes == ((text,) if value else ())
 
 
 def test_places_that_are_no_models_are_refused(copy, tmp_path, capsys):

@@ -3,6 +3,7 @@ finite end it.
 """
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -22,11 +23,14 @@ from support.small_runs import ROWS, TOKENS, checkpoints, losses, records
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ppctl import cli
+from ppctl.cli.compose import compose
 from ppctl.config import Run
 from ppctl.config.groups.run_settings import Checkpoint
+from ppctl.data import token_windows
 from ppctl.errors import ConfigError, DataError
 from ppctl.launch.supervisor import STOP_SIGNALS
 from ppctl.training.pipeline.engines.train_states import PlacedBatches
+from ppctl.training.pipeline.job import open_data
 from ppctl.training.run import loop
 from ppctl.training.run import train_run as run
 from ppctl.training.run.metrics import Metrics
@@ -336,6 +340,35 @@ def test_a_fault_that_is_found_after_a_step_saves_it_first(train, tmp_path, monk
     step = {"reading a batch": 2, "evaluating": 3, "writing the metrics": 4}[where]
     assert (code, err) == (2, f"ppctl: the rows are gone. Step {step} is saved.\n")
     assert checkpoints(tmp_path / "run") == [step]
+
+
+def test_an_id_beyond_the_vocabulary_that_is_found_in_a_batch_saves_first(
+    train, tmp_path, monkeypatch
+):
+    """In a large token file, of which only samples are read at start."""
+    monkeypatch.setattr(token_windows, "DIGEST_WHOLE_BYTES", 1024)
+    monkeypatch.setattr(token_windows, "DIGEST_BLOCK_BYTES", 64)
+    path, ids = tmp_path / "ids.npy", np.zeros(4096, np.uint16)
+    np.save(path, ids)
+    words = f"{TOKENS} data=tokens data.path={path}".replace("data=synthetic ", "")
+    words = words.replace("data.num_sequences=512 ", "")
+    data = open_data(compose(words.split()))
+    batches, numbers = list[np.ndarray](), data.read
+    replaced = dataclasses.replace(data, read=lambda n: batches.append(n) or numbers(n))
+    for _ in itertools.islice(replaced.batches(3), 1):  # the fourth
+        pass
+    for example in sorted({*batches[0].tolist()}):
+        ids[example * 8 + 3] = 60_000
+        if max(part.max() for part in token_windows._samples(ids)) == 0:
+            break
+        ids[example * 8 + 3] = 0
+    assert ids.max() == 60_000
+    np.save(path, ids)
+    code, _, err = train(tiny=words)
+    assert code == 2
+    assert "holds the id 60000, not below data.vocab_size=16. Use data.vocab_size=60001" in err
+    assert err.endswith(" Step 3 is saved.\n")
+    assert checkpoints(tmp_path / "run") == [3]
 
 
 def test_a_fault_before_the_first_step_saves_nothing(train, tmp_path, monkeypatch):
