@@ -38,7 +38,10 @@ def test_a_table_a_line_about_pipelines_and_a_recipe(tuned):
     code, out, err = tuned("mesh=2x2", best=10)
     assert (code, err.count("\n")) == (0, 1)
     assert err.startswith("ppctl: wrote recipes/tuned.yaml (")
-    head, *_, last = out.strip().splitlines()
+    first, head, *_, last = out.strip().splitlines()
+    assert re.fullmatch(
+        r"\w+, float32 compute, batch of [\d,]+ (rows|sequences of .* tokens)", first
+    )
     limit = r"each \(this machine's memory, shared by 4 simulated devices\)"
     assert re.fullmatch(
         rf"[\d,]+ layouts for 4 x host of .* {limit}: 0 too large, [\d,]+ simulated in [\d.]+ s",
