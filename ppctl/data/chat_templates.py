@@ -6,17 +6,22 @@ nothing.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ppctl.errors import DataError, missing_package
+from ppctl.errors import DataError, missing_package, one_line
 from ppctl.user_files import check_text, read_text
 
 FILE = "chat_template.jinja"
 BEGIN, END = "\ufdd0", "\ufdd1"  # noncharacters: mark the text in {% generation %} while rendering
+MOST_LETTERS = 2**18  # of a template; usual: 2,000 to 20,000
+MOST_STEPS = 2**20  # items of loops to render a chat once; usual: a few for each message
+CALL_STEPS = 8  # of a call, which takes longer
+MOST_PRODUCT = 2**24  # letters of a repeated text
 TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # names that templates read
 GENERATION = "{% generation %}"
 CHATML = (  # OpenAI's ChatML, with the assistant's words marked
@@ -54,19 +59,27 @@ def chat_template(directory: Path, settings: Mapping[str, Any]) -> ChatTemplate 
     file = directory / FILE
     if file.is_file():
         try:
-            return ChatTemplate(read_text(file), tokens)
+            return _template(file, read_text(file), tokens)
         except OSError as error:
             why = f"{file} cannot be read ({error.strerror})"
             raise DataError(f"{why}. Restore it, or remove it.") from error
     source = settings.get("chat_template")
     if isinstance(source, list):
         named = (each for each in source if isinstance(each, dict))
-        source = {each.get("name"): each.get("template") for each in named}.get("default")
+        defaults = (each.get("template") for each in named if each.get("name") == "default")
+        source = next(defaults, None)
     if source is None:
         return None
     if not isinstance(source, str):
         kind = type(source).__name__
         raise DataError(f"{directory}: chat_template is {kind}, not a text. Restore or remove it.")
+    return _template(directory, source, tokens)
+
+
+def _template(place: Path, source: str, tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    if len(source) > MOST_LETTERS:
+        what = f"{place}: a chat template of {len(source):,} letters; {MOST_LETTERS:,} are read"
+        raise DataError(f"{what}. Use another, or remove it.")
     return ChatTemplate(source, tokens)
 
 
@@ -138,11 +151,16 @@ def _rendered(
 ) -> str:
     values = {"messages": messages, "add_generation_prompt": add_generation_prompt}
     try:
-        text = _compiled(template.source).render(**values, **dict(template.tokens))
+        compiled = _compiled(template.source)
+        compiled.environment.num_steps = 0
+        text = compiled.render(**values, **dict(template.tokens))
         check_text(text)
         return text
+    except DataError:
+        raise
     except Exception as error:  # anything that the template's program raises
-        raise DataError(f"the chat template fails: {type(error).__name__}: {error}.") from error
+        why = f"{type(error).__name__}: {one_line(error).rstrip('.')}"
+        raise DataError(f"the chat template fails ({why}). Correct it, or use another.") from error
 
 
 @lru_cache(8)
@@ -175,12 +193,45 @@ def _compiled(source: str) -> Any:
     def to_json(value: Any, **options: Any) -> str:
         return json.dumps(value, **{"ensure_ascii": False, **options})
 
-    environment = ImmutableSandboxedEnvironment(
+    # 3. steps are counted: no loop, call or product goes on without end
+    class Sandbox(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset(("*", "**"))
+        num_steps = 0
+
+        def count(self, item: Any = None, cost: int = 1) -> Any:
+            self.num_steps += cost
+            if self.num_steps > MOST_STEPS:
+                raise ValueError(f"it takes more than {MOST_STEPS:,} steps")
+            return item
+
+        def call(self, context: Any, function: Any, /, *args: Any, **options: Any) -> Any:
+            self.count(cost=CALL_STEPS)
+            return super().call(context, function, *args, **options)
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if _size(operator, left, right) > MOST_PRODUCT:
+                raise ValueError(f"the result of {operator} is too large")
+            return super().call_binop(context, operator, left, right)
+
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    environment.filters["tojson"] = to_json
+    environment.filters |= {"tojson": to_json, "counted": partial(map, environment.count)}
     environment.globals["raise_exception"] = refuse
-    return environment.from_string(source)
+    del environment.globals["lipsum"]  # text of any length
+    tree = environment.parse(source)
+    for loop in tree.find_all(nodes.For):
+        loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None)
+    return environment.from_string(tree)
+
+
+def _size(operator: str, left: Any, right: Any) -> int:
+    """Return the letters or items of a repeated value; of numbers the bits, 256 times."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length()
+        return 256 * (bits * right if operator == "**" else bits + right.bit_length())
+    parts = [len(part) if isinstance(part, Sized) else part for part in (left, right)]
+    return math.prod(part for part in parts if isinstance(part, int))
 
 
 def _without_marks(marked: str) -> Chat:

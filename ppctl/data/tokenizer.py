@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 
 from ppctl.data.chat_templates import CHATML, ChatTemplate, chat_template, render, special_token
 from ppctl.data.document_files import Broken, Source, documents_of
-from ppctl.errors import DataError, missing_package
+from ppctl.errors import DataError, missing_package, one_line
 from ppctl.user_files import read_text
 
 BYTES = "bytes"  # data.tokenizer of one token a byte
@@ -133,10 +134,12 @@ def _loaded(
     name: str, text: str, end_token: str | None, template: ChatTemplate | None
 ) -> Tokenizer:
     # 1. the library's tokenizer, for texts and for chats
-    of_text, of_chat = _from_json(name, text), _from_json(name, text)
-    of_text.encode_special_tokens = True
-    vocabulary: dict[str, int] = of_text.get_vocab(with_added_tokens=True)
-    added: dict[int, Any] = of_text.get_added_tokens_decoder()
+    with _in_library(name):
+        of_text, of_chat = _from_json(name, text), _from_json(name, text)
+        of_text.encode_special_tokens = True
+        vocabulary: dict[str, int] = of_text.get_vocab(with_added_tokens=True)
+        added: dict[int, Any] = of_text.get_added_tokens_decoder()
+        start: list[int] = of_text.encode("").ids  # from its post-processor
     if not vocabulary:
         raise DataError(f"data.tokenizer={name}: holds no tokens. Use one that was trained.")
     # 2. the tokens around a document
@@ -150,21 +153,26 @@ def _loaded(
             f"Use data.end_token=TOKEN (its special tokens: {special})."
         )
     end = vocabulary[end_token]
-    start: list[int] = of_text.encode("", add_special_tokens=True).ids  # from its post-processor
     if start and start[-1] == end:
         start = start[:-1]
 
     # 3. its functions
+    @_in_library(name)
     def encode(texts: Sequence[str]) -> list[np.ndarray]:
         batch = of_text.encode_batch_fast(list(texts), add_special_tokens=False)  # on all cores
         return [np.asarray(each.ids, np.uint32) for each in batch]
 
+    @_in_library(name)
     def encode_chat(chat: str, spans: Spans) -> Encoded:
         encoding = of_chat.encode(chat, add_special_tokens=False)
         firsts = np.asarray([first for first, _ in encoding.offsets], np.int64)
         bounds = np.asarray(spans, np.int64).reshape(-1)  # in order
         is_learned = np.searchsorted(bounds, firsts, side="right") % 2 == 1
         return np.asarray(encoding.ids, np.uint32), is_learned
+
+    @_in_library(name)
+    def decode(ids: Sequence[int]) -> str:
+        return of_text.decode([int(each) for each in ids], skip_special_tokens=False)
 
     fingerprint = hashlib.sha256(f"{text}\0{end_token}".encode()).hexdigest()
     return Tokenizer(
@@ -175,21 +183,26 @@ def _loaded(
         fingerprint,
         encode,
         encode_chat,
-        lambda ids: of_text.decode([int(each) for each in ids], skip_special_tokens=False),
+        decode,
         template,
         frozenset(i for i, token in added.items() if token.special),
     )
 
 
-def _from_json(name: str, text: str) -> Any:
+@contextmanager
+def _in_library(name: str) -> Iterator[None]:
+    """Raise DataError for anything that the tokenizers library raises in the body."""
     try:
-        library = tokenizers_library().Tokenizer.from_str(text)
-    except DataError:
+        yield
+    except (DataError, KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:  # the library raises Exception itself
-        raise DataError(
-            f"data.tokenizer={name}: is no tokenizer of the tokenizers library ({error})."
-        ) from error
+    except BaseException as error:  # a panic in Rust is no Exception
+        what = f"the tokenizers library fails ({one_line(error)})"
+        raise DataError(f"data.tokenizer={name}: {what}. Use another tokenizer.json.") from error
+
+
+def _from_json(name: str, text: str) -> Any:
+    library = tokenizers_library().Tokenizer.from_str(text)
     library.no_truncation()
     library.no_padding()
     return library

@@ -9,7 +9,9 @@ import pytest
 from safetensors import safe_open
 from support.oracle import FOLDER
 
-from ppctl.errors import ConfigError, PpctlError
+from ppctl.data.chat_templates import ChatTemplate, chat_template, render_question
+from ppctl.data.tokenizer import load_tokenizer
+from ppctl.errors import ConfigError, DataError, PpctlError
 from ppctl.language.import_model import import_model
 
 MODEL = FOLDER / "llama2"
@@ -269,3 +271,113 @@ def test_an_import_that_was_killed_begins_again(tmp_path):
     }
     with pytest.raises(ConfigError, match="nothing is overwritten"):
         import_model(MODEL, out)
+
+
+# --- tokenizers and templates ---------------------------------------------------------------------
+
+BPE = {"type": "BPE", "vocab": {"a": 0, "l": 1, "<end>": 2}, "merges": []}
+SPLIT = {"type": "Split", "pattern": {"Regex": "(l+l+)+y"}, "behavior": "Isolated", "invert": False}
+STRIP = {"type": "Strip", "content": "l", "start": 2**62, "stop": 2**62}
+BEFORE = [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+FIXED = {"type": "FixedLength", "length": 0}
+TOKENIZERS = {
+    "empty": "",
+    "a list": [1],
+    "without end": "[" * 100_000,
+    "no model": {"version": "1.0"},
+    "ids below 0": {"model": BPE | {"vocab": {"a": -1}}},
+    "ids that are texts": {"model": BPE | {"vocab": {"a": "0"}}},
+    "merges of no tokens": {"model": BPE | {"merges": ["zz qq"]}},
+    "a normalizer of other bytes": {
+        "normalizer": {"type": "Precompiled", "precompiled_charsmap": "*"}
+    },
+    "a start that is missing": {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": BEFORE,
+            "pair": BEFORE,
+            "special_tokens": {},
+        }
+    },
+    "words without unknown ones": {
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "<end>": 1}, "unk_token": "?"}
+    },
+    "a pattern without end": {"pre_tokenizer": SPLIT},
+    "pieces of no length": {"pre_tokenizer": FIXED},
+    "a decoder that strips more": {"decoder": STRIP},
+}
+
+
+@pytest.mark.parametrize("case", TOKENIZERS)
+def test_a_damaged_tokenizer_is_one_line(case, tmp_path):
+    changes = TOKENIZERS[case]
+    text = changes
+    if not isinstance(changes, str):
+        plain = {"version": "1.0", "added_tokens": [], "model": BPE}
+        text = json.dumps(plain | changes if isinstance(changes, dict) else changes)
+    if case == "no model":
+        text = '{"version": "1.0"}'
+    (tmp_path / "tokenizer.json").write_text(text)
+
+    def use():
+        tokenizer = load_tokenizer(str(tmp_path), "<end>")
+        tokenizer.encode(["hello" + "l" * 40])
+        tokenizer.decode([1])
+
+    with pytest.raises(DataError, match=r"data.tokenizer=.* fails \(.*\)\. Use another") as caught:
+        use()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("settings", ["[1]", "[" * 100_000, '{"chat_template": 3}'])
+def test_damaged_settings_of_a_tokenizer_are_one_line(settings, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": BPE}))
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(DataError, match="Restore"):
+        load_tokenizer(str(tmp_path), "<end>")
+
+
+LOOP = "{% for a in range(99999) %}"
+TEMPLATES = {
+    "attributes of Python": "{{ ().__class__.__bases__ }}",
+    "attributes by subscript": "{{ ()['__class__']['__mro__'] }}",
+    "attributes by format": "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    "attributes by filter": "{{ [()]|map(attribute='__class__.__base__')|list }}",
+    "globals of a function": "{{ raise_exception.__globals__['json'] }}",
+    "another file": "{% include '/etc/passwd' %}",
+    "itself": "{% extends 'chat_template.jinja' %}",
+    "changes of messages": "{{ messages.append(1) }}",
+    "a block in itself": "{% block a %}{{ self.a() }}{% endblock %}",
+    "a macro in itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "a macro twice in itself": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}"
+    "{% endmacro %}{{ f(60) }}",
+    "a range without end": "{% for a in range(10**9) %}{% endfor %}",
+    "loops in loops": LOOP * 2 + "{% endfor %}" * 2,
+    "a power without end": "{% set n = 9 %}{{ (10**n)**(10**n) }}",
+    "a text without end": "{% set n = 11 %}{{ 'a' * 10**n }}",
+    "a list without end": "{% set n = 11 %}{{ [1] * 10**n }}",
+    "blocks in blocks": "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
+    "brackets in brackets": "{{ " + "(" * 20_000 + " }}",
+    "half a letter": r"{{ '\ud800' }}",
+    "no tag": "{% evil %}",
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_a_template_reaches_nothing_and_ends(case):
+    messages = [{"role": "user", "content": "hello"}]
+    with pytest.raises(DataError, match=r"the chat template fails \(.*\)\. Correct it") as caught:
+        render_question(ChatTemplate(TEMPLATES[case]), messages)
+    assert "\n" not in str(caught.value)
+
+
+def test_loops_that_are_counted_know_their_length():
+    loop = "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }} {% endfor %}"
+    messages = [{"role": "user", "content": "hello"}] * 3
+    assert render_question(ChatTemplate(loop), messages) == "1/3False 2/3False 3/3True "
+
+
+def test_a_template_without_end_is_refused(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("x" * 10**6)
+    with pytest.raises(DataError, match=r"a chat template of 1,000,000 letters; .* Use another"):
+        chat_template(tmp_path, {})
