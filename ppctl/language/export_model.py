@@ -11,12 +11,19 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from ppctl.data.tokenizer import json_object
 from ppctl.errors import ConfigError, one_line
 from ppctl.language.import_model import KEPT
 from ppctl.language.language_model import LanguageModel, open_language_model
 from ppctl.language.model_files import INDEX, Named, all_or_nothing, check_new, named_parameters
 from ppctl.language.transformers_config import model_config, model_settings
-from ppctl.training.run.kept_tokenizer import GENERATION, MODEL_CONFIG, POSITIONS, SOURCE
+from ppctl.training.run.kept_tokenizer import (
+    GENERATION,
+    MODEL_CONFIG,
+    POSITIONS,
+    SOURCE,
+    imported_source,
+)
 from ppctl.training.run.saved_run import load_run
 
 Tree = Any
@@ -57,7 +64,7 @@ def export_model(
         step, params, config = _adapter(model)
         copied, stem = dict[str, Path](), "adapter_model"
     else:
-        source = _source(run_dir, model.config.run.start_from)
+        source = imported_source(run_dir, model.config.run.start_from)
         step, params, config = model.step, model.params, _config(model, source)
         copied, stem = _kept_files(source, run_dir / SOURCE), "model"
     stated = str(config.get("dtype") or config.get("torch_dtype") or "float32")
@@ -88,7 +95,7 @@ def export_model(
 def _config(model: LanguageModel, source: Path | None) -> dict[str, Any]:
     """Return the config.json of a model: the imported one where it describes the same model."""
     config = model_config(model.transformer, model.vocab_size)
-    kept = None if source is None else json.loads((source / MODEL_CONFIG).read_text())
+    kept = None if source is None else json_object(source / MODEL_CONFIG)
     if kept is not None and model_settings(kept) == model_settings(config):
         config = kept
     config.setdefault(POSITIONS, model.transformer.seq_len)
@@ -123,14 +130,6 @@ def _base(start_from: str | None) -> str | None:
             return imported or str(run.directory.absolute())
         start_from = run.config.run.start_from
     return start_from
-
-
-def _source(run_dir: Path, start_from: str | None) -> Path | None:
-    """Return the folder of files kept by an import: this run's, or that of run.start_from."""
-    for folder in (run_dir, *(() if start_from is None else (Path(start_from),))):
-        if (folder / SOURCE / MODEL_CONFIG).is_file():
-            return folder / SOURCE
-    return None
 
 
 def _kept_files(source: Path | None, run_source: Path) -> dict[str, Path]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ppctl.config import Config, Transformer
 from ppctl.data.chat_templates import render_question
-from ppctl.data.tokenizer import FILE, Tokenizer, load_tokenizer
+from ppctl.data.tokenizer import FILE, Tokenizer, json_object, load_tokenizer
 from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import all_devices
 from ppctl.model.architecture import Architecture
@@ -20,7 +20,13 @@ from ppctl.model.transformer import transformer
 from ppctl.training.checkpoint.checkpoint import Checkpoints, merged_params, stored_lora
 from ppctl.training.pipeline.built_in_models import architecture
 from ppctl.training.pipeline.jax_start import set_width
-from ppctl.training.run.kept_tokenizer import configured_ends, tokenizer_name
+from ppctl.training.run.kept_tokenizer import (
+    MODEL_CONFIG,
+    POSITIONS,
+    configured_ends,
+    imported_source,
+    tokenizer_name,
+)
 from ppctl.training.run.saved_run import SavedRun, load_run
 from ppctl.user_files import check_text
 
@@ -76,6 +82,13 @@ class LanguageModel:
         return self.params["embed_head"]["embedding"].shape[0]
 
     @cached_property
+    def num_positions(self) -> int:
+        """The tokens of a text at most: by config.json, or of the sequences in training."""
+        source = imported_source(self.directory, self.config.run.start_from)
+        stated = None if source is None else json_object(source / MODEL_CONFIG).get(POSITIONS)
+        return max(self.transformer.seq_len, stated if isinstance(stated, int) else 0)
+
+    @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer in the run's directory, or of its data. ConfigError if unknown."""
         if self.tokenizer_name is None:
@@ -116,14 +129,21 @@ class LanguageModel:
     def _special_ids(self, text: str) -> list[int]:
         """Return the tokens of a text, special ones included."""
         _check_prompt(text)
-        return self.tokenizer.encode_chat(text, ())[0].tolist()
+        return self._checked(self.tokenizer.encode_chat(text, ())[0].tolist())
 
     def encoded(self, text: str) -> list[int]:
         """Return the tokens of a prompt after the tokenizer's start; without any, its end."""
         _check_prompt(text)
         ids = [*self.tokenizer.start, *self.tokenizer.encode([text])[0].tolist()]
-        ids = ids or [self.tokenizer.end]
-        if max(ids) >= self.vocab_size:
+        return self._checked(ids or [self.tokenizer.end])
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        """Return the tokens of a text. ConfigError if they are too many, or another model's."""
+        if len(ids) > self.num_positions:
+            what = f"the {self.num_positions:,} positions of the model in {self.directory}"
+            text = f"a text of {len(ids):,} tokens is longer than"
+            raise ConfigError(f"{text} {what}. Use a shorter one.")
+        if max(ids, default=0) >= self.vocab_size:
             raise ConfigError(
                 f"the tokenizer of {self.directory} gives the token {max(ids)}, and the model "
                 f"has {self.vocab_size}: it is another model's. Put the right one there."

@@ -209,8 +209,8 @@ def test_evaluation_keeps_the_packing_of_training_unless_requested_otherwise(her
 
 def test_an_answer_is_the_likeliest_choice(here, capsys):
     rows = [
-        {"prompt": "the cat sat on the ", "choices": ["mat", "qzxv"], "answer": 0},
-        {"prompt": "the cat sat on the ", "choices": ["mat", "qzxv"], "answer": 1},
+        {"prompt": "sat on the ", "choices": ["mat", "qzxv"], "answer": 0},
+        {"prompt": "sat on the ", "choices": ["mat", "qzxv"], "answer": 1},
     ]
     (here / "q.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     found = json.loads(printed(capsys, "evaluate", "run", "--choices", "q.jsonl", "--json"))
@@ -292,6 +292,10 @@ def test_a_score_is_the_sum_over_the_continuation(here):
         (
             "generate run --prompt a --stop ab",
             "'ab' is 2 tokens of the tokenizer of run. Name one token",
+        ),
+        (
+            f"generate run --prompt {'a' * 17}",
+            "a text of 17 tokens is longer than the 16 positions of the model in run. Use a shorter",
         ),
         ("generate run --prompt a --devices 99", "--devices 99 are more than"),
         (

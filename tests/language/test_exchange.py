@@ -158,6 +158,11 @@ MISTAKES = [  # changes of config.json, of tensors, what is said
         "model_type=phi3 is none that ppctl knows. It has llama, mistral, qwen2",
     ),
     ({"attention_bias": True}, None, "attention_bias=True in config.json"),
+    (
+        {"tie_word_embeddings": True},
+        None,
+        "lm_head.weight is not equal to model.embed_tokens.weight, and tie_word_embeddings=true",
+    ),
     ({"hidden_act": "relu"}, None, "hidden_act=relu in config.json is no activation"),
     (
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},

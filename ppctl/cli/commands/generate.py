@@ -101,6 +101,9 @@ def _generate(path: Path, prompts: Sequence[str], options: Namespace) -> int:
     ids = [encoded(model, prompt) for prompt in prompts]
     num_positions = generation.positions_for(ids, options.max_tokens)
     decoder, ends = generation.decoder_of(model, devices, num_positions), _ends(model, options)
+    if max(map(len, ids)) + options.max_tokens > model.num_positions:
+        learned = f"{model.num_positions:,} positions, all that the model has learned"
+        print(f"note: text beyond {learned}, may make no sense.", file=sys.stderr)
     # 2. their continuations; the text of a single prompt is printed as it comes
     text_of = partial(generation.text_of, model.tokenizer, ends=ends)
     is_streamed, shown = len(prompts) == 1 and not options.json, ""

@@ -53,6 +53,14 @@ def with_start_tokenizer(start_from: str, data: AnyData) -> AnyData:
     return replace(data, tokenizer=name)
 
 
+def imported_source(run_dir: Path, start_from: str | None) -> Path | None:
+    """Return the folder of files kept by an import: this run's, or that of run.start_from."""
+    for folder in (run_dir, *(() if start_from is None else (Path(start_from),))):
+        if (folder / SOURCE / MODEL_CONFIG).is_file():
+            return folder / SOURCE
+    return None
+
+
 def changed_tokenizer(run_dir: Path, data: AnyData) -> str | None:
     """Return how data.tokenizer differs from a run's copy; None if equal or either is unknown."""
     folder, files = run_dir / SOURCE, _files(data)
