@@ -10,6 +10,7 @@ to be right, so that a wrong one is refused at once.
 import atexit
 import errno
 import importlib.metadata
+import io
 import json
 import os
 import signal
@@ -116,6 +117,8 @@ def console_script() -> NoReturn:
     atexit.register(lambda: _leave(code) if "jax" in sys.modules else None)
     end_with_starter()
     signal.signal(signal.SIGINT, _end_at_once)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a text that the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     code = main()
     others = {*threading.enumerate()} - {threading.main_thread()}
     has_threads = not all(thread.daemon for thread in others)

@@ -27,6 +27,7 @@ from ppctl.config.changed_settings import shown
 from ppctl.config.groups.data_settings import Part
 from ppctl.errors import ConfigError
 from ppctl.schedule.mesh_axes import mesh_text
+from ppctl.user_files import check_text
 
 UNKNOWN_KEY = (omegaconf_errors.ConfigKeyError, omegaconf_errors.ConfigAttributeError)
 # of Hydra, for malformed, unreadable and endless files of the user's
@@ -36,6 +37,12 @@ ASSUMED = "such costs are assumed by `ppctl schedule` alone. Leave them out."
 
 def parse_override(text: str) -> Override:
     """Return one override as Hydra reads it; ConfigError if it cannot."""
+    try:
+        check_text(text)
+    except ValueError as error:  # files of a run could not hold it
+        raise ConfigError(
+            f"{text} is no UTF-8 text. Rename it, or use a UTF-8 locale: LANG=C.UTF-8."
+        ) from error
     try:
         override = OverridesParser.create().parse_override(as_typed(text))
         override.input_line = text

@@ -92,6 +92,16 @@ def test_the_console_script_and_the_module_are_the_same_program():
         assert done.stderr.startswith("ppctl: mesh=2x is not a mesh")
 
 
+def test_letters_that_the_output_has_not_are_escaped(tmp_path):
+    directory = tmp_path / "Läufe"
+    directory.mkdir()
+    env = os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "20", "TERM": "dumb"}
+    words = [PPCTL, "runs", str(directory)]
+    done = subprocess.run(words, capture_output=True, env=env, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.endswith(b"L\\xe4ufe.\n")
+
+
 @pytest.mark.parametrize(
     "words", [("schedule", "list", "mesh=1x4"), ("schedule", "show"), ("train", "--help")]
 )

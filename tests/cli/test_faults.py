@@ -134,6 +134,8 @@ FAULTS = [
         "train --multirun plan.compile=true run.seed=1,2",
         "plan.compile=true: applies to `ppctl plan` only",
     ),
+    ("train run.dir=r\udce4", "run.dir=r.* is no UTF-8 text. Rename it, or use a UTF-8 locale"),
+    ("train --multirun run.dir=r\udce4 run.seed=1,2", "run.dir=r.* is no UTF-8 text"),
     ("train --multirun run.dir=/proc/x run.seed=1,2", "run.dir=/proc/x cannot be written"),
     (
         "bench --multirun run.seed=1,2 hydra.launcher.jobs=2",
