@@ -117,6 +117,9 @@ def console_script() -> NoReturn:
     atexit.register(lambda: _leave(code) if "jax" in sys.modules else None)
     end_with_starter()
     signal.signal(signal.SIGINT, _end_at_once)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started this process
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 for the whole process
     if isinstance(sys.stdout, io.TextIOWrapper):  # a text that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     code = main()

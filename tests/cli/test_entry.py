@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -114,6 +115,12 @@ def test_a_reader_that_has_gone_ends_a_command_as_it_ends_others(words):
         assert process.stderr is not None
         process.stdout.close()
         assert (process.wait(60), process.stderr.read()) == (128 + signal.SIGPIPE, b"")
+
+
+def test_an_output_that_is_closed_is_dropped(tmp_path):
+    command = f"{shlex.quote(PPCTL)} runs {shlex.quote(str(tmp_path))} >&-"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 ENDING = """
