@@ -70,18 +70,19 @@ def read_settings(path: str | Path) -> Any:
             groups = [_group(each) for each in _NEW_GROUP.split(content) if each]
             if groups and all(isinstance(each, dict) and len(each) == 1 for each in groups):
                 return {name: value for each in groups for name, value in each.items()}
-    return _from_yaml(content, FAST_LOADER if is_plain else _PlainLoader)
+    return _from_yaml(content, is_plain)
 
 
 @lru_cache(maxsize=256)
 def _group(content: bytes) -> Any:
     """Return the value of one group of settings, nearly always the same as in the last run."""
-    return _from_yaml(content, FAST_LOADER)
+    return _from_yaml(content, is_plain=True)
 
 
-def _from_yaml(content: bytes, loader: Any) -> Any:
+def _from_yaml(content: bytes, is_plain: bool) -> Any:
+    """Return a YAML value; is_plain: it has no alias, so that libyaml may read it."""
     try:
-        value = yaml.load(content, loader)
+        value = yaml.load(content, FAST_LOADER) if is_plain else yaml.load(content, _PlainLoader)
         cleaned(value)  # raises RecursionError for lists that libyaml nests too deeply
         return value
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an invalid date
