@@ -363,7 +363,7 @@ def test_an_id_beyond_the_vocabulary_that_is_found_in_a_batch_saves_first(
             break
         ids[example * 8 + 3] = 0
     assert ids.max() == 60_000
-    np.save(path, ids)
+    np.load(path, mmap_mode="r+")[:] = ids  # in place: readers ahead have mapped the file
     code, _, err = train(tiny=words)
     assert code == 2
     assert "holds the id 60000, not below data.vocab_size=16. Use data.vocab_size=60001" in err
