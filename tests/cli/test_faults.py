@@ -206,7 +206,9 @@ def test_a_recipe_without_its_package_line_is_explained(capsys, in_empty_directo
 def test_an_unreadable_recipe_is_named(capsys, in_empty_directory):
     write(in_empty_directory / "mine/recipes/bytes.yaml", "").write_bytes(b"\xff\xfe")
     assert cli.main(["train", "recipes=bytes", "--config-dir", "mine"]) == 2
-    assert re.fullmatch(r"ppctl: .*decode.* \(in recipes=bytes\)\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        r"ppctl: .*bytes\.yaml cannot be read: .* UTF-8\.\n", capsys.readouterr().err
+    )
 
 
 def test_an_option_without_schema_is_explained(capsys, in_empty_directory):

@@ -94,15 +94,10 @@ def test_every_layer_lies_in_its_stage_and_the_padding_is_zero(size):
 
 
 @cache
-def init_of(num_layers):
-    """The initial weights as a function of the seed, compiled once for all seeds."""
-    stack = make_stack("mlp", num_layers)
-    return jax.jit(lambda seed: init(stack, seed), compiler_options=SAME_BITS)
-
-
-@cache
 def initial(num_layers, seed):
-    return jax.tree.map(np.asarray, init_of(num_layers)(seed))
+    stack = make_stack("mlp", num_layers)
+    drawn = jax.jit(lambda: init(stack, seed), compiler_options=SAME_BITS)
+    return jax.tree.map(np.asarray, drawn())
 
 
 def test_initial_weights_of_a_layer_depend_on_nothing_but_the_seed_and_its_number():

@@ -157,7 +157,7 @@ def commands():
     mesh = "mesh=1x2", "mesh.xp=2"
     tune = "tune.devices=4", "tune.xp=[2]", "tune.recipe=null"
     return {
-        "plan": printed("plan", *REQUEST, *mesh, *LINKS, "--json"),
+        "plan": printed("plan", *REQUEST, *mesh, *LINKS, "run.dtype=float32", "--json"),
         "inspect": printed("inspect", *REQUEST, *mesh, "inspect.what=summary"),
         "tune": printed("tune", *REQUEST, *LINKS, *tune, "tune.schedules=[1f1b]", "--json"),
         "typo": printed("plan", *mesh, "mesh.xpp=2"),

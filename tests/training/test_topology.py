@@ -34,7 +34,10 @@ REQUEST = config.Config(
 )
 
 DISPATCHED = replace(
-    REQUEST, executor=config.Mpmd(remat="none"), schedule=config.Schedule("zb_h1", 8)
+    REQUEST,
+    executor=config.Mpmd(remat="none"),
+    schedule=config.Schedule("zb_h1", 8),
+    run=config.Run(dtype="float32"),
 )
 
 

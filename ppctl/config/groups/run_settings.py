@@ -28,8 +28,7 @@ class Run(Settings):
     dir: str = "runs/${run.name}"  # metrics and checkpoints
     num_steps: Count = 200  # optimizer steps
     seed: Natural = 0  # of initial weights and data order
-    # of compute: float32 | bfloat16 | float64; None: float64 to verify, else bfloat16 on
-    # accelerators, also described ones, and float32 on CPUs
+    # of compute: float32 | bfloat16 | float64; None: by the devices, float64 to verify
     dtype: Annotated[str, one_of(*DTYPES)] | None = None
     # cpu | cuda | tpu; None: JAX chooses
     platform: Annotated[str, one_of("cpu", "cuda", "tpu")] | None = None
