@@ -105,7 +105,7 @@ def _comments(cls: type) -> dict[str, str]:
     """Return the comment of each field: at the end of its line, or on the lines right above it."""
     source = ""
     for each in reversed(cls.__mro__):
-        with suppress(OSError, TypeError):  # of `object`, and of classes that a function made
+        with suppress(OSError, TypeError):  # no source: `object`, classes made by functions
             source += inspect.getsource(each)
     found: dict[str, str] = {}
     above: list[str] = []
@@ -178,7 +178,7 @@ def _is_typo(word: str, name: str) -> bool:
     (True, False)
     """
     alike = difflib.SequenceMatcher(None, word, name).ratio() >= 0.75
-    version = re.compile(r"\D*\d+")  # of another version or size: gemma4, v100
+    version = re.compile(r"\D*\d+")  # another version or size: gemma4, v100
     found = version.match(word)
     is_same = found is None or name.startswith(found[0])
     return name.startswith(word) or (alike and is_same)
@@ -261,7 +261,7 @@ def _part_words(part: str, values: Mapping[str, Any]) -> Iterator[str]:
         if option != default_option(part):
             yield f"{part}={option}"
         if option not in options(part):
-            return  # of --config-dir, whose file holds its settings
+            return  # a --config-dir file holds its settings
         cls = schema_of(part, option)
         stated = yaml.safe_load((ROOT / f"conf/{part}/{option}.yaml").read_text(encoding="utf-8"))
     # 2. other values

@@ -23,7 +23,7 @@ from ppctl.cli.choices import GROUPS, SWEEP_PARTS, schemas
 from ppctl.errors import ConfigError
 from ppctl.user_files import read_text
 
-MOST_BYTES = 2**20  # of a file of settings
+MOST_BYTES = 2**20  # bytes of a settings file
 TYPED = (Lexer.INT, Lexer.FLOAT, Lexer.BOOL)
 BEFORE = (None, Lexer.COMMA, Lexer.POPEN, Lexer.BRACKET_OPEN)
 AFTER = (None, Lexer.COMMA, Lexer.PCLOSE, Lexer.BRACKET_CLOSE, Lexer.BRACE_CLOSE)
@@ -82,7 +82,7 @@ def as_typed(override: str) -> str:
     text, end = "", 0
     for at, token in enumerate(tokens):
         before, after = types[at], types[at + 2]
-        is_entry = before == Lexer.COLON and at > 1  # of {name: value}
+        is_entry = before == Lexer.COLON and at > 1  # an entry of {name: value}
         place = f"{key}.{tokens[at - 2].text}" if is_entry else key
         is_whole = (is_entry or before in BEFORE) and after in AFTER
         if is_whole and token.type in TYPED and place in text_settings():

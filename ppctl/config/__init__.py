@@ -232,7 +232,7 @@ def _check_views(run: Run, executor: AnyExecutor, plan: Plan, inspect: Inspect) 
 
 # --- sizes that no machine can lay out or hold ---------------------------------------------------
 
-MOST_TASKS = 500_000  # of a step: each takes 10 to 100 microseconds to lay out and simulate
+MOST_TASKS = 500_000  # tasks a step: each takes 10 to 100 microseconds to lay out and simulate
 MOST_PARAMETERS = 10**15  # with their moments 12 petabytes: more than the largest machines hold
 
 

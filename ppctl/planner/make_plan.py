@@ -21,8 +21,8 @@ from ppctl.reports.bubble_names import shared_cores_text
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.mesh_axes import STAGE_AXES
 from ppctl.training.pipeline.built_in_models import attention_kernels
-from ppctl.training.pipeline.job import TrainingJob, model_flops, unit_of_work
-from ppctl.training.pipeline.mfu import mfu
+from ppctl.training.pipeline.job import TrainingJob, unit_of_work
+from ppctl.training.pipeline.mfu import mfu, model_flops
 from ppctl.training.pipeline.pipeline import Pipeline
 
 

@@ -13,7 +13,8 @@ from support.job_configs import (
 )
 from support.selection import full
 
-from ppctl.training.pipeline.job import assemble, model_flops
+from ppctl.training.pipeline.job import assemble
+from ppctl.training.pipeline.mfu import model_flops
 
 
 @pytest.mark.parametrize(

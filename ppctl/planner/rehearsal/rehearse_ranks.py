@@ -35,8 +35,8 @@ from ppctl.schedule.costs import OF_PARTS, Costs
 from ppctl.schedule.ir import PART_KINDS, Kind
 from ppctl.schedule.piece_times import OpTimes, PieceTimes
 from ppctl.schedule.simulator import Timeline
-from ppctl.training.pipeline.job import TrainingJob, assemble, model_flops, unit_of_work
-from ppctl.training.pipeline.mfu import mfu
+from ppctl.training.pipeline.job import TrainingJob, assemble, unit_of_work
+from ppctl.training.pipeline.mfu import mfu, model_flops
 
 RUNS = 5  # of a step of each rank, after one that warms up; the median counts
 

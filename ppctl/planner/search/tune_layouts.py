@@ -43,7 +43,6 @@ from ppctl.training.pipeline.job import (
     assemble,
     batch_shapes,
     make_optimizer,
-    model_flops,
     open_data,
     stack_for,
 )
@@ -53,6 +52,7 @@ from ppctl.training.pipeline.known_hardware import (
     planned_for,
     resolved,
 )
+from ppctl.training.pipeline.mfu import model_flops
 from ppctl.training.pipeline.optimizers import clipped, state_shapes
 from ppctl.training.pipeline.pipeline_request import divided_stack
 

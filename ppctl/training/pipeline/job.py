@@ -23,9 +23,7 @@ from ppctl.errors import DataError, as_setting, written_as
 from ppctl.executors.described_devices import check_gpu_shape, check_size, described_mesh
 from ppctl.executors.device_mesh import all_devices, check_hosts, make_mesh, repeated_mesh
 from ppctl.executors.model_shapes import Model, tree_bytes
-from ppctl.executors.reference import reference
-from ppctl.executors.stage.jaxpr_flops import RelativeCosts, matmul_flops, relative_costs
-from ppctl.model.attention.attention_scores import Scoring
+from ppctl.executors.stage.jaxpr_flops import RelativeCosts, relative_costs
 from ppctl.model.stack import Stack
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.families.registry import BASELINE, build
@@ -363,33 +361,6 @@ def open_data(config: Config, *, sizes_only: bool = False) -> DataSet:
     if isinstance(data, settings.Mixture):
         return mixture(parts=[vars(each) for each in data.parts], on_error=data.on_error, **how)
     return stdlib(**how)
-
-
-@dataclass(frozen=True)
-class ModelFlops:
-    """FLOPs of the model in one step: matrix products of forward and backward, no recomputation."""
-
-    full: int  # with attention to the whole sequence, as most publications count
-    causal: int  # with attention to earlier tokens in the window, all that a kernel must compute
-
-
-def model_flops(job: TrainingJob) -> ModelFlops:
-    """Return the FLOPs of a step, with attention in its plain form whatever the kernel."""
-    pipe, model = job.pipe, job.config.model
-    stack, masked = pipe.stack, 0
-    if isinstance(model, settings.Transformer):
-        if model.attention != "xla":
-            plain, lora = replace(model, attention="xla"), lora_of(job.config.optim)
-            stack = make_stack(plain, job.data, pipe.dtype, None, lora=lora)
-        num_examples, num_tokens = pipe.batch_shapes["inputs"].shape
-        causal = (Scoring(window=window).num_pairs(num_tokens) for window in model.windows)
-        pairs = sum(num_tokens**2 - num_pairs for num_pairs in causal)
-        # FLOPs a pair and unit of width: 4 of scores and their product with values, 8 backward
-        masked = 12 * num_examples * model.num_heads * model.head_width * pairs
-    loss_and_grads = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype=pipe.dtype)
-    params = stack.param_shapes
-    full = matmul_flops(loss_and_grads, params, pipe.batch_shapes)
-    return ModelFlops(full, full - masked)
 
 
 def state_bytes(job: TrainingJob) -> int:

@@ -1,6 +1,13 @@
 """Model FLOPs utilization (MFU): FLOPs of the model over those of the devices' peak."""
 
-from ppctl.config import AutoHardware, Hardware
+from dataclasses import dataclass, replace
+
+from ppctl.config import AutoHardware, Hardware, Transformer
+from ppctl.executors.reference import reference
+from ppctl.executors.stage.jaxpr_flops import matmul_flops
+from ppctl.model.attention.attention_scores import Scoring
+from ppctl.training.pipeline.built_in_models import lora_of, make_stack
+from ppctl.training.pipeline.job import TrainingJob
 from ppctl.training.pipeline.known_hardware import NOMINAL, known, of_device
 
 
@@ -28,3 +35,30 @@ def mfu(step_flops: float, step_s: float | None, peak_flops_per_s: float | None)
     if step_s is None or peak_flops_per_s is None:
         return None
     return step_flops / (step_s * peak_flops_per_s)
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """FLOPs of the model in one step: matrix products of forward and backward, no recomputation."""
+
+    full: int  # with attention to the whole sequence, as most publications count
+    causal: int  # with attention to earlier tokens in the window, all that a kernel must compute
+
+
+def model_flops(job: TrainingJob) -> ModelFlops:
+    """Return the FLOPs of a step, with attention in its plain form whatever the kernel."""
+    pipe, model = job.pipe, job.config.model
+    stack, masked = pipe.stack, 0
+    if isinstance(model, Transformer):
+        if model.attention != "xla":
+            plain, lora = replace(model, attention="xla"), lora_of(job.config.optim)
+            stack = make_stack(plain, job.data, pipe.dtype, None, lora=lora)
+        num_examples, num_tokens = pipe.batch_shapes["inputs"].shape
+        causal = (Scoring(window=window).num_pairs(num_tokens) for window in model.windows)
+        pairs = sum(num_tokens**2 - num_pairs for num_pairs in causal)
+        # FLOPs a pair and unit of width: 4 of scores and their product with values, 8 backward
+        masked = 12 * num_examples * model.num_heads * model.head_width * pairs
+    loss_and_grads = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype=pipe.dtype)
+    params = stack.param_shapes
+    full = matmul_flops(loss_and_grads, params, pipe.batch_shapes)
+    return ModelFlops(full, full - masked)

@@ -24,8 +24,8 @@ from ppctl.reports.bubble_names import shared_cores_text
 from ppctl.schedule.simulator import Timeline
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.pipeline.engines.step_memory import Footprint
-from ppctl.training.pipeline.job import ModelFlops, TrainingJob, evaluate, model_flops, unit_of_work
-from ppctl.training.pipeline.mfu import mfu, mfu_peak_flops
+from ppctl.training.pipeline.job import TrainingJob, evaluate, unit_of_work
+from ppctl.training.pipeline.mfu import ModelFlops, mfu, mfu_peak_flops, model_flops
 from ppctl.training.run import profiler
 from ppctl.training.run.heartbeat import Heartbeat
 from ppctl.training.run.metrics import Metrics
