@@ -46,14 +46,9 @@ from ppctl.schedule.tick_lowering import ticks
 from ppctl.training.pipeline.built_in_models import make_stack
 from ppctl.training.pipeline.engines.train_states import PlacedBatches
 from ppctl.training.pipeline.jax_start import CPU_FLAGS
-from ppctl.training.pipeline.job import (
-    assemble,
-    model_flops,
-    partition_text,
-    plan,
-    without_pipeline,
-)
+from ppctl.training.pipeline.job import assemble, partition_text, plan, without_pipeline
 from ppctl.training.pipeline.known_hardware import known
+from ppctl.training.pipeline.mfu import model_flops
 from ppctl.training.run.run_lines import describe
 
 
