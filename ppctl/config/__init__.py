@@ -158,7 +158,7 @@ def _check_executor(executor: AnyExecutor, mesh: Mesh, partition: str, model: An
             "Use partition=uniform or another executor."
         )
     if isinstance(model, Transformer):
-        check_widths(mesh.tp, model.num_heads, model.kv_heads, model.hidden_width)
+        check_widths(mesh.tp, model.num_heads, model.kv_heads, model.mlp_widths)
         check_sequences(mesh.cp, model.seq_len)
 
 
@@ -257,7 +257,9 @@ def check_parameters(model: AnyModel) -> None:
     if isinstance(model, Transformer):
         heads = 2 * (model.num_heads + model.kv_heads) * model.head_width
         matrices = 3 if model.activation in model.GATED else 2
-        of_layer = model.d_model * (heads + matrices * model.hidden_width)
+        number_of = model.moe.num_experts if all(model.has_experts) else 1
+        width = max(model.hidden_width, (number_of or 1) * (model.moe.width or model.hidden_width))
+        of_layer = model.d_model * (heads + matrices * width)
     number = model.num_layers * of_layer
     if number > MOST_PARAMETERS:
         raise ConfigError(

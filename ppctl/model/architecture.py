@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from ppctl.errors import ConfigError, setting
 from ppctl.model.attention.attention_scores import Scoring
 from ppctl.model.attention.rotary_positions import Rope
+from ppctl.model.experts.expert_layer import expert_group
+from ppctl.model.experts.router import ExpertSizes
 from ppctl.model.lora import Lora
 from ppctl.model.parallel import StageAxes
 from ppctl.schedule.mesh_axes import check_widths
@@ -60,6 +62,7 @@ class Architecture:
     logit_softcap: float | None = None
     windows: tuple[int | None, ...] | None = None  # of each layer; None: no layer has one
     dropout: float = 0.0
+    moe: ExpertSizes | None = None
     lora: Lora | None = None
 
     @property
@@ -70,6 +73,18 @@ class Architecture:
     def head_width(self) -> int:
         return self.head_dim or self.d_model // self.num_heads
 
+    @property
+    def has_experts(self) -> tuple[bool, ...]:
+        """Whether each layer has experts in place of an MLP."""
+        return (False,) * self.num_layers if self.moe is None else self.moe.has_experts
+
+    @property
+    def mlp_widths(self) -> dict[str, int]:
+        """The hidden widths that tp divides, by name: of the MLP and of the shared expert."""
+        widths = {} if all(self.has_experts) else {"the width of the MLP": self.mlp_width}
+        shared = None if self.moe is None else self.moe.shared_width
+        return widths | ({} if shared is None else {setting("model.moe.shared_width"): shared})
+
     def scoring(self, window: int | None) -> Scoring:
         """Return the scoring of layers with this window."""
         scale = None if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar**-0.5
@@ -77,7 +92,14 @@ class Architecture:
 
     def check_divides(self, axes: StageAxes) -> None:
         """Raise ConfigError for sizes that tp and cp do not divide."""
-        check_widths(axes.tp, self.num_heads, self.kv_heads, self.mlp_width)
+        check_widths(axes.tp, self.num_heads, self.kv_heads, self.mlp_widths)
+        if self.moe is not None:
+            expert_group(self.moe, axes)
+        elif axes.ep > 1:
+            raise ConfigError(
+                f"{setting('mesh.ep', axes.ep)} divides experts, and the model has no expert. Use "
+                f"{setting('mesh.dp')} for replicas, or {setting('model.moe.num_experts')}."
+            )
         window = max((each for each in self.windows or () if each is not None), default=None)
         if axes.cp > 1 and window is not None:
             raise ConfigError(

@@ -33,6 +33,8 @@ from ppctl.model.cross_entropy import (
     logits,
     part_log_sums,
 )
+from ppctl.model.experts.expert_layer import counted_updates, expert_specs, without_unused
+from ppctl.model.layer_reports import Updates
 from ppctl.model.lora import A, B, are_adapters, with_adapters
 from ppctl.model.parallel import WHOLE, StageAxes, gather, on_first, own_tokens, scatter
 from ppctl.model.random_keys import dropout, token_keys
@@ -48,6 +50,7 @@ def transformer(
     mix: Mix = partial(attention, "auto", None),  # noqa: B008 of no arrays
     rotate: Rotate = rotate,
     packed: bool = False,
+    device: Any = None,
     **sizes: Any,
 ) -> Stack:
     """Return the stack of a language model: num_layers pre-norm blocks between embedding and head.
@@ -58,14 +61,15 @@ def transformer(
     inputs and targets: int32 [B, T], tokens below vocab_size; x: [B, T, d_model]; any T. Targets
     NO_TOKEN count neither in the sum of losses nor in their number.
     packed: inputs may hold several documents; x has rows with their starts. Layers are one
-    function, or one of two if only some have the window.
-    mix: attention on a stage's axes; rotate: rotary positions.
+    function, or one for each kind if only some have the window, or experts.
+    mix: attention on a stage's axes; rotate: rotary positions. device: a target device, by which
+    kernels of experts are chosen; None: the first attached one.
     The loss is cross-entropy in nats, one a token, in at least float32. Sizes that do not fit fail
     in tracing, with the error of the operation; sizes that tp does not divide raise ConfigError.
     """
     sizes_of = Architecture(**sizes)
     sizes_of.check_divides(WHOLE)
-    return _Transformer(sizes_of, dtype, mix, rotate, packed).stack
+    return _Transformer(sizes_of, dtype, mix, rotate, packed, device).stack
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +81,7 @@ class _Transformer:
     mix: Mix
     rotate: Rotate
     packed: bool
+    device: Any
     axes: StageAxes = WHOLE
 
     @property
@@ -87,6 +92,7 @@ class _Transformer:
             mixes_examples=False,
             check_batch=self.check_batch,
             divided=self.divided,
+            updates=self._updates,
         )
         stack = Stack(*parameters, self.embed, self.layers(), self.head, options)
         if self.sizes.lora is None:
@@ -95,8 +101,15 @@ class _Transformer:
         trainable = {"embed_head": False, "layers": are_adapters(params["layers"])}
         return stack.with_options(trainable=trainable)
 
-    def init_layer(self, key: jax.Array, _: jax.Array) -> Tree:
+    @property
+    def _updates(self) -> Updates:
+        moe = self.sizes.moe  # with adapters everything else is frozen
+        return {} if moe is None or self.sizes.lora is not None else counted_updates(moe)
+
+    def init_layer(self, key: jax.Array, l: jax.Array) -> Tree:
         layer = new_block(self.sizes, drawing(key, self.dtype))
+        if any(self.sizes.has_experts) and not all(self.sizes.has_experts):
+            layer = without_unused(layer, jnp.asarray(self.sizes.has_experts)[l])
         return layer if self.sizes.lora is None else with_adapters(layer, self.sizes.lora, key)
 
     def init_embed_head(self, key: jax.Array) -> Tree:
@@ -109,6 +122,8 @@ class _Transformer:
 
     def embed(self, embed_head: Tree, inputs_BT: jax.Array, part: jax.Array | int = 0) -> jax.Array:
         axes = self.axes
+        if self.sizes.moe is not None:
+            _check_no_padding(inputs_BT.shape[1], axes)
         if not self.packed:
             return self._embed_ids(embed_head, own_tokens(inputs_BT, axes), part)
         ids_BT, is_first_BT = split_starts(inputs_BT)
@@ -160,7 +175,7 @@ class _Transformer:
             )
         self.sizes.check_divides(axes)
         part, sharding, parts = replace(self, axes=axes), None, None
-        if axes.parts(("pp", "tp")) > 1:
+        if axes.parts(("pp", "ep", "tp")) > 1:
             params = self.stack.param_shapes
             sharding = _sharding(params, axes, self.sizes.kv_heads)
         if axes.vocab_parts:
@@ -171,17 +186,21 @@ class _Transformer:
 
     def layers(self) -> Layers:
         """Return the function of all layers, or one for each if only some have the window."""
-        kinds = self.sizes.windows or (None,) * self.sizes.num_layers
-        function_of = {window: self.layer(window) for window in dict.fromkeys(kinds)}
-        layers = tuple(function_of[window] for window in kinds)
+        windows = self.sizes.windows or (None,) * self.sizes.num_layers
+        kinds = [*zip(windows, self.sizes.has_experts, strict=True)]
+        function_of = {kind: self.layer(*kind) for kind in dict.fromkeys(kinds)}
+        layers = tuple(function_of[kind] for kind in kinds)
         return layers[0] if len(function_of) == 1 else layers
 
-    def layer(self, window: int | None) -> Callable[[Tree, jax.Array], jax.Array]:
+    def layer(
+        self, window: int | None, has_experts: bool
+    ) -> Callable[[Tree, jax.Array], jax.Array]:
         """Return the function of a layer."""
         sizes, axes = self.sizes, self.axes
         rope = sizes.rope if window is None else sizes.local_rope or sizes.rope
         turn = partial(self.rotate, rope=rope, axes=axes)
-        block = Block(sizes, self.mix(axes, sizes.scoring(window)), turn, axes)
+        mix = self.mix(axes, sizes.scoring(window))
+        block = Block(sizes, mix, turn, axes, has_experts, self.device)
 
         def with_key(params: Tree, x_BTD: jax.Array, key: jax.Array | None = None) -> jax.Array:
             drop = self._drop(key, x_BTD)
@@ -249,6 +268,8 @@ def _sharding(params: Tree, axes: StageAxes, num_kv_heads: int) -> Tree:
 
     def spec(path: tuple, _: Any) -> P:
         names = [key.key for key in path]
+        if names[1] == "experts":
+            return expert_specs(axes)
         if names[0] == "embed_head":
             return {"embedding": rows, "head": columns}.get(names[1], P())
         found = of_module.get(names[-2], P())
@@ -257,6 +278,16 @@ def _sharding(params: Tree, axes: StageAxes, num_kv_heads: int) -> Tree:
         return P(*found[1:]) if names[-1] == "bias" else found
 
     return jax.tree_util.tree_map_with_path(spec, params)
+
+
+def _check_no_padding(num_tokens: int, axes: StageAxes) -> None:
+    """Raise ConfigError for sequences that need padding, which experts would compute."""
+    padded = axes.padded(num_tokens)
+    if padded != num_tokens:
+        raise ConfigError(
+            f"sequences of {num_tokens} tokens are padded to {padded} for {axes.text}, and padding "
+            f"would be sent to experts and counted. Use {setting('model.seq_len', padded)}."
+        )
 
 
 # packed documents

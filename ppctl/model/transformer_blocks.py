@@ -16,6 +16,7 @@ from jax.nn import initializers
 
 from ppctl.model.architecture import ACTIVATIONS, GATED, Architecture, Draw
 from ppctl.model.attention.attention_kernels import Kernel
+from ppctl.model.experts.expert_layer import experts, new_experts
 from ppctl.model.lora import A, adapted_part
 from ppctl.model.parallel import StageAxes, gather, scatter
 
@@ -46,11 +47,22 @@ def new_block(sizes: Architecture, draw: Draw) -> Params:
     attention |= {"out": linear(sizes.num_heads * H, D)}
     if sizes.qk_norm:
         attention |= {"query_norm": norm(H), "key_norm": norm(H)}
-    # 2. the MLP
+    # 2. the MLP, or experts; layers of both kinds have the parameters of both
     block |= {"attention": attention, "mlp_norm": norm(D)}
-    names = ("up", "gate") if sizes.activation in GATED else ("up",)
-    mlp = {name: linear(D, sizes.mlp_width) for name in names}
-    block |= {"mlp": mlp | {"down": linear(sizes.mlp_width, D)}}
+    is_gated = sizes.activation in GATED
+
+    def mlp(width: int) -> Params:
+        names = ("up", "gate") if is_gated else ("up",)
+        return {name: linear(D, width) for name in names} | {"down": linear(width, D)}
+
+    if not all(sizes.has_experts):
+        block |= {"mlp": mlp(sizes.mlp_width)}
+    if sizes.moe is not None:
+        block |= new_experts(sizes.moe, D, draw, is_gated=is_gated)
+        if sizes.moe.shared_width is not None:
+            block |= {"shared": mlp(sizes.moe.shared_width)}
+        if sizes.moe.shared_gate:
+            block |= {"shared_gate": linear(D, 1)}
     if sizes.post_norms:
         block |= {"attention_post_norm": norm(D), "mlp_post_norm": norm(D)}
     return block
@@ -80,6 +92,8 @@ class Block:
     mix: Kernel
     turn: Callable[[jax.Array], jax.Array]
     axes: StageAxes
+    has_experts: bool = False  # in place of the MLP
+    device: Any = None  # a target device, for kernels; None: the first attached one
 
     def __call__(
         self, params: Params, x_BTD: jax.Array, documents_BT: jax.Array | None, drop: Drop
@@ -92,7 +106,8 @@ class Block:
         own = norm("attention_norm", x_MD)
         mixed = self._attention(params["attention"], own, num_tokens, documents_BT)
         x_MD = x_MD + drop(norm("attention_post_norm", mixed), 0)
-        out = self._mlp(params["mlp"], norm("mlp_norm", x_MD))
+        own = norm("mlp_norm", x_MD)
+        out = self._experts(params, own, B) if self.has_experts else self._mlp(params["mlp"], own)
         x_MD = x_MD + drop(norm("mlp_post_norm", out), 1)
         return x_MD.reshape(B, T, D)
 
@@ -127,6 +142,26 @@ class Block:
         up, act = self._linear(params["up"], x_MD), ACTIVATIONS[GATED.get(name, name)]
         gated = act(self._linear(params["gate"], x_MD)) * up if "gate" in params else act(up)
         return scatter(self._linear(params["down"], gated), self.axes)
+
+    def _experts(self, params: Params, x_MD: jax.Array, num_sequences: int) -> jax.Array:
+        sizes, name = self.sizes.moe, self.sizes.activation
+        assert sizes is not None, "a layer with experts has their sizes"
+        out = experts(
+            params,
+            x_MD,
+            sizes,
+            ACTIVATIONS[GATED.get(name, name)],
+            self.axes,
+            self.device,
+            num_sequences,
+            is_counted=self.sizes.lora is None,
+        )
+        if "shared" not in params:
+            return out
+        shared = self._mlp(params["shared"], x_MD)
+        if "shared_gate" in params:
+            shared = shared * jax.nn.sigmoid(self._linear(params["shared_gate"], x_MD))
+        return out + shared
 
     def _linear(self, params: Params, x_MD: jax.Array, columns: Callable = _all) -> jax.Array:
         """Return x W + b, with the adapter's part if there is one, in some columns of W."""

@@ -13,7 +13,7 @@ def axes_dividing(*parts: Divided) -> tuple[str, ...]:
     """Return the names of the axes that divide any of these.
 
     >>> axes_dividing("batch"), axes_dividing("weights", "experts")
-    (('dp', 'fsdp'), ('tp',))
+    (('dp', 'fsdp', 'ep'), ('ep', 'tp'))
     """
     return tuple(axis.name for axis in MESH_AXES if set(parts) & set(axis.divides))
 
@@ -32,7 +32,7 @@ def in_hosts_order(*, in_stage: bool) -> tuple[str, ...]:
     """Return the axes inside a stage, or the others, from the slowest links to the fastest.
 
     >>> in_hosts_order(in_stage=False), in_hosts_order(in_stage=True)
-    (('pp', 'dp', 'fsdp'), ('cp', 'tp'))
+    (('pp', 'dp', 'fsdp'), ('ep', 'cp', 'tp'))
     """
     axes = (axis for axis in MESH_AXES if axis.in_stage == in_stage)
     return tuple(axis.name for axis in sorted(axes, key=lambda axis: axis.hosts_place))
@@ -67,7 +67,7 @@ class MeshSizes(axes_record(is_frozen=True)):
         """Return the sizes in a mapping that may have other keys; axes without one have size 1.
 
         >>> MeshSizes.of({"pp": 4, "order": "auto"})
-        MeshSizes(dp=1, pp=4, fsdp=1, tp=1, cp=1)
+        MeshSizes(dp=1, pp=4, fsdp=1, ep=1, tp=1, cp=1)
         """
         return cls(**{name: size for name, size in sizes.items() if name in AXES})
 
@@ -126,7 +126,7 @@ def mesh_text(sizes: Mapping[str, Any]) -> str:
     """Return sizes as one types them after `mesh=`: by position, other axes by name.
 
     >>> mesh_text({"dp": 2, "pp": 4, "fsdp": 1}), mesh_text({"dp": 2, "pp": 4, "fsdp": 1, "tp": 2})
-    ('2x4', '2x4x1x2')
+    ('2x4', '2x4x1x1x2')
     """
     named = [f"mesh.{name}={n}" for name, n in shown_sizes(sizes).items() if name not in TEXT_AXES]
     return " ".join(["x".join(map(str, positional(sizes))), *named])
@@ -150,12 +150,12 @@ def product_text(factors: Mapping[str, int]) -> str:
     )
 
 
-def check_widths(tp: int, num_heads: int, num_kv_heads: int, hidden: int) -> None:
-    """Raise ConfigError for widths that tp does not divide. hidden: that of the MLP."""
-    heads = setting("model.num_heads")
-    for name, size in ((heads, num_heads), ("the width of the MLP", hidden)):
+def check_widths(tp: int, num_heads: int, num_kv_heads: int, hidden: Mapping[str, int]) -> None:
+    """Raise ConfigError for widths that tp does not divide. hidden: widths of MLPs, by name."""
+    widths = {setting("model.num_heads"): num_heads, **hidden}
+    for name, size in widths.items():
         if size % tp:
-            divisors = (n for n in range(2, tp) if num_heads % n == 0 and hidden % n == 0)
+            divisors = (n for n in range(2, tp) if all(w % n == 0 for w in widths.values()))
             fitting = ", ".join(map(str, divisors))
             raise ConfigError(
                 f"{name}={size} is not a multiple of {setting('mesh.tp', tp)}: each device has "

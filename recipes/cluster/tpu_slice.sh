@@ -3,7 +3,7 @@
 # Trains %%layout on every host of a Cloud TPU slice; words after the command come last:
 #   %%command
 # 1. The same command starts on all hosts; JAX finds the others by itself (run.distributed=auto).
-# 2. dp*pp*fsdp*tp*cp of the mesh is the number of chips in the slice.
+# 2. dp*pp*fsdp*ep*tp*cp of the mesh is the number of chips in the slice.
 # 3. Every host has ppctl (`pip install 'ppctl[tpu]'`), and run.dir on a file system that all hosts mount.
 # 4. Before maintenance or preemption a host gets SIGTERM: all processes save the same step before they leave.
 # 5. The same line resumes; a crash is started again MAX_RESTARTS times at most. Exit codes 2 (wrong request) and 4 (loss not

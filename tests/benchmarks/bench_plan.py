@@ -56,9 +56,9 @@ LAYOUTS = (  # mesh, schedule, microbatches, remat, executor
     "mesh=1x4 schedule=1f1b schedule.num_microbatches=8 executor=mpmd executor.remat=full",
     "mesh=1x4 schedule=zb_h1 schedule.num_microbatches=8 executor=mpmd executor.remat=none",
     "mesh=2x2 schedule=interleaved schedule.num_microbatches=4 executor=mpmd executor.remat=layer",
-    "mesh=1x2x1x2 schedule=1f1b schedule.num_microbatches=8 executor.remat=none",
-    "mesh=1x2x1x2 schedule=1f1b schedule.num_microbatches=8 executor=mpmd executor.remat=layer",
-    "mesh=1x2x1x1x2 schedule=1f1b schedule.num_microbatches=8 executor.remat=full",
+    "mesh=1x2x1x1x2 schedule=1f1b schedule.num_microbatches=8 executor.remat=none",
+    "mesh=1x2x1x1x2 schedule=1f1b schedule.num_microbatches=8 executor=mpmd executor.remat=layer",
+    "mesh=1x2x1x1x1x2 schedule=1f1b schedule.num_microbatches=8 executor.remat=full",
 )
 STEPS = 8  # timed, after two that warm up
 

@@ -26,8 +26,8 @@ UNKNOWN_KEYS = [
     ),
     (
         "",
-        "mesh.ep",
-        "mesh.ep is not a setting of mesh=2x4.* .settings: dp, pp, fsdp, tp, cp, order",
+        "mesh.queue",
+        "mesh.queue is not a setting of mesh=2x4.* .settings: dp, pp, fsdp, ep, tp, cp, order",
     ),
     (
         "schedule=gpipe",
@@ -100,7 +100,7 @@ WRONG_OPTIONS = [
     ("recipes=tinny", "recipes=tinny is not an option of recipes. Did you mean recipes=tiny"),
     ("hardware=h10", "hardware=h10 is not an option of hardware. Did you mean hardware=h100"),
     ("mesh=0x4", "mesh=0x4 is not a mesh. .*at least 1"),
-    ("mesh=1x1x1x1x1x1", "mesh=1x1x1x1x1x1 is not a mesh"),
+    ("mesh=1x1x1x1x1x1x1", "mesh=1x1x1x1x1x1x1 is not a mesh"),
     ("mesh=4", "mesh=4 is not a mesh"),
 ]
 

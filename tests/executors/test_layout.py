@@ -162,7 +162,7 @@ def test_a_mesh_of_more_devices_than_there_are_is_refused_in_one_line():
 
 def test_a_mesh_may_leave_devices_out():
     mesh = make_mesh(MeshSizes(1, 3, 1))
-    assert dict(mesh.shape) == {"dp": 1, "pp": 3, "fsdp": 1, "tp": 1, "cp": 1}
+    assert dict(mesh.shape) == {"dp": 1, "pp": 3, "fsdp": 1, "ep": 1, "tp": 1, "cp": 1}
     assert mesh.devices.ravel().tolist() == jax.devices()[:3]
 
 

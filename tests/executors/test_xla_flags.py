@@ -105,7 +105,7 @@ def test_what_weight_gradients_gather_over_tp_travels_beside_products():
         model=config.Transformer(
             num_layers=4, d_model=512, num_heads=4, seq_len=512, attention="xla"
         ),
-        mesh=config.Mesh(1, 2, 1, 4),
+        mesh=config.Mesh(1, 2, 1, tp=4),
         schedule=config.Schedule("1f1b", 4),
         executor=config.Spmd(remat="none"),
         data=config.Synthetic(vocab_size=1024, batch_size=4),

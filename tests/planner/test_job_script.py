@@ -118,7 +118,7 @@ def test_the_numbers_of_a_jobset_are_the_layouts_and_kubernetes_takes_it(
 def test_the_head_of_a_script_counts_devices_by_all_axes_of_a_mesh(launcher, tmp_path):
     file = tmp_path / "script"
     hosts = None if launcher == "tpu" else Hosts(8, 8)
-    write_job_script(launcher, "mesh=1x8x4x2", ["mesh=1x8x4x2"], hosts, file)
+    write_job_script(launcher, "mesh=1x8x4x1x2", ["mesh=1x8x4x1x2"], hosts, file)
     [product] = re.findall(r"^# 2\. (\S+) of the mesh is ", file.read_text(), re.MULTILINE)
     assert product.split("*") == [*TEXT_AXES]
 

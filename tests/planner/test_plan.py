@@ -306,7 +306,7 @@ def test_embedding_and_head_stand_on_stages_only_where_they_are(vocab, stages):
 
 
 def test_a_plan_that_compiles_nothing_has_no_largest_number_of_devices(capsys):
-    words = "plan model=llama3_405b mesh=16x16x8x8 hardware=h100 executor=mpmd data=synthetic"
+    words = "plan model=llama3_405b mesh=16x16x8x1x8 hardware=h100 executor=mpmd data=synthetic"
     sizes = "data.batch_size=2048 schedule.num_microbatches=16 plan.memory_gib=1000 --json"
     assert cli.main([*words.split(), *sizes.split()]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -28,14 +28,14 @@ MODELS = {
 STEPS = 2  # of each start
 CHAINS = {
     "transformer": (
-        "mesh=1x2x1x2x2 schedule=1f1b",  # the vocabulary is padded over tp
-        "mesh=1x1x1x1x4 schedule=gpipe executor=mpmd executor.context=ring",
-        "mesh=1x2x2x2x1 schedule=zb_h1 executor.gather=layer",
+        "mesh=1x2x1x1x2x2 schedule=1f1b",  # the vocabulary is padded over tp
+        "mesh=1x1x1x1x1x4 schedule=gpipe executor=mpmd executor.context=ring",
+        "mesh=1x2x2x1x2x1 schedule=zb_h1 executor.gather=layer",
     ),
     "stack divided by XLA": (
-        "mesh=1x2x1x4x1 schedule=1f1b executor=mpmd",
-        "mesh=1x2x1x2x1 schedule=zb_h1 executor=mpmd",
-        "mesh=2x1x1x1x1 schedule=gpipe",
+        "mesh=1x2x1x1x4x1 schedule=1f1b executor=mpmd",
+        "mesh=1x2x1x1x2x1 schedule=zb_h1 executor=mpmd",
+        "mesh=2x1x1x1x1x1 schedule=gpipe",
     ),
 }
 
@@ -65,7 +65,7 @@ def test_a_divided_run_goes_on_over_other_axes_as_the_reference_would(
 
 @pytest.mark.full
 def test_tasks_of_divided_stages_are_traced(tmp_path):
-    words = "mesh=1x2x1x2x2 schedule=1f1b schedule.num_microbatches=2 model.num_layers=2"
+    words = "mesh=1x2x1x1x2x2 schedule=1f1b schedule.num_microbatches=2 model.num_layers=2"
     assert traced_run(tmp_path, *words.split()) == 0
     trace = json.loads((tmp_path / "profile" / TASKS_FILE).read_text())["traceEvents"]
     tracks = {
@@ -80,7 +80,7 @@ def test_tasks_of_divided_stages_are_traced(tmp_path):
 
 @pytest.mark.full
 def test_a_step_of_divided_stages_is_drawn(tmp_path):
-    words = "mesh=1x2x1x2x1 schedule=1f1b executor=mpmd run.timeline=true"
+    words = "mesh=1x2x1x1x2x1 schedule=1f1b executor=mpmd run.timeline=true"
     train(tmp_path, "transformer", 3, words)
     with (tmp_path / "timeline" / "timeline.csv").open() as file:
         found = [(int(row["rank"]), row["task"]) for row in csv.DictReader(file)]

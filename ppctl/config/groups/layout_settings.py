@@ -17,7 +17,7 @@ ORDERS = ("auto", *map("-".join, permutations(OUTER)))
 
 @dataclass
 class Mesh(axes_record(kind=Devices), Settings):
-    """Devices along each axis. `mesh=2x4x2` is dp x pp x fsdp; two more sizes are tp and cp."""
+    """Devices along each axis. `mesh=2x4x2` is dp x pp x fsdp; three more are ep, tp and cp."""
 
     # axes that go over hosts (slices, of TPUs) first; auto: pp-dp-fsdp over several
     order: Annotated[str, one_of(*ORDERS)] = "auto"

@@ -20,6 +20,7 @@ from ppctl.config.field_checks import (
     settings_from,
     up_to,
 )
+from ppctl.config.groups.moe_settings import Experts
 from ppctl.errors import ConfigError
 
 
@@ -179,6 +180,7 @@ class Transformer(Layered):
     window_pattern: str = "W"  # cycle of layers with the window (W) and without (F): WWWWWF
     dropout: Rate = 0.0  # rate of dropped entries of both branches of a block, in training
     rope: Rope = field(default_factory=Rope)
+    moe: Experts = field(default_factory=Experts)
     # kernel: auto (by device, dtype and seq_len) | xla | chunked | cudnn | pallas
     attention: Annotated[str, one_of(*ATTENTIONS)] = "auto"
 
@@ -196,6 +198,18 @@ class Transformer(Layered):
     def hidden_width(self) -> int:
         """Hidden width of the MLP."""
         return 4 * self.d_model if self.mlp_width is None else self.mlp_width
+
+    @property
+    def has_experts(self) -> tuple[bool, ...]:
+        """Whether each layer has experts in place of an MLP."""
+        return self.moe.has_experts(self.num_layers)
+
+    @property
+    def mlp_widths(self) -> dict[str, int]:
+        """The hidden widths that tp divides, by setting: of the MLP and of the shared expert."""
+        widths = {} if all(self.has_experts) else {"the width of the MLP": self.hidden_width}
+        shared = self.moe.shared_width
+        return widths | ({} if shared is None else {"model.moe.shared_width": shared})
 
     @property
     def linear_maps(self) -> dict[str, tuple[int, int]]:
@@ -223,6 +237,7 @@ class Transformer(Layered):
     def check(self) -> None:
         super().check()
         self.rope.check()
+        self.moe.check(self.num_layers)
         self._check_widths()
         self._check_windows()
 

@@ -19,6 +19,7 @@ from ppctl.model.attention.attention_kernels import Kernel, choose
 from ppctl.model.attention.attention_kernels import attention as attention_of
 from ppctl.model.attention.attention_scores import Scoring
 from ppctl.model.attention.rotary_positions import Rope
+from ppctl.model.experts.router import ExpertSizes
 from ppctl.model.lora import Lora
 from ppctl.model.stack import Stack
 from ppctl.training.pipeline.user_code import custom_stack
@@ -139,7 +140,36 @@ def architecture(
         logit_softcap=model.logit_softcap,
         windows=model.windows,
         dropout=model.dropout,
+        moe=_experts(model),
         lora=lora,
+    )
+
+
+def _experts(model: settings.Transformer) -> ExpertSizes | None:
+    """Return a transformer's experts by their settings, or None."""
+    moe = model.moe
+    if moe.num_experts is None:
+        return None
+    return ExpertSizes(
+        num_experts=moe.num_experts,
+        top_k=moe.top_k,
+        width=moe.width or model.hidden_width,
+        has_experts=model.has_experts,
+        score=moe.score,
+        normalize=moe.normalize,
+        scale=moe.scale,
+        choice_bias=moe.choice_bias,
+        num_groups=moe.num_groups,
+        top_groups=moe.top_groups,
+        group_score=moe.group_score,
+        shared_width=moe.shared_width,
+        shared_gate=moe.shared_gate,
+        balance_loss=moe.balance_loss,
+        z_loss=moe.z_loss,
+        bias_update=moe.bias_update,
+        dispatch=moe.dispatch,
+        capacity=moe.capacity,
+        kernel=moe.kernel,
     )
 
 
@@ -176,7 +206,8 @@ def _transformer(
 ) -> Stack:
     """Return the stack of a transformer of these sizes, with the kernel of its settings."""
     mix = lambda axes, scoring: attention_of(model.attention, device, axes, scoring)  # noqa: E731
-    stack = transformer_model.transformer(**vars(sizes), mix=mix, dtype=dtype, packed=packed)
+    how: dict[str, Any] = {"mix": mix, "dtype": dtype, "packed": packed, "device": device}
+    stack = transformer_model.transformer(**vars(sizes), **how)
     there = partial(_transformer, model, sizes, dtype=dtype, packed=packed)
     return stack.with_options(on_device=lambda device: there(device=device))
 

@@ -1,0 +1,113 @@
+"""The experts of a transformer: sizes, router, balance, and how tokens reach them."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from ppctl.config.field_checks import Count, Natural, NotNegative, Positive, one_of, up_to
+from ppctl.errors import ConfigError
+
+SCORES = ("softmax", "softmax_chosen", "sigmoid")
+GROUP_SCORES = ("max", "top2")
+DISPATCHES = ("gather", "alltoall")
+PRODUCTS = ("auto", "scan", "triton", "ragged_dot")
+
+
+@dataclass
+class Experts:
+    """A mixture of experts in place of the MLP: each token is computed by the experts it chooses.
+
+    Settings of the router together are those of Mixtral, Qwen2- and Qwen3-MoE, OLMoE, GLM-4.5,
+    DeepSeek-V2 and -V3.
+    """
+
+    num_experts: Annotated[int, up_to(4096, "the router scores each token for all")] | None = None
+    top_k: Count = 2  # experts of a token
+    width: Count | None = None  # hidden width of an expert; None: model.mlp_width
+    # weights of experts: softmax over all | softmax_chosen (over the chosen) | sigmoid
+    score: Annotated[str, one_of(*SCORES)] = "softmax"
+    normalize: bool = True  # a token's weights are divided by their sum
+    scale: Positive = 1.0  # factor of the weights
+    choice_bias: bool = False  # a bias, trained by bias_update only, is added to scores that choose
+    num_groups: Count = 1  # groups of experts; a token chooses within its best top_groups
+    top_groups: Count = 1
+    # score of a group: that of its best expert (max) | the sum of its two best (top2)
+    group_score: Annotated[str, one_of(*GROUP_SCORES)] = "max"
+    shared_width: Count | None = (
+        None  # hidden width of an expert of all tokens; None: there is none
+    )
+    shared_gate: bool = False  # the shared expert's output is multiplied by sigmoid(x w)
+    first_dense: Natural = 0  # layers before the first with experts; they have an MLP
+    period: Count = 1  # of the layers after, those whose number (from 1) it divides have experts
+    balance_loss: NotNegative = 0.0  # weight of each sequence's balance loss (DeepSeek-V3)
+    z_loss: NotNegative = 0.0  # weight of the squared log-sum of router logits (ST-MoE)
+    bias_update: NotNegative = 0.0  # step of the choice bias towards less loaded experts
+    # tokens reach experts on other devices by gather (all_gather, psum_scatter) | alltoall
+    dispatch: Annotated[str, one_of(*DISPATCHES)] = "gather"
+    # bound on the rows of a device, times its even share; more are dropped; None: no token is
+    capacity: Positive | None = None
+    # products of experts: auto (by device) | scan (CPU) | triton (NVIDIA GPUs) | ragged_dot (TPU)
+    kernel: Annotated[str, one_of(*PRODUCTS)] = "auto"
+
+    def has_experts(self, num_layers: int) -> tuple[bool, ...]:
+        """Return for each layer whether it has experts.
+
+        >>> Experts(num_experts=4, first_dense=1).has_experts(3)
+        (False, True, True)
+        """
+        is_any = self.num_experts is not None
+        return tuple(
+            is_any and l >= self.first_dense and (l + 1) % self.period == 0
+            for l in range(num_layers)
+        )
+
+    def check(self, num_layers: int) -> None:
+        """Raise ConfigError for settings that contradict each other."""
+        experts, key = self.num_experts, "model.moe"
+        # 1. settings of no experts
+        if experts is None:
+            usual = vars(Experts())
+            unused = next((name for name in usual if getattr(self, name) != usual[name]), None)
+            if unused is not None:
+                raise ConfigError(
+                    f"{key}.{unused}={getattr(self, unused)} is not used: {key}.num_experts=null, "
+                    f"so that no layer has experts. Set {key}.num_experts."
+                )
+            return
+        # 2. the choice of experts
+        if self.top_k > experts:
+            raise ConfigError(
+                f"{key}.top_k={self.top_k} is more than {key}.num_experts={experts}: a token "
+                f"chooses different experts. Use {key}.top_k={experts} at most."
+            )
+        per_group, left = divmod(experts, self.num_groups)
+        if left or self.top_groups > self.num_groups:
+            raise ConfigError(
+                f"{key}.num_groups={self.num_groups} with {key}.top_groups={self.top_groups} do "
+                f"not fit {key}.num_experts={experts}: groups are equal, and chosen among. Use a "
+                f"divisor of {experts}, and {key}.top_groups of at most that."
+            )
+        if per_group * self.top_groups < self.top_k or (
+            self.group_score == "top2" and per_group < 2
+        ):
+            raise ConfigError(
+                f"{key}.top_groups={self.top_groups} groups of {per_group} experts are too small "
+                f"for {key}.top_k={self.top_k} and {key}.group_score={self.group_score}. Use "
+                f"fewer {key}.num_groups."
+            )
+        # 3. settings that need another
+        needs = (
+            (self.bias_update > 0 and not self.choice_bias, "bias_update", "choice_bias=true"),
+            (self.shared_gate and self.shared_width is None, "shared_gate", "shared_width"),
+        )
+        for is_missing, name, other in needs:
+            if is_missing:
+                raise ConfigError(
+                    f"{key}.{name}={getattr(self, name)} needs {key}.{other}. Set it, or leave "
+                    f"{key}.{name} out."
+                )
+        if not any(self.has_experts(num_layers)):
+            raise ConfigError(
+                f"{key}.first_dense={self.first_dense} and {key}.period={self.period} leave none of "
+                f"model.num_layers={num_layers} layers with experts. Use smaller ones, or "
+                f"{key}.num_experts=null."
+            )

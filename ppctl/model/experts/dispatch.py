@@ -1,0 +1,190 @@
+"""The ways of tokens to the experts on other devices, and of the results back.
+
+way      | sends                                                    | rows that a device computes
+gather   | every token to every device, sums of results back        | those of its experts
+alltoall | a token to the devices of its experts, each result back  | the same, in slots by sender
+
+Spread (a row for each token and expert) and its transpose combine are gathers by a permutation and
+its inverse, each the other's gradient, so that no gradient adds to places in an unknown order.
+
+Shape suffixes: M tokens of this device, N of all devices of the group, K experts of a token, L
+experts of this device, R rows that a device computes, D width.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# rows [R, D], rows of each expert [L], weight of each row [R] -> [R, D]
+Compute = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The devices that divide the experts: axes of a mesh, and their number."""
+
+    axes: tuple[str, ...]
+    size: int
+    num_local: int  # experts of a device
+
+    @property
+    def first_expert(self) -> jax.Array | int:
+        return jax.lax.axis_index(self.axes) * self.num_local if self.axes else 0
+
+
+def num_rows(num_tokens: int, top_k: int, group: Group, capacity: float | None) -> int:
+    """Return the rows that a device computes at most; num_tokens: of each device of the group.
+
+    >>> num_rows(8, 2, Group(("ep",), 4, 1), None), num_rows(8, 2, Group(("ep",), 4, 1), 1.5)
+    (32, 24)
+    """
+    most = group.size * num_tokens * min(top_k, group.num_local)
+    return most if capacity is None else min(most, ceil(capacity * num_tokens * top_k))
+
+
+class Places(NamedTuple):
+    """Rows in the order of experts: the token of each row, the row of each token and choice.
+
+    A row that no token has may hold any token. A choice without a row has one at or after the end.
+    """
+
+    token_R: jax.Array
+    row_MK: jax.Array
+
+
+@jax.custom_vjp
+def spread(x_MD: jax.Array, places: Places) -> jax.Array:
+    """Return the row [R, D] of each token and choice."""
+    return x_MD[places.token_R]
+
+
+@jax.custom_vjp
+def combine(y_RD: jax.Array, places: Places) -> jax.Array:
+    """Return the sum [M, D] of each token's rows."""
+    return _rows_at(y_RD, places.row_MK).sum(1)
+
+
+def _rows_at(a: jax.Array, index: jax.Array) -> jax.Array:
+    return a.at[index].get(mode="fill", fill_value=0)
+
+
+spread.defvjp(
+    lambda x, places: (spread(x, places), places), lambda places, g: (combine(g, places), None)
+)
+combine.defvjp(
+    lambda y, places: (combine(y, places), places), lambda places, g: (spread(g, places), None)
+)
+
+
+@jax.custom_vjp
+def permuted(a: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Return a[index], zeros where the index is after the end; inverse: the place of each entry."""
+    return _rows_at(a, index)
+
+
+permuted.defvjp(
+    lambda a, index, inverse: (permuted(a, index, inverse), (index, inverse)),
+    lambda saved, g: (permuted(g, *saved[::-1]), None, None),
+)
+
+
+def _sorted(keys: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """Return (the order of keys, its first num_rows; the place of each key)."""
+    order = jnp.argsort(keys)
+    places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
+    return order[:num_rows], places
+
+
+def _clipped(sizes: jax.Array, most: int) -> jax.Array:
+    """Return sizes of consecutive groups without the rows after the first `most`.
+
+    >>> _clipped(jnp.array([3, 2, 4]), 4).tolist()
+    [3, 1, 0]
+    """
+    ends = jnp.minimum(jnp.cumsum(sizes), most)
+    return jnp.diff(ends, prepend=0).astype(jnp.int32)
+
+
+class Combined(NamedTuple):
+    y_MD: jax.Array
+    num_dropped: jax.Array  # rows beyond the bound of a device: its summand
+
+
+def by_gather(
+    x_MD: jax.Array,
+    chosen_MK: jax.Array,
+    weights_MK: jax.Array,
+    group: Group,
+    capacity: float | None,
+    compute: Compute,
+) -> Combined:
+    """Return each token's sum over its experts; every device computes all tokens of its experts."""
+    # 1. the tokens of the group, in the order of this device's experts; others' come last
+    (M, K), L = chosen_MK.shape, group.num_local
+    x_ND, chosen_NK, weights_NK = x_MD, chosen_MK, weights_MK
+    if group.axes:
+        gather = lambda a: jax.lax.all_gather(a, group.axes, tiled=True)  # noqa: E731
+        x_ND, chosen_NK, weights_NK = map(gather, (x_MD, chosen_MK, weights_MK))
+    local = chosen_NK.reshape(-1) - group.first_expert
+    local = jnp.where((local >= 0) & (local < L), local, L)
+    R = num_rows(M, K, group, capacity)
+    order_R, row_NK = _sorted(local, R)
+    counts_L = jnp.bincount(local, length=L + 1)[:L]
+    # 2. their rows, computed and summed
+    row_NK = jnp.where(local < L, row_NK, R)
+    places = Places(order_R // K, row_NK.reshape(-1, K))
+    weights_R = permuted(weights_NK.reshape(-1), order_R, row_NK)
+    y_RD = compute(spread(x_ND, places), _clipped(counts_L, R), weights_R)
+    y_ND = combine(y_RD, places)
+    if group.axes:
+        y_ND = jax.lax.psum_scatter(y_ND, group.axes, tiled=True)
+    return Combined(y_ND, jnp.maximum(counts_L.sum() - R, 0))
+
+
+def by_alltoall(
+    x_MD: jax.Array,
+    chosen_MK: jax.Array,
+    weights_MK: jax.Array,
+    group: Group,
+    capacity: float | None,
+    compute: Compute,
+) -> Combined:
+    """Return each token's sum over its experts; a device sends equally many rows to each other."""
+    # 1. this device's rows in the order of devices, num_slots for each
+    (M, K), n, L = chosen_MK.shape, group.size, group.num_local
+    num_slots = -(-num_rows(M, K, group, capacity) // n)
+    chosen = chosen_MK.reshape(-1)
+    order, row = _sorted(chosen, M * K)
+    counts_nL = jnp.bincount(chosen, length=n * L).reshape(n, L)
+    ends_n = jnp.cumsum(counts_nL.sum(1))
+    first_n = ends_n - counts_nL.sum(1)
+    slots = first_n[:, None] + jnp.arange(num_slots)
+    source = order[jnp.minimum(slots, M * K - 1)].reshape(-1)  # token and choice of each slot
+    device, place = chosen // L, row - first_n[chosen // L]
+    slot = jnp.where(place < num_slots, device * num_slots + place, n * num_slots)
+    places = Places(source // K, slot.reshape(M, K))
+
+    # 2. sent, and in the order of the receiver's experts
+    def exchange(a: jax.Array) -> jax.Array:
+        parts = a.reshape(n, -1, *a.shape[1:])
+        return jax.lax.all_to_all(parts, group.axes, 0, 0).reshape(a.shape)
+
+    sent_nL = jax.vmap(lambda counts: _clipped(counts, num_slots))(counts_nL)
+    arrived_nL = exchange(sent_nL)
+    ends_nL = jnp.cumsum(arrived_nL, 1)
+    local = (jnp.arange(num_slots)[None, :, None] >= ends_nL[:, None]).sum(-1).reshape(-1)
+    inside, outside = _sorted(local, n * num_slots)
+    of_slots = permuted(weights_MK.reshape(-1), source, slot)
+    weights_R = permuted(exchange(of_slots), inside, outside)
+    rows_RD = permuted(exchange(spread(x_MD, places)), inside, outside)
+    # 3. computed, sent back and summed
+    y_RD = compute(rows_RD, arrived_nL.sum(0).astype(jnp.int32), weights_R)
+    y_MD = combine(exchange(permuted(y_RD, outside, inside)), places)
+    return Combined(y_MD, M * K - sent_nL.sum())
+
+
+WAYS = {"gather": by_gather, "alltoall": by_alltoall}

@@ -1,0 +1,133 @@
+"""The experts of a layer in place of its MLP: parameters, and their function on a stage's axes.
+
+Experts are divided over ep, and over tp where it divides the rows of activations: each device along
+both has its own tokens. All else of the layer is whole on every device along ep.
+
+Shape suffixes: M rows of this device, R rows by expert, E experts, D d_model, F width of an expert.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.nn import initializers
+from jax.sharding import PartitionSpec as P
+
+from ppctl.errors import ConfigError, setting
+from ppctl.model.experts.dispatch import WAYS, Group
+from ppctl.model.experts.grouped_products import choose, product
+from ppctl.model.experts.router import ExpertSizes, route
+from ppctl.model.layer_reports import report
+from ppctl.model.parallel import StageAxes
+
+Params = dict[str, Any]
+EXPERT_AXES = ("ep", "tp")
+COUNTED, DROPPED = ("router", "bias"), ("router", "dropped")  # parameters that count tokens
+
+
+def new_experts(sizes: ExpertSizes, d_model: int, draw: Any, *, is_gated: bool) -> Params:
+    """Return the initial parameters of a layer's router and experts."""
+    E, F = sizes.num_experts, sizes.width
+    kernel = initializers.lecun_normal(batch_axis=0)
+    router = {"kernel": draw(initializers.lecun_normal(), d_model, E)}
+    router |= {"bias": draw(initializers.zeros, E)}
+    if sizes.capacity is not None:
+        router |= {"dropped": draw(initializers.zeros, 1)}
+    names = ("up", "gate") if is_gated else ("up",)
+    experts = {name: draw(kernel, E, d_model, F) for name in names}
+    return {"router": router, "experts": experts | {"down": draw(kernel, E, F, d_model)}}
+
+
+def expert_group(sizes: ExpertSizes, axes: StageAxes) -> Group:
+    """Return the devices that divide the experts. ConfigError where they do not."""
+    named = {name: size for name, size in axes.divided.items() if name in EXPERT_AXES}
+    number = 1
+    for size in named.values():
+        number *= size
+    if sizes.num_experts % number:
+        product_of = "*".join(f"mesh.{name}" for name in named)
+        factors = "*".join(map(str, named.values()))
+        raise ConfigError(
+            f"{setting('model.moe.num_experts', sizes.num_experts)} is not a multiple of "
+            f"{product_of} = {factors} = {number}, the devices that divide the experts. Use a "
+            f"mesh of which {sizes.num_experts} is a multiple."
+        )
+    if axes.tp > 1 and not axes.divides_rows:
+        raise ConfigError(
+            f"{setting('mesh.tp', axes.tp)} divides experts by tokens, which needs "
+            f"{setting('executor.sequence_parallel', 'true')}. Set it, or use "
+            f"{setting('mesh.tp', 1)}."
+        )
+    return Group(tuple(named), number, sizes.num_experts // number)
+
+
+def expert_specs(axes: StageAxes) -> P:
+    """Return the sharding of an expert's matrices: experts over ep and tp."""
+    names = tuple(name for name in EXPERT_AXES if getattr(axes, name) > 1)
+    return P(names) if names else P()
+
+
+def experts(
+    params: Params,
+    x_MD: jax.Array,
+    sizes: ExpertSizes,
+    activation: Any,
+    axes: StageAxes,
+    device: Any,
+    num_sequences: int,
+    *,
+    is_counted: bool,
+) -> jax.Array:
+    """Return [M, D], each token's weighted sum of its experts' outputs.
+
+    activation: of the gate, or of `up` without one.
+    """
+    place = jax.devices()[0] if device is None else device
+    times = product(choose(sizes.kernel, place))
+
+    def compute(rows_RD: jax.Array, sizes_L: jax.Array, weights_R: jax.Array) -> jax.Array:
+        of = lambda name: checkpoint_name(times(rows_RD, w[name], sizes_L), "saved")  # noqa: E731
+        w = params["experts"]
+        hidden = activation(of("gate")) * of("up") if "gate" in w else activation(of("up"))
+        # weights here, not after `down`: its result is not needed for their gradient
+        hidden = (hidden * weights_R[:, None]).astype(hidden.dtype)
+        return times(hidden, w["down"], sizes_L)
+
+    group = expert_group(sizes, axes)
+    router = params["router"]
+    routed = route(router, x_MD, sizes, num_sequences, axes, is_counted=is_counted)
+    dispatch = WAYS[sizes.dispatch if group.axes else "gather"]
+    dispatch = partial(dispatch, group=group, capacity=sizes.capacity, compute=compute)
+    y_MD, num_dropped = dispatch(*routed)
+    if sizes.capacity is not None and is_counted:
+        y_MD = y_MD + 0 * report(router["dropped"], num_dropped[None]).sum().astype(y_MD.dtype)
+    return y_MD
+
+
+def counted_updates(sizes: ExpertSizes) -> dict[str, Any]:
+    """Return `StackOptions.updates` of layers with experts.
+
+    After a step the choice bias moves towards experts with fewer tokens than the mean (DeepSeek-V3,
+    section 2.1.2). Others stay: they are there to count.
+    """
+
+    def moved(bias_E: jax.Array, counts_E: jax.Array) -> jax.Array:
+        return bias_E + sizes.bias_update * jnp.sign(counts_E.mean() - counts_E)
+
+    updates = {"/".join(COUNTED): moved}
+    return updates if sizes.capacity is None else updates | {"/".join(DROPPED): lambda a, _: a}
+
+
+def without_unused(layer: Params, has_experts: jax.Array) -> Params:
+    """Return a layer's parameters with zeros for those that its kind does not use."""
+    unused = {"mlp": has_experts}
+    unused |= dict.fromkeys(("router", "experts", "shared", "shared_gate"), ~has_experts)
+
+    def kept(name: str, part: Any) -> Any:
+        if name not in unused:
+            return part
+        return jax.tree.map(lambda a: jnp.where(unused[name], 0, a), part)
+
+    return {name: kept(name, part) for name, part in layer.items()}
