@@ -107,7 +107,7 @@ class Experts:
                 )
         if not any(self.has_experts(num_layers)):
             raise ConfigError(
-                f"{key}.first_dense={self.first_dense} and {key}.period={self.period} leave none of "
-                f"model.num_layers={num_layers} layers with experts. Use smaller ones, or "
+                f"{key}.first_dense={self.first_dense} and {key}.period={self.period} leave no "
+                f"layer of model.num_layers={num_layers} with experts. Use smaller ones, or "
                 f"{key}.num_experts=null."
             )
