@@ -252,6 +252,15 @@ def test_costs_to_paste_are_those_of_the_stages_relative_to_a_forward():
     assert costs_text(replace(found, transfer_s=None)) is None
 
 
+def test_costs_to_paste_come_with_the_mesh_and_the_microbatches_that_they_hold_for(capsys):
+    """Costs of pp=4 were pasted for the default mesh, of other ranks and microbatches."""
+    words = costs_text(planned(TINY)).split(" for `ppctl schedule`")[0].split()
+    assert words[:2] == ["mesh=1x4", f"schedule.num_microbatches={TINY.schedule.num_microbatches}"]
+    assert cli.main(["schedule", "show", "schedule=1f1b", *words, "--json"]) == 0
+    drawn = json.loads(capsys.readouterr().out)
+    assert (drawn["num_ranks"], drawn["num_microbatches"]) == (4, TINY.schedule.num_microbatches)
+
+
 def test_json_holds_the_stages_and_the_bubble(capsys):
     code, found = plan_json(
         capsys, request("zb_v", executor="mpmd", model=replace(TINY.model, num_layers=9))

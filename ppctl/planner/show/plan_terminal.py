@@ -114,13 +114,19 @@ def memory_table(found: Prediction) -> TextTable:
 
 
 def costs_text(found: Prediction) -> str | None:
-    """Return costs for `ppctl schedule`, relative to a forward through 1/p of the model."""
+    """Return mesh, microbatches and costs for `ppctl schedule`.
+
+    Costs are relative to a forward through 1/p of the model. They hold for this mesh and for
+    microbatches of this size.
+    """
     kinds = ("forward_s", "input_grad_s", "weight_grad_s")
     sums = [sum(getattr(stage, name) or 0.0 for stage in found.stages) for name in kinds]
     if found.transfer_s is None or not sums or not sums[0]:
         return None
     forward_s = sums[0] / len(found.total_bytes)
-    words = [f"costs.{name}={each / sums[0]:.3g}" for name, each in zip(kinds, sums, strict=True)]
+    words = [f"mesh={found.request.mesh}"]
+    words.append(f"schedule.num_microbatches={found.request.num_microbatches}")
+    words += [f"costs.{name}={each / sums[0]:.3g}" for name, each in zip(kinds, sums, strict=True)]
     words.append(f"costs.transfer_s={found.transfer_s / forward_s:.2g}")
     unit = f"a forward through 1/p of the model, {forward_s:.3g} s"
     return f"{' '.join(words)} for `ppctl schedule`: relative to {unit}"
