@@ -81,7 +81,7 @@ class RunStatus:
         self._has_ended = True
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record | {"at": time.time()}).encode() + b"\n")
+        append(self._file, json.dumps(record | {"at": time.time()}).encode() + b"\n")
 
 
 def here() -> dict[str, str]:
@@ -156,6 +156,12 @@ def _opened(run_dir: Path) -> tuple[FileIO, bool]:
                 return file, is_locked
         file.close()  # a run that never began has taken it away
         run_dir.mkdir(parents=True, exist_ok=True)
+
+
+def append(file: FileIO, line: bytes) -> None:
+    """Write a line to an unbuffered file; OSError where a full disk takes only a part of it."""
+    while line:
+        line = line[file.write(line) :]
 
 
 def _lock(file: FileIO) -> bool:

@@ -1,5 +1,6 @@
 """Output of commands: tables on the terminal, the same as one JSON document, files."""
 
+import errno
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from rich.text import Text
 
 from ppctl.errors import ConfigError
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SPEEDS = {"tokens_per_s": "tok/s", "rows_per_s": "rows/s"}  # units of the speeds in records
 
 
@@ -139,6 +141,17 @@ def write_file(option: str, path: Path, content: str | bytes) -> None:
     except OSError as error:
         raise ConfigError(f"{option} cannot be written: {error.strerror}.") from None
     print(f"ppctl: wrote {path} ({path.stat().st_size:,} bytes)", file=sys.stderr)
+
+
+def write_remedy(reason: str) -> str:
+    """Return what to do about files in run.dir that could not be written, by the system's reason.
+
+    >>> write_remedy("Permission denied")
+    'Use another run.dir, or make this one writable.'
+    """
+    if any(os.strerror(number) in reason for number in NO_ROOM):
+        return "Free or extend the disk, or use another run.dir."
+    return "Use another run.dir, or make this one writable."
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+from support.files import full_disk
 
 from ppctl import cli
 from ppctl.reports import run_files, run_status
@@ -263,3 +264,11 @@ def test_a_run_that_another_process_writes_is_refused_and_left_alone(tmp_path, c
     assert run_status.held_by(tmp_path) is None
     (tmp_path / "status.jsonl").unlink()
     assert run_status.held_by(tmp_path) is None
+
+
+def test_a_line_that_a_full_disk_cuts_is_an_error_and_not_a_torn_line_in_the_middle(tmp_path):
+    """An unbuffered write of a part of a line raises nothing: the next line stood behind it."""
+    with (tmp_path / "lines").open("ab", buffering=0) as file, full_disk(10):
+        with pytest.raises(OSError, match="File too large"):
+            run_status.append(file, b"0123456789abcdef\n")
+    assert (tmp_path / "lines").read_bytes() == b"0123456789"

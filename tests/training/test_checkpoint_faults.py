@@ -1,10 +1,8 @@
 """One line for each thing that can be wrong with a checkpoint, or with the disk under it."""
 
-import contextlib
 import errno
 import gc
 import os
-import resource
 import tempfile
 
 import jax
@@ -12,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support.checkpoints import abstract, assert_bit_equal, mesh, message, saved, state
+from support.files import full_disk
 from support.selection import full_except
 
 from ppctl.errors import CheckpointError
@@ -140,17 +139,6 @@ def test_a_read_only_directory_is_an_error_at_once(tmp_path, monkeypatch):
         Checkpoints(tmp_path, keep=1)
 
 
-@contextlib.contextmanager
-def full_disk(limit_bytes):
-    """Files stop growing at a size, as all do on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize("limit_bytes", [10, 100_000], ids=["no file fits", "arrays do not fit"])
 @pytest.mark.parametrize("asked", ["wait", "close", "save"])
 def test_a_save_that_fails_in_the_background_is_raised_later_and_once(
@@ -190,5 +178,5 @@ def test_a_directory_that_vanishes_is_an_error_of_the_next_save(tmp_path):
             checkpoints.save(1, state(), {})
         assert message(error) == (
             f"Checkpoint {directory / '1'} could not be written: No such file or directory; no "
-            "checkpoint is finished. Free or extend the disk, or use another run.dir."
+            "checkpoint is finished. Use another run.dir, or make this one writable."
         )

@@ -348,7 +348,7 @@ def test_a_save_that_fails_ends_the_process_with_one_line(tmp_path):
     assert len(errors) == 1, errors
     assert re.fullmatch(
         rf"ppctl: Checkpoint {run_dir}/checkpoints/\d+ could not be written: Not a directory; no "
-        r"checkpoint is finished\. Free or extend the disk, or use another run\.dir\. Training "
+        r"checkpoint is finished\. Use another run\.dir, or make this one writable\. Training "
         r"stopped after step \d+; run\.checkpoint\.on_failure=continue goes on\.\n",
         errors[0],
     )

@@ -187,7 +187,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_one_line(train, tmp_path, monkey
     assert code == 2
     assert err == (
         f"ppctl: run.dir={tmp_path}/run cannot be written: No space left on device. "
-        "Free the disk, or use another run.dir. Step 4 is saved.\n"
+        "Free or extend the disk, or use another run.dir. Step 4 is saved.\n"
     )
     last = records(tmp_path / "run", "status.jsonl")[-1]
     assert (last["status"], last["reason"]) == ("failed", err.removeprefix("ppctl: ").strip())

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 from rich.console import Console
+from support.files import full_disk
 
 from ppctl import cli, config
 from ppctl.errors import ConfigError
@@ -100,6 +101,22 @@ def test_a_tracker_that_fails_is_named_and_left_out(monkeypatch, tmp_path):
     tracker.close(is_finished=False)
     assert [step for step, _ in made[0].records] == [1]
     assert notes[-1] == "note      wandb failed: the server is gone. Training goes on without it"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # its file, unclosed
+def test_a_disk_that_fills_up_ends_tensorboard_with_a_line(tmp_path, monkeypatch, capfd):
+    """Its package's thread ended in a traceback, and the end of the run waited 30 s for it."""
+    monkeypatch.setattr(trackers, "FLUSH_S", 0.0)
+    notes = []
+    tracker = BackgroundTracker("tensorboard", RunFacts(tmp_path, "a run", {}, 1), notes.append, 20)
+    with full_disk(20_000):
+        for step in range(1000):
+            tracker.log({"train/loss": 1.0}, step)
+        tracker.close(is_finished=False)
+    (line,) = notes
+    assert line.startswith("note      tensorboard failed: ")
+    assert line.endswith("File too large. Training goes on without it")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_metrics_go_on_where_their_tracker_cannot_start(monkeypatch, tmp_path):

@@ -20,6 +20,7 @@ from orbax.checkpoint import v1 as ocp
 from ppctl.errors import CheckpointError, DamagedError, SaveError
 from ppctl.model.lora import Lora, merged
 from ppctl.reports.run_files import checkpoint_steps
+from ppctl.reports.terminal_output import write_remedy
 from ppctl.training.checkpoint import orbax_io
 from ppctl.training.checkpoint.manifest import (
     Manifest,
@@ -64,7 +65,7 @@ class Checkpoints:
         if keep is None:
             return
         cannot = f"Checkpoints cannot be written to {self.directory}"
-        with self._together(_refusal(cannot, "Use another run.dir, or make this one writable")):
+        with self._together(lambda why: CheckpointError(f"{cannot}: {why}. {write_remedy(why)}")):
             self.directory.mkdir(parents=True, exist_ok=True)
             self._probe()
 
@@ -178,7 +179,8 @@ class Checkpoints:
         names = (f"{step}.damaged{suffix}" for suffix in ("", *(f".{n}" for n in range(2, 1000))))
         name = next(name for name in names if not (self.directory / name).exists())
         damaged = f"Checkpoint {self.directory / str(step)} is damaged and cannot be moved away"
-        with self._together(_refusal(damaged, "Move it away, or use another run.dir")):
+        away = "Move it away, or use another run.dir."
+        with self._together(lambda why: CheckpointError(f"{damaged}: {why}. {away}")):
             if jax.process_index() == 0:
                 (self.directory / str(step)).rename(self.directory / name)
         self._aside.add(step)
@@ -307,7 +309,7 @@ class Checkpoints:
             kept = f"step {latest} is the newest finished one"
         return SaveError(
             f"Checkpoint {self.directory / str(step)} could not be written: {reason}; {kept}. "
-            "Free or extend the disk, or use another run.dir."
+            f"{write_remedy(reason)}"
         )
 
 
@@ -324,10 +326,6 @@ def read_newest(newest: Callable[[], int], read: Callable[[int], T]) -> T:
             before, step = step, newest()
             if step == before:
                 raise
-
-
-def _refusal(what: str, remedy: str) -> Callable[[str], Exception]:
-    return lambda reason: CheckpointError(f"{what}: {reason}. {remedy}.")
 
 
 def _array(leaf: Any) -> jax.Array | np.ndarray:

@@ -11,6 +11,7 @@ from typing import Any, Self
 from rich.console import Console
 
 from ppctl.model.layer_inputs import LOSS
+from ppctl.reports.run_status import append
 from ppctl.reports.terminal_output import OutputConsole, decimal_text, replace_file, show_lines
 from ppctl.training.run.run_environment import writing
 from ppctl.training.run.trackers import BackgroundTracker, RunFacts
@@ -73,7 +74,7 @@ class Metrics:
         if not self._files:
             return
         step = int(record["step"] or 0)
-        self._files[0].write(_line(record))
+        append(self._files[0], _line(record))
         self._track(record, step, _train_tag)
         self._unshown.append(record)
         if step in (self._first_step, self._num_steps) or step % self._log_every == 0:
@@ -84,7 +85,7 @@ class Metrics:
         """Write and show one evaluation, after `step` finished steps. Keys start with `eval_`."""
         if not self._files:
             return
-        self._files[1].write(_line({"step": step, **record}))
+        append(self._files[1], _line({"step": step, **record}))
         self._track(record, step, lambda key: f"eval/{key.removeprefix('eval_')}")
         self.note(f"eval {self._counted(step)}  {_shown(record)}")
 

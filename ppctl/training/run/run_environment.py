@@ -1,6 +1,5 @@
 """The environment of a run (packages, devices, disk), and the metadata of its checkpoints."""
 
-import errno
 import os
 import platform
 import shutil
@@ -16,7 +15,7 @@ from jax.sharding import Mesh
 from ppctl.config import Run
 from ppctl.errors import ConfigError
 from ppctl.reports.run_files import checkpoint_steps
-from ppctl.reports.terminal_output import size_text
+from ppctl.reports.terminal_output import size_text, write_remedy
 
 PACKAGES = ("ppctl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 
@@ -34,11 +33,8 @@ def writing(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "Use another run.dir, or make this one writable"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            remedy = "Free the disk, or use another run.dir"
-        what = f"run.dir={run_dir} cannot be written: {error.strerror}"
-        raise ConfigError(f"{what}. {remedy}.") from error
+        what, reason = f"run.dir={run_dir} cannot be written", str(error.strerror)
+        raise ConfigError(f"{what}: {reason}. {write_remedy(reason)}") from error
 
 
 def check_disk(run: Run, state_bytes: int) -> None:

@@ -29,6 +29,7 @@ PROJECT = "ppctl"  # of Weights & Biases, and MLflow's experiment, where the env
 MOST_ID_BYTES = 4096
 MOST_PARAMS = 100  # parameters in one request to MLflow
 WANDB_S = 20.0  # seconds in which Weights & Biases must answer at the start
+FLUSH_S = 10.0  # seconds between writes of TensorBoard's events to the disk
 END_S = 30.0  # seconds in which a tracker must take the last records
 
 Values = Mapping[str, float]
@@ -57,20 +58,33 @@ def tensorboard(run: RunFacts) -> Tracker:
     """Open TensorBoard's log of one start of a run: scalars, and the settings as text.
 
     A kill loses ten seconds. TensorBoard hides records of earlier starts from first_step on.
+    Events are written on this thread: tensorboardX's own thread ends in a traceback on a full disk.
     """
-    from tensorboardX import SummaryWriter
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto import event_pb2
+    from tensorboardX.summary import scalar, text
 
-    step = run.first_step
-    suffix = f".{step}"  # a resume within the same second must not overwrite
-    how: Any = {"purge_step": step, "flush_secs": 10, "filename_suffix": suffix}
-    writer = SummaryWriter(str(run.run_dir / "tensorboard"), **how)
-    text = textwrap.indent(yaml.safe_dump(dict(run.settings), sort_keys=False), "    ")
-    writer.add_text("run/config", text, step)  # indented: a block of Markdown
+    # 1. a file, whose name has the step: a resume within the same second must not overwrite
+    folder, step, flushed_s = run.run_dir / "tensorboard", run.first_step, time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = EventsWriter(str(folder / "events"), f".{step}")
+    messages: Any = event_pb2  # its classes are made when it is imported
+
+    def write(step: int, **content: Any) -> None:
+        nonlocal flushed_s
+        writer.write_event(messages.Event(wall_time=time.time(), step=step, **content))
+        if time.monotonic() > flushed_s + FLUSH_S:
+            writer.flush()
+            flushed_s = time.monotonic()
 
     def log(values: Values, step: int) -> None:
         for tag, value in values.items():
-            writer.add_scalar(tag, value, step)
+            write(step, summary=scalar(tag, value))
 
+    # 2. its first events
+    write(step, session_log=messages.SessionLog(status=messages.SessionLog.START))
+    settings = textwrap.indent(yaml.safe_dump(dict(run.settings), sort_keys=False), "    ")
+    write(step, summary=text("run/config", settings))  # indented: a block of Markdown
     return Tracker(log, lambda _: writer.close())
 
 
