@@ -17,6 +17,8 @@ import numpy as np
 
 from ppctl.errors import ConfigError, one_line
 from ppctl.model.lora import A, B
+from ppctl.reports.run_files import UNFINISHED
+from ppctl.reports.terminal_output import replace_file
 from ppctl.user_files import open_file, read_text
 
 Tree = Any
@@ -24,7 +26,8 @@ INDEX = "model.safetensors.index.json"
 PART = re.compile(r"model-\d+-of-\d+\.safetensors")
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 BUFFERS = ".rotary_emb.inv_freq"  # ending of tables in older files
-UNFINISHED = ".part"  # directory of files that are not all written
+MOVED = "moved"  # in UNFINISHED: the names of files that may have left it
+CONFIGS = ("config.yaml", "config.json", "adapter_config.json")  # of a run, a model, PEFT
 FETCH = "Fetch it again, or use another."  # the remedy for a file that is damaged
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 EMBED_HEAD = {
@@ -103,10 +106,10 @@ def named_parameters(params: Tree, *, adapters: bool = False) -> list[Named]:
 
 
 def check_new(out: Path) -> None:
-    """Raise ConfigError if `out` exists and is not an empty directory, UNFINISHED aside."""
+    """Raise ConfigError if `out` exists and holds other files than a killed writer's."""
     with writing_to(out):
         is_new = not os.path.lexists(out)
-        is_new = is_new or (out.is_dir() and {*os.listdir(out)} <= {UNFINISHED})
+        is_new = is_new or (out.is_dir() and {*os.listdir(out)} <= {*_left_by_a_kill(out)})
     if not is_new:
         raise ConfigError(
             f"{out} is there already, and nothing is overwritten. Name another --out."
@@ -123,6 +126,12 @@ def writing_to(out: Path) -> Iterator[None]:
         raise ConfigError(f"{why}. Name another directory with --out.") from error
 
 
+def _left_by_a_kill(out: Path) -> list[str]:
+    """Return the names in `out` of a writer that was killed; empty: all was written."""
+    moved = out / UNFINISHED / MOVED
+    return [*(moved.read_text().splitlines() if moved.is_file() else ()), UNFINISHED]
+
+
 @contextmanager
 def all_or_nothing(out: Path) -> Iterator[Path]:
     """Yield a directory inside `out`, whose files move into `out` at the end; else none remain.
@@ -131,14 +140,17 @@ def all_or_nothing(out: Path) -> Iterator[Path]:
     """
     part, is_made = out / UNFINISHED, not out.exists()
     with writing_to(out):
-        if part.exists():
-            shutil.rmtree(part)
+        for left in (out / name for name in _left_by_a_kill(out)):
+            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
         part.mkdir(parents=True)
     try:
         with writing_to(out):
             yield part
-            for file in sorted(part.iterdir(), key=lambda file: file.name.startswith("config.")):
-                file.rename(out / file.name)  # the config last, by which readers know the directory
+            # the config last, by which readers know the directory: it is whole then
+            files = sorted(part.iterdir(), key=lambda file: file.name in CONFIGS)
+            replace_file(part / MOVED, "\n".join(file.name for file in files[:-1]))
+            for file in files:
+                file.rename(out / file.name)
     finally:
         shutil.rmtree(part, ignore_errors=True)
         if is_made:

@@ -1,14 +1,19 @@
 """Files of models that are damaged, or made to do damage: one line, and nothing is left behind."""
 
 import json
+import os
 import shutil
 import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors import safe_open
 from support.oracle import FOLDER
 
+import ppctl
 from ppctl.data.chat_templates import ChatTemplate, chat_template, render_question
 from ppctl.data.tokenizer import load_tokenizer
 from ppctl.errors import ConfigError, DataError, PpctlError
@@ -271,6 +276,56 @@ def test_an_import_that_was_killed_begins_again(tmp_path):
     }
     with pytest.raises(ConfigError, match="nothing is overwritten"):
         import_model(MODEL, out)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from ppctl.language.model_files import all_or_nothing, check_new
+
+def written(out, names, last=0):
+    seen = 0
+    def kill(event, args):
+        nonlocal seen
+        if event in ("open", "os.mkdir", "os.rename", "os.rmdir", "shutil.rmtree"):
+            seen += str(out) in str(args[0])
+            if seen == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+    if last:
+        sys.addaudithook(kill)
+    check_new(out)
+    with all_or_nothing(out) as part:
+        for name in names:
+            (part / name).mkdir() if name == "checkpoints" else (part / name).write_text(name)
+
+def files(out):
+    return sorted(os.listdir(out)) if out.exists() else []
+
+last, survived = 0, False
+while not survived:
+    last, out = last + 1, Path(f"out{last}")
+    for names in (["adapter_model", "adapter_config.json"], ["a", "checkpoints", "config.yaml"]):
+        if (pid := os.fork()) == 0:
+            written(out, names, last)
+            os._exit(0)
+        survived = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        if {"adapter_config.json", "config.yaml"} & {*files(out)}:  # readers take it as whole
+            assert {*names} <= {*files(out)} <= {*names, ".part"}, (last, files(out))
+            break
+    else:
+        written(out, ["b", "config.json"])  # another request, as the files of the killed ones show
+        assert files(out) == ["b", "config.json"], (last, files(out))
+print(last)
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_no_whole_directory_and_another_begins_anew(tmp_path):
+    """A kill between the renames of files refused the same command: "is there already"."""
+    environment = os.environ | {"PYTHONPATH": str(Path(ppctl.__file__).parents[1])}
+    how = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    ended = subprocess.run([sys.executable, "-c", KILLED], timeout=100, **how)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert int(ended.stdout) > 8  # moments at which a writer was killed
 
 
 # --- tokenizers and templates ---------------------------------------------------------------------
