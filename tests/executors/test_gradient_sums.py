@@ -13,6 +13,7 @@ from ppctl.executors.stage.jaxpr_tools import add_outputs, demand, depending_onl
 from ppctl.executors.stage.layer_programs import LayerPrograms, add_head_grads
 from ppctl.executors.stage.stage import Stage
 from ppctl.model import cross_entropy as module
+from ppctl.model.experts.grouped_products import product
 from ppctl.schedule.remat import Remat
 
 TOKENS, WIDTH, VOCAB_SIZE = 12, 6, 11
@@ -159,6 +160,31 @@ def test_a_product_that_something_else_reads_stays_as_it_is():
     )
     dots = [eqn for eqn in jaxpr(g, x).jaxpr.eqns if eqn.primitive.name == "dot_general"]
     assert [eqn.outvars[0].aval.dtype for eqn in dots] == [jnp.bfloat16]
+
+
+def test_gradients_of_experts_begin_with_their_sum():
+    """No array of all experts' gradients is made to be added: the scan over experts has the sum."""
+    sizes = jnp.asarray([3, 0, 4], jnp.int32)
+    x, w, g = jnp.ones((8, 4), jnp.bfloat16), jnp.ones((3, 4, 5), jnp.bfloat16), jnp.ones((8, 5))
+
+    def program(x, w, g):
+        _, pull = jax.vjp(lambda w: product("scan")(x, w, sizes), w)
+        return pull(g.astype(jnp.bfloat16))
+
+    total = jnp.cos(jnp.arange(60.0, dtype=jnp.float32)).reshape(w.shape)
+    begin = lambda total: add_outputs(
+        flatten(jax.make_jaxpr(program)(x, w, g)), (x, w, g), (total,)
+    )
+    np.testing.assert_array_equal(begin(total)[0], total + program(x, w, g)[0])
+    jaxpr = jax.make_jaxpr(begin)(total).jaxpr
+    needed, _ = demand(jaxpr, [True])
+    made = [
+        jaxpr.eqns[i].primitive.name
+        for i in needed
+        for v in jaxpr.eqns[i].outvars
+        if v.aval.shape == w.shape
+    ]
+    assert made == ["scan"]
 
 
 # --- the order of layers ------------------------------------------------------------------------

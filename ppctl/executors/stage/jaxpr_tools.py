@@ -170,9 +170,11 @@ class Origins:
         place, body = carry_place(eqn, v), eqn.params["jaxpr"].jaxpr
         before, after = body.invars[place], body.outvars[eqn.outvars.index(v)]
         inside = Origins(body)
-        if not inside.is_own(after) or inside.made_by[after].primitive.name not in ADDITIONS:
+        if not inside.is_own(after):
             return False
-        is_only_added = before in inside.made_by[after].invars and inside.uses[before] == 1
+        adds = inside.made_by[after]
+        terms = {**dict.fromkeys(ADDITIONS, adds.invars), "scatter-add": adds.invars[:1]}
+        is_only_added = before in terms.get(adds.primitive.name, ()) and inside.uses[before] == 1
         return is_only_added and self.is_zeros(eqn.invars[place])
 
     def is_zeros(self, v: Any) -> bool:

@@ -92,7 +92,7 @@ def _limits(
             (head_dim % LANES + num_tokens % LANES > 0, f"the Pallas kernel needs {sizes}"),
         ]
     else:
-        flash, capability = "cuDNN's flash attention", _capability(device)
+        flash, capability = "cuDNN's flash attention", compute_capability(device)
         most = 256 if capability >= (9, 0) else 128
         version = f"{getattr(device, 'device_kind', platform)} has {'.'.join(map(str, capability))}"
         widths = f"heads of a multiple of 8 and at most {most} wide, and they are {head_dim} wide"
@@ -113,7 +113,7 @@ def _limits(
     return limits
 
 
-def _capability(device: Any) -> tuple[int, int]:
+def compute_capability(device: Any) -> tuple[int, int]:
     """Return the compute capability of an NVIDIA GPU, (0, 0) for other devices."""
     text = str(getattr(device, "compute_capability", ""))
     version = re.fullmatch(r"(\d+)\.(\d+)", text)  # AMD's has letters

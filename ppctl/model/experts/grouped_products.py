@@ -1,14 +1,15 @@
 """Products of rows, sorted by expert, with their expert's matrix, by several kernels.
 
-kernel     | method                                         | where
-scan       | blocks of rows of one expert, one by one       | any backend
-ragged_dot | JAX's; dense on CPUs and on NVIDIA GPUs        | any backend, native on TPUs
+kernel     | method                                       | where
+scan       | expert by expert, a block of rows at a time  | any backend
+triton     | kernels of Pallas                            | NVIDIA GPUs from 8.0, to 32 bits
+ragged_dot | JAX's; dense on CPUs and on NVIDIA GPUs      | any backend, native on TPUs
 
 Shape suffixes: R rows, E experts of this device, D and F widths.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -16,13 +17,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from ppctl.errors import ConfigError, setting
+from ppctl.model.attention.attention_kernels import compute_capability
+from ppctl.model.experts import triton_products
 
-BLOCK = 128  # rows of a block of `scan`
+LEAST_CAPABILITY = (8, 0)  # bfloat16 and asynchronous copies
+
 # x [R, D], w [E, D, F], sizes int32 [E] -> [R, F]; rows after all groups give zeros
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 _DIMS = lax.RaggedDotDimensionNumbers
 _TRANSPOSED = _DIMS((((1,), (2,)), ((), ())), [0], [0])  # x w^T
 _CONTRACTED = _DIMS((((0,), (0,)), ((), ())), [0], [])  # x^T y of each group
+_ONE_PLACE: Any = {"mode": "promise_in_bounds", "unique_indices": True, "indices_are_sorted": True}
 
 
 class Kernel(NamedTuple):
@@ -36,16 +41,36 @@ class Kernel(NamedTuple):
     weights: Callable[..., jax.Array]
 
 
-def choose(wanted: str, device: Any) -> str:
-    """Return the kernel for `wanted` (auto, or a kernel) on an attached or described device."""
+def choose(wanted: str, device: Any, dtype: jnp.dtype) -> str:
+    """Return the kernel for `wanted` (auto, or a kernel) on an attached or described device.
+
+    device: with platform, and on GPUs compute_capability, as jax.Device; dtype: of compute.
+    ConfigError if device or dtype rule out a kernel requested by name.
+    """
+    fault = None if wanted in ("scan", "ragged_dot") else _triton_fault(device, jnp.dtype(dtype))
     if wanted == "auto":
-        return "ragged_dot" if device.platform == "tpu" else "scan"
-    if wanted not in KERNELS:
+        by_platform = "ragged_dot" if device.platform == "tpu" else "scan"
+        return "triton" if fault is None else by_platform
+    if fault is not None:
         raise ConfigError(
-            f"{setting('model.moe.kernel', wanted)} is unsupported here. Use "
-            f"{setting('model.moe.kernel', 'auto')}."
+            f"{setting('model.moe.kernel', wanted)}: {fault}. Use "
+            f"{setting('model.moe.kernel', 'auto')}, which chooses one."
         )
     return wanted
+
+
+def _triton_fault(device: Any, dtype: jnp.dtype) -> str | None:
+    """Return the limit of the Triton kernels that a device or dtype exceeds, or None."""
+    capability, platform = compute_capability(device), device.platform
+    if not any(capability):
+        return f"Triton's kernels run on NVIDIA GPUs, and the platform is {platform}"
+    if capability < LEAST_CAPABILITY:
+        version = f"{getattr(device, 'device_kind', platform)} has {'.'.join(map(str, capability))}"
+        return f"Triton's kernels need compute capability 8.0, and {version}"
+    if dtype.itemsize > 4:
+        by_dtype = setting("run.dtype", dtype)
+        return f"Triton's kernels compute in at most 32 bits, and {by_dtype}"
+    return None
 
 
 @cache
@@ -80,56 +105,64 @@ def _ragged_weights(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
     return lax.ragged_dot_general(x, y, sizes, _CONTRACTED, preferred_element_type=wide)
 
 
-def tiles(sizes_E: jax.Array, num_rows: int, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (expert, first row, end of the expert's rows) of each block of rows of one expert.
-
-    There are as many as any sizes need; the end of an unused one is 0.
-    """
-    number_E = -(-sizes_E // block)
-    last_E, ends_E = jnp.cumsum(number_E), jnp.cumsum(sizes_E)
-    t = jnp.arange(-(-num_rows // block) + len(sizes_E) - 1, dtype=jnp.int32)
-    expert = jnp.searchsorted(last_E, t, side="right", method="compare_all")
-    expert = jnp.minimum(expert, len(sizes_E) - 1)
-    first = (ends_E - sizes_E)[expert] + (t - (last_E - number_E)[expert]) * block
-    end = jnp.where(t < last_E[-1], ends_E[expert], 0)
-    return expert, first.astype(jnp.int32), end.astype(jnp.int32)
-
-
 def _scan_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, transpose: bool) -> jax.Array:
-    padded, rows_of = jnp.pad(x, ((0, BLOCK), (0, 0))), partial(jnp.arange, BLOCK)
+    num_rows, width = len(x), w.shape[1 if transpose else 2]
+    block, wide = _block(x, sizes), jnp.promote_types(x.dtype, jnp.float32)
+    dims = ((1,), (1 if transpose else 0,)), ((), ())
 
-    def body(out: jax.Array, tile: tuple) -> tuple[jax.Array, None]:
-        expert, first, end = tile
-        rows = lax.dynamic_slice_in_dim(padded, first, BLOCK)
-        matrix = lax.dynamic_index_in_dim(w, expert, keepdims=False)
-        found = rows @ (matrix.T if transpose else matrix)
-        is_row = (first + rows_of() < end)[:, None]
-        found = jnp.where(is_row, found, lax.dynamic_slice_in_dim(out, first, BLOCK))
-        return lax.dynamic_update_slice_in_dim(out, found, first, 0), None
+    def of_expert(out_RF: jax.Array, expert: tuple) -> tuple[jax.Array, None]:
+        matrix, size, end = expert
 
-    zeros = jnp.zeros((len(padded), w.shape[1 if transpose else 2]), x.dtype)
-    return lax.scan(body, zeros, tiles(sizes, len(x), BLOCK))[0][: len(x)]
+        def of_block(i: jax.Array, out_RF: jax.Array) -> jax.Array:
+            first = end - size + i * block
+            start = jnp.minimum(first, num_rows - block)
+            rows = lax.dynamic_slice_in_dim(x, start, block)
+            found = lax.dot_general(rows, matrix, dims, preferred_element_type=wide)
+            # rows before the block are done; those after the expert's are zero until the next
+            row = (start + jnp.arange(block))[:, None]
+            found = jnp.where(row < end, found.astype(x.dtype), 0)
+            found = jnp.where(row < first, lax.dynamic_slice_in_dim(out_RF, start, block), found)
+            return lax.dynamic_update_slice_in_dim(out_RF, found, start, 0)
+
+        return lax.fori_loop(0, -(-size // block), of_block, out_RF), None
+
+    zeros = jnp.zeros((num_rows, width), x.dtype)
+    return lax.scan(of_expert, zeros, (w, sizes, jnp.cumsum(sizes, dtype=sizes.dtype)))[0]
 
 
 def _scan_weights(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
-    num_rows, wide = len(x), jnp.promote_types(x.dtype, jnp.float32)
-    x, y = (jnp.pad(a, ((0, BLOCK), (0, 0))) for a in (x, y))
+    num_rows, num_experts = len(x), len(sizes)
+    block, wide = _block(x, sizes), jnp.promote_types(x.dtype, jnp.float32)
 
-    def body(out: jax.Array, tile: tuple) -> tuple[jax.Array, None]:
-        expert, first, end = tile
-        is_row = (first + jnp.arange(BLOCK) < end)[:, None]
-        rows = jnp.where(is_row, lax.dynamic_slice_in_dim(x, first, BLOCK), 0)
-        others = lax.dynamic_slice_in_dim(y, first, BLOCK)
-        dims = ((0,), (0,)), ((), ())
-        found = lax.dot_general(rows, others, dims, preferred_element_type=wide)
-        found = found + lax.dynamic_index_in_dim(out, expert, keepdims=False)
-        return lax.dynamic_update_index_in_dim(out, found, expert, 0), None
+    def of_expert(out_EDF: jax.Array, expert: tuple) -> tuple[jax.Array, None]:
+        number, size, end = expert
 
-    zeros = jnp.zeros((len(sizes), x.shape[1], y.shape[1]), wide)
-    return lax.scan(body, zeros, tiles(sizes, num_rows, BLOCK))[0]
+        def of_block(i: jax.Array | int) -> jax.Array:
+            first = end - size + i * block
+            start = jnp.minimum(first, num_rows - block)
+            row = (start + jnp.arange(block))[:, None]
+            rows, others = (lax.dynamic_slice_in_dim(a, start, block) for a in (x, y))
+            rows = jnp.where((row >= first) & (row < end), rows, 0)
+            dims = ((0,), (0,)), ((), ())
+            return lax.dot_general(rows, others, dims, preferred_element_type=wide)
+
+        add = lambda i, total: total + of_block(i)  # noqa: E731
+        found = lax.fori_loop(1, -(-size // block), add, of_block(0))
+        # an addition to zeros: `jaxpr_tools.add_outputs` begins with the sum of gradients instead
+        return out_EDF.at[number].add(found, **_ONE_PLACE), None
+
+    zeros = jnp.zeros((num_experts, x.shape[1], y.shape[1]), wide)
+    numbers = jnp.arange(num_experts, dtype=sizes.dtype)
+    return lax.scan(of_expert, zeros, (numbers, sizes, jnp.cumsum(sizes, dtype=sizes.dtype)))[0]
+
+
+def _block(x: jax.Array, sizes: jax.Array) -> int:
+    """Return the rows of a block: most experts with an even share have one block, up to 128."""
+    return min(len(x), 128, -(-len(x) * 5 // (4 * 32 * len(sizes))) * 32)
 
 
 KERNELS = {
     "scan": Kernel(_scan_rows, _scan_weights),
+    "triton": Kernel(triton_products.rows, triton_products.weights),
     "ragged_dot": Kernel(_ragged_rows, _ragged_weights),
 }

@@ -1,6 +1,6 @@
 """The models that ppctl ships, by their settings, and the model that a config names."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from ppctl.model.attention.attention_kernels import Kernel, choose
 from ppctl.model.attention.attention_kernels import attention as attention_of
 from ppctl.model.attention.attention_scores import Scoring
 from ppctl.model.attention.rotary_positions import Rope
+from ppctl.model.experts import grouped_products
 from ppctl.model.experts.router import ExpertSizes
 from ppctl.model.lora import Lora
 from ppctl.model.stack import Stack
@@ -127,15 +128,14 @@ def architecture(
         activation=model.activation,
         vocab_size=vocab_size,
         tied=model.tied,
-        rope=replace(_rope(model.rope), fraction=model.rope.fraction),
-        local_rope=None if theta is None else Rope(theta, fraction=model.rope.fraction),
+        rope=_rope(model.rope),
+        local_rope=None if theta is None else Rope(theta),
         scale_embedding=family.scale_embedding,
         norm_eps=model.norm_eps,
         norm_plus_one=family.norm_plus_one,
         post_norms=family.post_norms,
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        whole_qk_norm=family.whole_qk_norm,
         query_pre_attn_scalar=model.query_pre_attn_scalar,
         attention_softcap=model.attention_softcap,
         logit_softcap=model.logit_softcap,
@@ -231,6 +231,7 @@ def make_stack(
     if isinstance(model, settings.Transformer):
         sizes = architecture(model, _vocab_size(model, data), lora)
         attention_kernels(model, cp, compute, device, data)  # refuses those that cannot run
+        expert_kernel(model, compute, device)
         return _transformer(model, sizes, dtype=dtype, packed=data.is_packed, device=device)
     if isinstance(model, settings.CustomModel):
         how: dict[str, Any] = {"layers": model.layers, "mixes_examples": model.mixes_examples}
@@ -281,3 +282,12 @@ def attention_kernels(
     ]
     of_model = model.attention, device, compute, model.head_width, length, cp
     return tuple(dict.fromkeys(choose(*of_model, each, packed=data.is_packed) for each in scorings))
+
+
+def expert_kernel(model: settings.Transformer, compute: jnp.dtype, device: Any) -> str | None:
+    """Return the kernel of a transformer's experts on a device; None without experts.
+
+    ConfigError where it cannot run.
+    """
+    wanted = None if model.moe.num_experts is None else model.moe.kernel
+    return None if wanted is None else grouped_products.choose(wanted, device, compute)

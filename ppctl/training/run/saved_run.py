@@ -217,8 +217,8 @@ class SavedRun:
         with self._checkpoints() as checkpoints:
             meta = self.read(None, checkpoints.meta)
         data = described(meta["data"])
-        if isinstance(model, settings.Transformer):  # the run's kernel may not run here
-            model = replace(model, attention="auto")
+        if isinstance(model, settings.Transformer):  # the run's kernels may not run here
+            model = replace(model, attention="auto", moe=replace(model.moe, kernel="auto"))
         with self._own_code():
             stack = make_stack(
                 model, data, self._dtype, all_devices()[0], lora=lora_of(config.optim)
