@@ -99,7 +99,7 @@ def axes_in(order: str) -> tuple[str, ...]:
     Those inside a stage come last in any order.
 
     >>> axes_in("auto"), axes_in("dp-pp-fsdp")
-    (('pp', 'dp', 'fsdp', 'cp', 'tp'), ('dp', 'pp', 'fsdp', 'cp', 'tp'))
+    (('pp', 'dp', 'fsdp', 'ep', 'cp', 'tp'), ('dp', 'pp', 'fsdp', 'ep', 'cp', 'tp'))
     """
     outer = in_hosts_order(in_stage=False) if order == "auto" else order.split("-")
     return (*outer, *in_hosts_order(in_stage=True))
@@ -111,7 +111,7 @@ def over_hosts(sizes: Mapping[str, int], order: str, num_hosts: int) -> dict[str
     The product is `num_hosts` if hosts have equally many devices and all take part.
 
     >>> over_hosts({"dp": 2, "pp": 4, "fsdp": 8}, "auto", num_hosts=8)
-    {'pp': 4, 'dp': 2, 'fsdp': 1, 'cp': 1, 'tp': 1}
+    {'pp': 4, 'dp': 2, 'fsdp': 1, 'ep': 1, 'cp': 1, 'tp': 1}
     """
     over, left = {}, num_hosts
     for axis in axes_in(order):

@@ -134,7 +134,7 @@ def mesh_text(sizes: Mapping[str, Any]) -> str:
 
 def positional(sizes: Mapping[str, Any]) -> list[Any]:
     """Return the sizes that `mesh=AxBxC` gives, without those at the end that are 1."""
-    placed = [sizes[name] for name in TEXT_AXES if name in sizes]
+    placed = [sizes.get(name, 1) for name in TEXT_AXES]
     used = max((i for i, size in enumerate(placed) if size != 1 or i < 2), default=0)
     return placed[: used + 1]
 

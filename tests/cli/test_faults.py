@@ -74,7 +74,7 @@ FAULTS = [
         "train schedule={name:gpipe}",
         "schedule.name=gpipe, but the choice is schedule=interleaved. Use schedule=gpipe",
     ),
-    ("train mesh=2x", "mesh=2x is not a mesh. Write DPxPP, DPxPPxFSDP or DPxPPxFSDPxTPxCP"),
+    ("train mesh=2x", "mesh=2x is not a mesh. Write DPxPP, DPxPPxFSDP or DPxPPxFSDPxEPxTPxCP"),
     ("train mesh=foo", "mesh=foo is not a mesh"),
     ("train --multirun mesh=1x2,2x", "mesh=2x is not a mesh"),
     (

@@ -59,43 +59,43 @@ def num_hosts_along(devices):
 def test_axes_go_over_hosts_in_their_order(hosts, shape, order, over):
     devices = gpus(*hosts)
     found = laid_out(devices, MeshSizes(*shape), order)
-    assert found.shape == (*shape, 1, 1)
+    assert found.shape == (*shape, 1, 1, 1)
     assert sorted(ids(found).flat) == list(range(len(devices)))
-    assert tuple(num_hosts_along(found).values()) == (*over, 1, 1)
+    assert tuple(num_hosts_along(found).values()) == (*over, 1, 1, 1)
     assert prod(over) == hosts[0]
 
 
 def test_neighbours_of_a_host_are_along_the_last_axis_of_the_order():
-    assert ids(laid_out(gpus(2, 4), MeshSizes(2, 2, 2, 1, 1)))[:, 0, :, 0, 0].tolist() == [
+    assert ids(laid_out(gpus(2, 4), MeshSizes(2, 2, 2)))[:, 0, :, 0, 0, 0].tolist() == [
         [0, 1],
         [2, 3],
     ]
-    assert ids(laid_out(gpus(2, 4), MeshSizes(2, 2, 2, 1, 1), "pp-fsdp-dp"))[
-        :, 0, :, 0, 0
+    assert ids(laid_out(gpus(2, 4), MeshSizes(2, 2, 2), "pp-fsdp-dp"))[
+        :, 0, :, 0, 0, 0
     ].tolist() == [[0, 2], [1, 3]]
-    assert ids(laid_out(gpus(1, 8), MeshSizes(2, 2, 2, 1, 1), "pp-dp-fsdp"))[
-        0, :, 0, 0, 0
+    assert ids(laid_out(gpus(1, 8), MeshSizes(2, 2, 2), "pp-dp-fsdp"))[
+        0, :, 0, 0, 0, 0
     ].tolist() == [0, 4]
-    assert ids(laid_out(gpus(1, 8), MeshSizes(2, 2, 2, 1, 1))).ravel().tolist() == [*range(8)]
+    assert ids(laid_out(gpus(1, 8), MeshSizes(2, 2, 2))).ravel().tolist() == [*range(8)]
 
 
 def test_tp_stays_inside_a_host_and_takes_its_nearest_devices():
-    assert ids(laid_out(gpus(2, 4), MeshSizes(1, 2, 1, 2, 2)))[0, :, 0].tolist() == [
+    assert ids(laid_out(gpus(2, 4), MeshSizes(1, 2, 1, tp=2, cp=2)))[0, :, 0, 0].tolist() == [
         [[0, 2], [1, 3]],
         [[4, 6], [5, 7]],
     ]
     with pytest.raises(
         ConfigError, match=r"^tp=8 would go over 2 hosts of 4 devices: .* Use tp=4, and more"
     ):
-        laid_out(gpus(2, 4), MeshSizes(1, 1, 1, 8, 1))
+        laid_out(gpus(2, 4), MeshSizes(tp=8))
 
 
 def test_hosts_of_different_sizes_are_refused():
     with pytest.raises(
         ConfigError,
-        match=r"^2 hosts of 2 to 4 devices make no mesh of \(1, 6, 1, 1, 1\): each must have as m",
+        match=r"^2 hosts of 2 to 4 devices make no mesh of \(1, 6, 1, 1, 1, 1\): each must have as m",
     ):
-        laid_out([*gpus(2, 4)][:6], MeshSizes(1, 6, 1, 1, 1))
+        laid_out([*gpus(2, 4)][:6], MeshSizes(1, 6))
 
 
 def test_slices_of_tpus_are_joined_by_pp():
@@ -105,8 +105,8 @@ def test_slices_of_tpus_are_joined_by_pp():
     devices = topologies.get_topology_desc(
         platform="tpu", topology_name="v5e:2x4", num_slices=2
     ).devices
-    found = laid_out(devices, MeshSizes(2, 4, 2, 1, 1))
-    assert tuple(num_hosts_along(found).values()) == (1, 2, 1, 1, 1)
+    found = laid_out(devices, MeshSizes(2, 4, 2))
+    assert tuple(num_hosts_along(found).values()) == (1, 2, 1, 1, 1, 1)
     assert hosts_text(mesh_of(found)) == "2 slices: pp over 2"
 
 
@@ -141,5 +141,7 @@ def test_a_program_compiled_for_two_hosts_crosses_them_where_the_order_says(orde
 
 
 def test_an_axis_that_no_mesh_has_is_refused():
-    with pytest.raises(ConfigError, match=r"^xq=2: the axes of a mesh are dp, pp, fsdp, tp, cp\.$"):
+    with pytest.raises(
+        ConfigError, match=r"^xq=2: the axes of a mesh are dp, pp, fsdp, ep, tp, cp\.$"
+    ):
         ppctl.mesh(pp=2, xq=2)

@@ -175,7 +175,7 @@ REFUSED = [
     (
         lambda: stack(sharding={"embed_head": None, "layers": P("fsdp")}),
         {"tp": 2},
-        "may have tp alone, in one dim",
+        "may have ep and tp alone, in one dim",
     ),
     (
         lambda: stack(sharding={"embed_head": None, "layers": 3}),

@@ -76,7 +76,7 @@ def test_an_axis_has_the_slow_link_where_any_of_its_groups_leaves_a_host(host_de
         ]
         hosts = np.vectorize(lambda device: device.slice_index)(
             laid_out(devices, MeshSizes(*sizes), order)
-        )[..., 0, 0]
+        )[..., 0, 0, 0]
         dp, pp, fsdp = sizes
         lines = {  # the devices of a line communicate
             "dp": hosts.reshape(dp, -1).T,

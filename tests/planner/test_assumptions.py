@@ -106,7 +106,7 @@ def test_a_search_does_not_take_them_for_free():
     of_model = counted, pipe.stack, pipe.model.x, StageAxes()
     message = r"tune.tp: 2 has XLA divide this model .* Use tune.tp=\[1\]"
     with pytest.raises(ConfigError, match=message):
-        stage_divisions(*of_model, {"tp": [2], "cp": None}, 4, 8)
+        stage_divisions(*of_model, {"ep": None, "tp": [2], "cp": None}, 4, 8)
 
 
 def test_speeds_and_links_are_those_that_seconds_are_counted_with():
