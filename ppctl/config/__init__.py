@@ -30,6 +30,7 @@ from ppctl.config.groups.layout_settings import (
     Explicit,
     Mesh,
     Mpmd,
+    Pipelined,
     Reference,
     Spmd,
     Uniform,
@@ -49,7 +50,13 @@ from ppctl.config.groups.schedule_settings import (
     Schedule,
 )
 from ppctl.errors import ConfigError, as_setting, written_as
-from ppctl.schedule.mesh_axes import DATA_AXES, check_sequences, check_widths, product_text
+from ppctl.schedule.mesh_axes import (
+    DATA_AXES,
+    check_experts,
+    check_sequences,
+    check_widths,
+    product_text,
+)
 
 
 @dataclass
@@ -160,6 +167,10 @@ def _check_executor(executor: AnyExecutor, mesh: Mesh, partition: str, model: An
     if isinstance(model, Transformer):
         check_widths(mesh.tp, model.num_heads, model.kv_heads, model.mlp_widths)
         check_sequences(mesh.cp, model.seq_len)
+    if not isinstance(model, CustomModel):
+        experts = model.moe.num_experts if isinstance(model, Transformer) else None
+        divides_rows = not isinstance(executor, Pipelined) or executor.sequence_parallel
+        check_experts(experts, mesh.ep, mesh.tp, divides_rows=divides_rows)
 
 
 def _check_data(model: AnyModel, data: AnyData) -> None:
@@ -192,6 +203,8 @@ def _check_trained(model: AnyModel, optim: Optim) -> None:
             f"has none.{custom if isinstance(model, CustomModel) else ''} Use optim.train=all, or "
             "model=transformer."
         )
+    if optim.train == "lora" and isinstance(model, Transformer):
+        model.moe.check_frozen()
     wants_gate = "gate" in (optim.lora_targets or ())
     if wants_gate and isinstance(model, Transformer) and model.activation not in model.GATED:
         raise ConfigError(

@@ -20,7 +20,11 @@ FREE = {f"run.{name}" for name in _FREE_OF_RUN.split()} | {"data.cache_dir"}
 
 # Settings of a model that leave its function as it is. Another vocabulary or cut shows in the
 # shapes of its arrays.
-SAME_FUNCTION = ("model.attention", "model.vocab_size", "model.layers", "model.mixes_examples")
+_SAME_OF_EXPERTS = ("dispatch", "kernel", "balance_loss", "z_loss", "bias_update")
+SAME_FUNCTION = (
+    *("model.attention", "model.vocab_size", "model.layers", "model.mixes_examples"),
+    *(f"model.moe.{name}" for name in _SAME_OF_EXPERTS),
+)
 # besides the model's: settings that decide which arrays a checkpoint has
 ADAPTERS = ("optim.train", "optim.lora_rank", "optim.lora_targets")
 ARRAYS = ("optim", "optim.momentum", "run.dtype", *ADAPTERS)

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from ppctl.errors import ConfigError, setting
 from ppctl.model.attention.attention_scores import Scoring
 from ppctl.model.attention.rotary_positions import Rope
-from ppctl.model.experts.expert_layer import expert_group
 from ppctl.model.experts.router import ExpertSizes
 from ppctl.model.lora import Lora
 from ppctl.model.parallel import StageAxes
-from ppctl.schedule.mesh_axes import check_widths
+from ppctl.schedule.mesh_axes import check_experts, check_widths
 
 ACTIVATIONS = {  # those of the MLP model's layers too
     "relu": jax.nn.relu,
@@ -93,13 +92,8 @@ class Architecture:
     def check_divides(self, axes: StageAxes) -> None:
         """Raise ConfigError for sizes that tp and cp do not divide."""
         check_widths(axes.tp, self.num_heads, self.kv_heads, self.mlp_widths)
-        if self.moe is not None:
-            expert_group(self.moe, axes)
-        elif axes.ep > 1:
-            raise ConfigError(
-                f"{setting('mesh.ep', axes.ep)} divides experts, and the model has no expert. Use "
-                f"{setting('mesh.dp')} for replicas, or {setting('model.moe.num_experts')}."
-            )
+        experts = None if self.moe is None else self.moe.num_experts
+        check_experts(experts, axes.ep, axes.tp, divides_rows=axes.divides_rows)
         window = max((each for each in self.windows or () if each is not None), default=None)
         if axes.cp > 1 and window is not None:
             raise ConfigError(

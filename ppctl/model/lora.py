@@ -57,11 +57,11 @@ class Lora:
         """Raise ConfigError if this layer lacks a target."""
         for name in self.targets or ():
             first, second = PROJECTIONS[name]
-            if second not in layer[first]:
-                raise ConfigError(
-                    f"{name} in lora_targets: the model's MLP has no {second} matrix, as its "
-                    "activation is not gated. Leave it out."
-                )
+            if second not in layer.get(first, {}):
+                lack = f"MLP has no {second} matrix, as its activation is not gated"
+                if first not in layer:
+                    lack = "layers have experts, which take no adapters, in place of an MLP"
+                raise ConfigError(f"{name} in lora_targets: the model's {lack}. Leave it out.")
 
     def adapts(self, module: str) -> bool:
         """Return whether the linear map of this name in a block has an adapter."""
@@ -85,7 +85,7 @@ def with_adapters(layer: Tree, lora: Lora, key: jax.Array) -> Tree:
     lora.check_present(layer)
     key, layer = jax.random.fold_in(key, ADAPTERS_KEY), dict(layer)
     for number, (first, second) in enumerate(PROJECTIONS.values()):
-        if second not in layer[first] or not lora.adapts(second):
+        if second not in layer.get(first, {}) or not lora.adapts(second):
             continue
         linear, key_of = layer[first][second], jax.random.fold_in(key, number)
         num_in, num_out = linear["kernel"].shape

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import field, make_dataclass
-from math import prod
+from math import gcd, prod
 from typing import Any, Self
 
 from ppctl.errors import ConfigError, setting
@@ -145,9 +145,8 @@ def product_text(factors: Mapping[str, int]) -> str:
     >>> product_text({"dp": 2, "pp": 4})
     'dp*pp = 2*4 = 8'
     """
-    return (
-        f"{'*'.join(factors)} = {'*'.join(map(str, factors.values()))} = {prod(factors.values())}"
-    )
+    texts = dict.fromkeys(["*".join(map(str, factors.values())), str(prod(factors.values()))])
+    return " = ".join(["*".join(factors), *texts])
 
 
 def check_widths(tp: int, num_heads: int, num_kv_heads: int, hidden: Mapping[str, int]) -> None:
@@ -167,6 +166,37 @@ def check_widths(tp: int, num_heads: int, num_kv_heads: int, hidden: Mapping[str
             f"{setting('model.num_kv_heads', num_kv_heads)} and {setting('mesh.tp', tp)}: devices "
             f"would share heads unevenly. Use a {setting('mesh.tp')} that divides it, or is a "
             "multiple of it."
+        )
+
+
+def check_experts(num_experts: int | None, ep: int, tp: int, *, divides_rows: bool) -> None:
+    """Raise ConfigError for experts that ep and tp do not divide.
+
+    num_experts: None: the model has none. divides_rows: whether devices along tp hold parts of the
+    rows of activations.
+    """
+    if num_experts is None:
+        if ep > 1:
+            raise ConfigError(
+                f"{setting('mesh.ep', ep)} divides experts, and the model has no experts. Use "
+                f"{setting('mesh.dp')} for replicas, or set {setting('model.moe.num_experts')}."
+            )
+        return
+    if num_experts % (ep * tp):
+        sizes = {"mesh.ep": ep, "mesh.tp": tp}
+        factors = {setting(name): size for name, size in sizes.items() if size > 1}
+        fitting = [n for n in range(1, ep + 1) if num_experts % (n * tp) == 0]
+        name, size = ("mesh.ep", fitting[-1]) if fitting else ("mesh.tp", gcd(num_experts, tp))
+        raise ConfigError(
+            f"{setting('model.moe.num_experts', num_experts)} is not a multiple of "
+            f"{product_text(factors)}: each device has as many experts. Use "
+            f"{setting(name, size)}, or another number of experts."
+        )
+    if tp > 1 and not divides_rows:
+        raise ConfigError(
+            f"{setting('mesh.tp', tp)} divides experts by the rows of tokens, and "
+            f"{setting('executor.sequence_parallel', 'false')} leaves these whole. Use "
+            f"{setting('executor.sequence_parallel', 'true')}, or {setting('mesh.tp', 1)}."
         )
 
 

@@ -14,6 +14,7 @@ from ppctl.cli.choices import request_words
 from ppctl.cli.compose import compose
 from ppctl.config.groups.data_settings import Part
 from ppctl.config.groups.model_settings import Rope
+from ppctl.config.groups.moe_settings import Experts
 from ppctl.errors import ConfigError
 
 
@@ -46,9 +47,84 @@ def scaled(**scaling):
     return config_with(model=c.Transformer(rope=Rope(scaling=scaling)))
 
 
+def mixture(mesh=None, optim=None, executor=None, **moe):
+    """A request for a mixture of experts on a mesh of these sizes."""
+    model = c.Transformer(num_heads=6, d_model=12, mlp_width=12, moe=Experts(**moe))
+    parts = {"optim": optim or c.AdamW(), "executor": executor or c.Spmd()}
+    data = c.Synthetic(batch_size=48)
+    mesh = c.Mesh(**{"dp": 1, "pp": 1} | (mesh or {}))
+    return config_with(model=model, mesh=mesh, data=data, **parts)
+
+
+MIXTURES = [
+    (
+        mixture({"ep": 3, "tp": 2}, num_experts=8),
+        r"model.moe.num_experts=8 is not a multiple of mesh.ep\*mesh.tp = 3\*2 = 6: each device has "
+        "as many experts. Use mesh.ep=2, or another number of experts",
+    ),
+    (
+        mixture({"ep": 3}, num_experts=8),
+        "model.moe.num_experts=8 is not a multiple of mesh.ep = 3: .* Use mesh.ep=2, or",
+    ),
+    (
+        mixture({"tp": 3}, num_experts=8),
+        "model.moe.num_experts=8 is not a multiple of mesh.tp = 3: .* Use mesh.tp=1, or",
+    ),
+    (
+        mixture({"tp": 2}, executor=c.Mpmd(sequence_parallel=False), num_experts=8),
+        "mesh.tp=2 divides experts by the rows of tokens, and executor.sequence_parallel=false "
+        "leaves these whole. Use executor.sequence_parallel=true, or mesh.tp=1",
+    ),
+    (
+        mixture({"ep": 2}),
+        "mesh.ep=2 divides experts, and the model has no experts. Use mesh.dp for replicas, or set",
+    ),
+    (
+        config_with(model=c.MLP(), mesh=c.Mesh(ep=2), data=c.Regression(batch_size=64)),
+        "mesh.ep=2 divides experts, and the model has no experts",
+    ),
+    (
+        mixture(num_experts=2, top_k=3),
+        "model.moe.top_k=3 is more than model.moe.num_experts=2.* Use model.moe.top_k=2 at most",
+    ),
+    (mixture(num_experts=2, capacity=0.9), "model.moe.capacity=0.9 must be .* at least 1"),
+    (mixture(top_k=1), "model.moe.top_k=1 is not used: model.moe.num_experts=null"),
+    (mixture(z_loss=0.1), "model.moe.z_loss=0.1 is not used: model.moe.num_experts=null"),
+    (
+        mixture(num_experts=2, choice_bias=True, bias_update=0.1, optim=c.AdamW(train="lora")),
+        "model.moe.bias_update=0.1 counts tokens .* with optim.train=lora only adapters change",
+    ),
+    (
+        mixture(num_experts=2, capacity=1.5, optim=c.AdamW(train="lora")),
+        "model.moe.capacity=1.5 counts tokens .* with optim.train=lora only adapters change",
+    ),
+    (
+        mixture(num_experts=2, bias_update=0.1),
+        "model.moe.bias_update=0.1 needs model.moe.choice_bias=true",
+    ),
+    (
+        mixture(num_experts=2, shared_gate=True),
+        "model.moe.shared_gate=True needs model.moe.shared_width",
+    ),
+    (
+        mixture(num_experts=6, num_groups=4),
+        "model.moe.num_groups=4 with model.moe.top_groups=1 do not fit model.moe.num_experts=6",
+    ),
+    (
+        mixture(num_experts=6, num_groups=6),
+        "model.moe.top_groups=1 groups of 1 experts are too small for model.moe.top_k=2",
+    ),
+    (
+        mixture(num_experts=6, first_dense=8),
+        "model.moe.first_dense=8 and model.moe.period=1 leave no layer of model.num_layers=8",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        *MIXTURES,
         (
             config_with(model=c.Transformer(num_layers=0)),
             "model.num_layers=0 must be .* at least 1",

@@ -1,11 +1,14 @@
 """Adapters: what they begin as, what merging makes of them, and what is refused."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.cases import TRANSFORMER, make_params
 
+import ppctl
 from ppctl.config.groups.optim_settings import TARGETS
 from ppctl.errors import ConfigError
 from ppctl.executors.reference import outputs_of
@@ -69,3 +72,17 @@ def test_targets_that_a_block_does_not_have_are_refused():
             ),
             0,
         )
+
+
+def test_experts_take_no_adapters():
+    experts = partial(ppctl.transformer, num_layers=2, d_model=16, num_heads=4, vocab_size=8)
+    moe = {"num_experts": 4, "choice_bias": True}
+    for targets in (None, ("q",)):
+        stack = experts(moe=moe, lora=Lora(4, 8.0, targets))
+        shapes = jax.eval_shape(lambda stack=stack: init(stack, 0))
+        assert {path[0] for path, _ in adapted_modules(shapes["layers"])} == {"attention"}
+    with pytest.raises(ConfigError, match="up in lora_targets: the model's layers have experts"):
+        jax.eval_shape(lambda: init(experts(moe=moe, lora=Lora(4, 8.0, ("up",))), 0))
+    for counted in ({"bias_update": 0.1}, {"capacity": 1.5}):
+        with pytest.raises(ConfigError, match="counts tokens in a parameter of the router"):
+            experts(moe=moe | counted, lora=Lora(4, 8.0))

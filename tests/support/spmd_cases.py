@@ -63,7 +63,7 @@ ALL_PAIRS = {
 }
 
 
-def covering_array(factors=FACTORS, wanted=ALL_PAIRS):
+def covering_array(factors=FACTORS, wanted=ALL_PAIRS, possible=possible):
     """Choices of values in which every wanted pair occurs: each next one, of 60 random ones, has
     the most new pairs.
     """

@@ -135,12 +135,12 @@ def test_every_setting_of_a_model_is_compared_but_those_that_leave_its_function(
         for name, value in asdict(model).items():
             if name == "name":
                 continue
-            if name == "rope":
-                before, now = (
-                    config.Config(),
-                    config.Config(model=config.Transformer(rope=Rope(theta=3.0))),
-                )
-                assert [change.is_of_function for change in changes(stored(before), now)] == [True]
+            if name in ("rope", "moe"):
+                for key, usual in value.items():
+                    part = replace(getattr(model, name), **{key: "x" if usual == 3 else 3})
+                    now = config.Config(model=replace(model, **{name: part}))
+                    (change,) = changes(stored(config.Config(model=model)), now)
+                    assert change.is_of_function == (change.name not in SAME_FUNCTION)
                 continue
             other = {"x": 1} if isinstance(value, dict) else "gelu" if name == "activation" else 3
             other = "swiglu" if value == other else other

@@ -1,9 +1,10 @@
 """The experts of a transformer: sizes, router, balance, and how tokens reach them."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
-from ppctl.config.field_checks import Count, Natural, NotNegative, Positive, one_of, up_to
+from ppctl.config.field_checks import Count, Natural, NotNegative, Positive, at_least, one_of, up_to
 from ppctl.errors import ConfigError
 
 SCORES = ("softmax", "softmax_chosen", "sigmoid")
@@ -43,8 +44,9 @@ class Experts:
     bias_update: NotNegative = 0.0  # step of the choice bias towards less loaded experts
     # tokens reach experts on other devices by gather (all_gather, psum_scatter) | alltoall
     dispatch: Annotated[str, one_of(*DISPATCHES)] = "gather"
-    # bound on the rows of a device, times its even share; more are dropped; None: no token is
-    capacity: Positive | None = None
+    # bound on the rows of a device, at least 1 times its even share; the rest is dropped; None: no
+    # bound, and nothing is dropped
+    capacity: Annotated[float, partial(at_least, least=1)] | None = None
     # products of experts: auto (by device) | scan (CPU) | triton (NVIDIA GPUs) | ragged_dot (TPU)
     kernel: Annotated[str, one_of(*PRODUCTS)] = "auto"
 
@@ -108,6 +110,16 @@ class Experts:
         if not any(self.has_experts(num_layers)):
             raise ConfigError(
                 f"{key}.first_dense={self.first_dense} and {key}.period={self.period} leave no "
-                f"layer of model.num_layers={num_layers} with experts. Use smaller ones, or "
-                f"{key}.num_experts=null."
+                f"layer of model.num_layers={num_layers} with experts. Use smaller ones."
             )
+
+    def check_frozen(self) -> None:
+        """Raise ConfigError for settings that count tokens, where only adapters are trained."""
+        for name in ("bias_update", "capacity"):
+            value = getattr(self, name)
+            if value:
+                raise ConfigError(
+                    f"model.moe.{name}={value} counts tokens in a parameter of the router, and "
+                    "with optim.train=lora only adapters change. Leave it out, or use "
+                    "optim.train=all."
+                )

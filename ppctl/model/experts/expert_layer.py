@@ -15,7 +15,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.nn import initializers
 from jax.sharding import PartitionSpec as P
 
-from ppctl.errors import ConfigError, setting
 from ppctl.model.experts.dispatch import WAYS, Group
 from ppctl.model.experts.grouped_products import choose, product
 from ppctl.model.experts.router import ExpertSizes, route
@@ -41,25 +40,9 @@ def new_experts(sizes: ExpertSizes, d_model: int, draw: Any, *, is_gated: bool) 
 
 
 def expert_group(sizes: ExpertSizes, axes: StageAxes) -> Group:
-    """Return the devices that divide the experts. ConfigError where they do not."""
+    """Return the devices that divide the experts."""
     named = {name: size for name, size in axes.divided.items() if name in EXPERT_AXES}
-    number = 1
-    for size in named.values():
-        number *= size
-    if sizes.num_experts % number:
-        product_of = "*".join(f"mesh.{name}" for name in named)
-        factors = "*".join(map(str, named.values()))
-        raise ConfigError(
-            f"{setting('model.moe.num_experts', sizes.num_experts)} is not a multiple of "
-            f"{product_of} = {factors} = {number}, the devices that divide the experts. Use a "
-            f"mesh of which {sizes.num_experts} is a multiple."
-        )
-    if axes.tp > 1 and not axes.divides_rows:
-        raise ConfigError(
-            f"{setting('mesh.tp', axes.tp)} divides experts by tokens, which needs "
-            f"{setting('executor.sequence_parallel', 'true')}. Set it, or use "
-            f"{setting('mesh.tp', 1)}."
-        )
+    number = axes.parts(EXPERT_AXES)
     return Group(tuple(named), number, sizes.num_experts // number)
 
 

@@ -118,6 +118,8 @@ def architecture(
 ) -> Architecture:
     """Return a transformer's sizes and variants by its settings and those of its family."""
     family, theta = FAMILIES[model.family], model.rope.local_theta
+    if lora is not None:
+        model.moe.check_frozen()
     return Architecture(
         num_layers=model.num_layers,
         d_model=model.d_model,

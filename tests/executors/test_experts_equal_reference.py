@@ -1,0 +1,187 @@
+"""Mixtures of experts: losses, gradients, counts and train steps equal those of a loop over all
+experts, whatever executor, schedule, mesh and dispatch, in float64.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.cases import make_params
+from support.mixtures import MIXTURES, OPTIMIZER, SIZES, TOLERANCE, check, error, make_batch
+from support.spmd_cases import covering_array
+
+import ppctl
+
+# every executor, schedule, axis, remat, dispatch and mixture, and each other setting
+CASES = {
+    "spmd 1f1b ep2": ({"pp": 2, "ep": 2}, {"schedule": "1f1b", "remat": "layer"}),
+    "spmd zb_h1 ep2 tp2": (
+        {"pp": 2, "ep": 2, "tp": 2},
+        {
+            "schedule": "zb_h1",
+            "remat": "full",
+            "dispatch": "alltoall",
+            "mixture": "sigmoid",
+            "vocab": "parallel",
+        },
+    ),
+    "spmd dualpipe_v ep2 fsdp2": (
+        {"pp": 2, "ep": 2, "fsdp": 2},
+        {"schedule": "dualpipe_v", "remat": "none", "mixture": "sigmoid", "gather": "layer"},
+    ),
+    "spmd interleaved ep4": (
+        {"pp": 2, "ep": 4},
+        {
+            "schedule": "interleaved",
+            "num_chunks": 2,
+            "remat": "layer",
+            "dispatch": "alltoall",
+            "mixture": "chosen",
+        },
+    ),
+    "mpmd zb_h1 ep4": (
+        {"pp": 2, "ep": 4},
+        {
+            "executor": "mpmd",
+            "schedule": "zb_h1",
+            "remat": "none",
+            "mixture": "dense between",
+            "post_validation": True,
+        },
+    ),
+    "mpmd zb_v ep2 tp2": (
+        {"pp": 2, "ep": 2, "tp": 2},
+        {
+            "executor": "mpmd",
+            "schedule": "zb_v",
+            "remat": "layer",
+            "dispatch": "alltoall",
+            "mixture": "dense between",
+            "packed": True,
+        },
+    ),
+    "mpmd gpipe tp2 cp2": (
+        {"pp": 2, "tp": 2, "cp": 2},
+        {"executor": "mpmd", "schedule": "gpipe", "remat": "full"},
+    ),
+}
+FACTORS = {
+    "executor": ["spmd", "mpmd"],
+    "schedule": ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v"],
+    "mesh": [  # pp, fsdp, ep, tp, cp
+        *((2, 1, 1, 1, 1), (2, 2, 1, 2, 1), (2, 1, 2, 2, 1), (2, 2, 2, 1, 1), (2, 1, 4, 1, 1)),
+        *((1, 1, 4, 2, 1), (1, 2, 4, 1, 1), (2, 1, 2, 1, 2), (1, 1, 2, 2, 2), (4, 1, 2, 1, 1)),
+    ],
+    "remat": ["none", "layer", "full"],
+    "dispatch": ["gather", "alltoall"],
+    "mixture": [*MIXTURES],
+    "other": [
+        None,
+        ("gather", "layer"),
+        ("vocab", "parallel"),
+        ("packed", True),
+        ("post_validation", True),
+    ],
+}
+AXES = ("pp", "fsdp", "ep", "tp", "cp")
+
+
+def possible(values):
+    """Whether a (partial) choice of factor values can be run."""
+    (name, _), mesh = values.get("other") or (None, None), values.get("mesh", (2, 2, 1, 1, 1))
+    sizes = dict(zip(AXES, mesh, strict=True))
+    if sizes["pp"] == 1 and (name == "vocab" or values.get("schedule") == "dualpipe_v"):
+        return False
+    if name == "gather" and sizes["fsdp"] == 1:
+        return False
+    if name == "packed" and sizes["cp"] > 1:
+        return False
+    return not (name == "post_validation" and values.get("executor") == "spmd")
+
+
+def pairwise():
+    """Cases in which every possible pair of values occurs."""
+    wanted = {
+        ((a, v), (b, w))
+        for a, b in itertools.combinations(sorted(FACTORS), 2)
+        for v, w in itertools.product(FACTORS[a], FACTORS[b])
+        if possible({a: v, b: w})
+    }
+    for values in covering_array(FACTORS, wanted, possible):
+        mesh = dict(zip(AXES, values.pop("mesh"), strict=True))
+        other = values.pop("other")
+        how = values | (dict([other]) if other else {})
+        how |= {"num_chunks": 2} if how["schedule"] == "interleaved" else {}
+        how |= {"num_microbatches": 8} if mesh["pp"] == 4 else {}
+        words = [f"{axis}{size}" for axis, size in mesh.items() if size > 1]
+        words += [str(value) for value in values.values()] + [other[0] if other else ""]
+        yield pytest.param(mesh, how, id=" ".join(words))
+
+
+@pytest.mark.parametrize(("mesh", "how"), CASES.values(), ids=CASES)
+def test_a_mixture_trains_as_the_loop_over_its_experts(mesh, how):
+    check(mesh, **how)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("mesh", "how"), [*pairwise()])
+def test_it_does_for_every_pair_of_settings(mesh, how):
+    check(mesh, **how)
+
+
+def test_every_setting_occurs_in_the_cases():
+    values = [dict(mesh) | {"executor": "spmd"} | how for mesh, how in CASES.values()]
+    for name in ("executor", "schedule", "remat", "dispatch", "mixture"):
+        assert {case.get(name, FACTORS[name][0]) for case in values} == {*FACTORS[name]}, name
+    for name in ("gather", "vocab", "packed", "post_validation", "cp", "tp", "fsdp"):
+        assert any(name in case for case in values), name
+
+
+def pipe_of(stack, mesh, schedule, **how):
+    batch = make_batch()
+    how |= {"num_microbatches": 4, "optimizer": OPTIMIZER, "dtype": jnp.float64}
+    return ppctl.pipeline(stack, ppctl.mesh(**mesh), schedule, batch=batch, **how)
+
+
+def state_of(pipe, params):
+    return pipe.from_natural(pipe.to_natural(pipe.init(seed=0)) | {"params": params})
+
+
+def test_one_expert_is_the_dense_model():
+    stack, batch = ppctl.transformer(**SIZES), make_batch()
+    dense = pipe_of(stack, {}, "gpipe", executor="reference")
+    moe = {"num_experts": 1, "top_k": 1}
+    one = pipe_of(ppctl.transformer(**SIZES, moe=moe), {"pp": 2}, "1f1b")
+    params = jax.tree.map(jnp.asarray, make_params(stack))
+    layers = dict(params["layers"])
+    mlp = layers.pop("mlp")
+    layers["experts"] = {name: w["kernel"][:, None] for name, w in mlp.items()}
+    kernel = jnp.zeros((SIZES["num_layers"], SIZES["d_model"], 1))
+    layers["router"] = {"kernel": kernel, "bias": kernel[:, 0]}
+    loss, grads = one.loss_and_grads(state_of(one, params | {"layers": layers}), batch)
+    wanted_loss, wanted = dense.loss_and_grads(state_of(dense, params), batch)
+    found = dict(grads["layers"])
+    experts, router = found.pop("experts"), found.pop("router")
+    found["mlp"] = {name: {"kernel": w[:, 0]} for name, w in experts.items()}
+    assert error((loss, found), (wanted_loss, wanted["layers"])) <= TOLERANCE
+    assert error(grads["embed_head"], wanted["embed_head"]) <= TOLERANCE
+    np.testing.assert_array_equal(router["kernel"], 0)  # one weight of 1
+    np.testing.assert_array_equal(router["bias"], batch["targets"].size)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("executor", ["spmd", "mpmd"])
+def test_adapters_of_a_mixture_have_the_references_gradients(executor):
+    moe, lora = MIXTURES["softmax"] | {"first_dense": 1}, ppctl.Lora(2, 4.0)
+    stack = ppctl.transformer(**SIZES, moe=moe, lora=lora)
+    params = jax.tree.map(jnp.asarray, make_params(stack))
+    pipes = (
+        pipe_of(stack, {"pp": 2, "ep": 2}, "zb_h1", executor=executor),
+        pipe_of(stack, {}, "gpipe", executor="reference"),
+    )
+    found, wanted = (each.loss_and_grads(state_of(each, params), make_batch()) for each in pipes)
+    assert error(found, wanted) <= TOLERANCE
+    adapters = found[1]["layers"]["attention"]["query"]
+    assert np.abs(adapters["lora_a"]).max() > 0
