@@ -18,6 +18,7 @@ from ppctl.config import Config, Costs, Inspect, Launch, Mesh, Plan, Run, Tune, 
 from ppctl.config.changed_settings import shown
 from ppctl.config.config_dirs import ROOT
 from ppctl.config.groups.command_settings import Combinations, Search, SideBySide, SubmititSlurm
+from ppctl.config.groups.model_settings import lacking
 from ppctl.schedule.families.registry import also_called
 from ppctl.schedule.mesh_axes import AXES, TEXT_AXES
 
@@ -163,6 +164,9 @@ def wrong_option(group: str, option: str, names: Iterable[str]) -> str:
             f"mesh=2x4 or mesh=2x4x2, or set {', '.join(axes[:-1])} and {axes[-1]}."
         )
     near = nearest(option, names := list(names))
+    lacks = lacking(option) if group == "model" else None
+    if lacks is not None:
+        return f"model={option}: ppctl's transformer has no {lacks}. Use another model."
     ordered = near + [name for name in names if name not in near]
     mistyped = [name for name in names if name in also_called(option) or _is_typo(option, name)]
     return (

@@ -56,6 +56,7 @@ class Architecture:
     post_norms: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    whole_qk_norm: bool = False
     query_pre_attn_scalar: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None

@@ -75,6 +75,9 @@ class StackOptions:
     updates: functions (parameter, counts) -> next parameter, by the names of a layer's parameters,
     joined by "/", of which layers `ppctl.report` counts: after each step, for a layer, with counts
     summed over the global batch. No gradient, norm, decay or optimizer touches these.
+    used_layers: how many layers compute with a part of their parameters, by its first name or by
+    all names joined by "/"; without an entry: all. The others have zeros there, which no number of
+    parameters counts.
     mixes_examples: None: a run tests on a few examples whether the loss of one depends on others,
     and refuses such a model, since microbatches change it. True: intended. False: known not to.
     check_batch(inputs, targets): raises ConfigError for a batch whose values the model does not
@@ -92,6 +95,7 @@ class StackOptions:
     outputs: Callable[[Tree, jax.Array], Tree] | None = None
     trainable: Tree = True
     updates: Updates = field(default_factory=dict)
+    used_layers: Mapping[str, int] = field(default_factory=dict)
     mixes_examples: bool | None = None  # None: unknown
     check_batch: Callable[[Any, Any], None] | None = None
     divided: Callable[[StageAxes], DividedStack] | None = None
@@ -139,6 +143,22 @@ class Stack:
     def param_shapes(self) -> Tree:
         """The shapes of the parameters that `init` returns."""
         return jax.eval_shape(lambda: init(self, 0))
+
+    def counts(self, params: Tree) -> Tree:
+        """Return how many numbers each parameter has, without those that no layer computes with.
+
+        params: all parameters, or their shapes.
+        """
+        used = self.options.used_layers
+
+        def count(path: tuple, leaf: Any) -> int:
+            names = [str(getattr(key, "key", key)) for key in path]
+            if names[0] != "layers":
+                return leaf.size
+            whole = used.get(names[1], leaf.shape[0]) if len(names) > 1 else leaf.shape[0]
+            return leaf.size // leaf.shape[0] * used.get("/".join(names[1:]), whole)
+
+        return jax.tree_util.tree_map_with_path(count, params)
 
     def in_shards(self, divided: DividedStack) -> Stack:
         """Return the model for programs of one device, whose functions take its shards."""

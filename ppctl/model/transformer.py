@@ -1,6 +1,7 @@
 """Decoder-only transformer on the stack protocol.
 
-Models: Llama 2 and 3, Qwen 2, 2.5 and 3, Mistral, SmolLM 2, Gemma 2 and 3.
+Models: Llama 2 and 3, Qwen 2, 2.5 and 3, Mistral, SmolLM 2, Gemma 2 and 3; of mixtures Mixtral,
+OLMoE, Qwen 2 and 3, GLM 4.5.
 
 Documents packed into a sequence: inputs write the first token of a document as its complement, ~id.
 Layers see only activations, so the embedding appends the starts as ceil(T / D) more rows of zeros
@@ -33,7 +34,12 @@ from ppctl.model.cross_entropy import (
     logits,
     part_log_sums,
 )
-from ppctl.model.experts.expert_layer import counted_updates, expert_specs, without_unused
+from ppctl.model.experts.expert_layer import (
+    counted_updates,
+    expert_specs,
+    used_layers,
+    without_unused,
+)
 from ppctl.model.layer_reports import Updates
 from ppctl.model.lora import A, B, are_adapters, with_adapters
 from ppctl.model.parallel import WHOLE, StageAxes, gather, on_first, own_tokens, scatter
@@ -93,6 +99,7 @@ class _Transformer:
             check_batch=self.check_batch,
             divided=self.divided,
             updates=self._updates,
+            used_layers=used_layers(self.sizes.moe),
         )
         stack = Stack(*parameters, self.embed, self.layers(), self.head, options)
         if self.sizes.lora is None:
@@ -177,7 +184,7 @@ class _Transformer:
         part, sharding, parts = replace(self, axes=axes), None, None
         if axes.parts(("pp", "ep", "tp")) > 1:
             params = self.stack.param_shapes
-            sharding = _sharding(params, axes, self.sizes.kv_heads)
+            sharding = _sharding(params, axes, self.sizes)
         if axes.vocab_parts:
             parts = VocabularyParts(part.embed, part.part_sums, part.head)
         return DividedStack(part.embed, part.layers(), part.head, sharding, parts)
@@ -259,12 +266,14 @@ class _Transformer:
         return part_log_sums(gather(x_MD, self.axes), w, part, self._head)
 
 
-def _sharding(params: Tree, axes: StageAxes, num_kv_heads: int) -> Tree:
+def _sharding(params: Tree, axes: StageAxes, sizes: Architecture) -> Tree:
     """Return the PartitionSpecs over tp: columns, then rows; embedding and head by vocabulary."""
     columns, rows = P(None, "tp"), P("tp")
-    kv = columns if num_kv_heads >= axes.tp else P()
+    kv = columns if sizes.kv_heads >= axes.tp else P()
     of_module = {"query": columns, "key": kv, "value": kv, "out": rows}
     of_module |= {"up": columns, "gate": columns, "down": rows}
+    if sizes.whole_qk_norm:
+        of_module |= {"query_norm": columns, "key_norm": kv}
 
     def spec(path: tuple, _: Any) -> P:
         names = [key.key for key in path]
@@ -275,7 +284,7 @@ def _sharding(params: Tree, axes: StageAxes, num_kv_heads: int) -> Tree:
         found = of_module.get(names[-2], P())
         if names[-1] in (A, B):  # B of columns is divided, A of rows
             return found if found == (columns if names[-1] == B else rows) else P()
-        return P(*found[1:]) if names[-1] == "bias" else found
+        return found if names[-1] == "kernel" else P(*found[1:])
 
     return jax.tree_util.tree_map_with_path(spec, params)
 

@@ -45,8 +45,9 @@ def new_block(sizes: Architecture, draw: Draw) -> Params:
     block, attention = {"attention_norm": norm(D)}, {"query": linear(D, sizes.num_heads * H, bias)}
     attention |= {name: linear(D, sizes.kv_heads * H, bias) for name in ("key", "value")}
     attention |= {"out": linear(sizes.num_heads * H, D)}
-    if sizes.qk_norm:
-        attention |= {"query_norm": norm(H), "key_norm": norm(H)}
+    if sizes.qk_norm or sizes.whole_qk_norm:
+        widths = (sizes.num_heads * H, sizes.kv_heads * H) if sizes.whole_qk_norm else (H, H)
+        attention |= {"query_norm": norm(widths[0]), "key_norm": norm(widths[1])}
     # 2. the MLP, or experts; layers of both kinds have the parameters of both
     block |= {"attention": attention, "mlp_norm": norm(D)}
     is_gated = sizes.activation in GATED
@@ -68,11 +69,19 @@ def new_block(sizes: Architecture, draw: Draw) -> Params:
     return block
 
 
-def normed(params: Params, x: jax.Array, sizes: Architecture) -> jax.Array:
-    """Return the RMSNorm of x, its sum in at least float32; Gemma's multiplies by 1 + scale."""
+def normed(
+    params: Params,
+    x: jax.Array,
+    sizes: Architecture,
+    parts: Callable[[jax.Array], jax.Array] = _all,
+) -> jax.Array:
+    """Return the RMSNorm of x, its sum in at least float32; Gemma's multiplies by 1 + scale.
+
+    parts: from the mean square of this device's part of x to that of all.
+    """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     scale = params["scale"].astype(wide.dtype) + (1 if sizes.norm_plus_one else 0)
-    mean_square = jnp.square(wide).mean(-1, keepdims=True)
+    mean_square = parts(jnp.square(wide).mean(-1, keepdims=True))
     return (wide * (jax.lax.rsqrt(mean_square + sizes.norm_eps) * scale)).astype(x.dtype)
 
 
@@ -84,8 +93,8 @@ class Block:
     Divided over tp, a device has its heads' columns of query, key and value and their rows of out.
     With fewer kv heads than devices, each holds key and value whole and computes the head that its
     queries read. Norms of queries and keys (Henry et al. 2020) are equal for all heads, and whole
-    on every device. The MLP has an activation between two matrices, or gated by a third (Shazeer
-    2020).
+    on every device, or over all heads (OLMoE), with scales divided as the heads are. The MLP has an
+    activation between two matrices, or gated by a third (Shazeer 2020).
     """
 
     sizes: Architecture
@@ -123,12 +132,16 @@ class Block:
             take = partial(jax.lax.dynamic_slice_in_dim, slice_size=width, axis=-1)
             of_kv_head = partial(take, start_index=first)
         x_MD = gather(x_MD, self.axes)
+        mean_of_parts = partial(jax.lax.pmean, axis_name="tp") if tp > 1 else _all
 
         def heads(name: str, number: int, columns: Callable = _all) -> jax.Array:
-            found = self._linear(params[name], x_MD, columns)
+            found, norm = self._linear(params[name], x_MD, columns), params.get(f"{name}_norm")
+            if norm is not None and sizes.whole_qk_norm:
+                norm = {"scale": columns(norm["scale"])}
+                # devices have equally many columns, of each kv head equally many devices
+                found = normed(norm, found, sizes, mean_of_parts)
             found = found.reshape(-1, num_tokens, number, width)
-            norm = params.get(f"{name}_norm")
-            return found if norm is None else normed(norm, found, sizes)
+            return found if norm is None or sizes.whole_qk_norm else normed(norm, found, sizes)
 
         # 2. attention
         q_BTNH = self.turn(heads("query", num_heads))

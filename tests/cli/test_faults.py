@@ -56,7 +56,17 @@ FAULTS = [
         "train schedule=interleavd",
         "Did you mean schedule=interleaved.*.schedule: interleaved, .*gpipe",
     ),
-    ("train model=mixtral", "model=mixtral is not an option of model. .model: mistral_7b, "),
+    ("train model=mixtral", "model=mixtral is not an option of model. Did you mean model=mixtral_"),
+    ("train model=qwen4_8b", "model=qwen4_8b is not an option of model. .model: qwen3_8b, "),
+    (
+        "train model=deepseek_v3",
+        "model=deepseek_v3: ppctl's transformer has no multi-head latent attention .MLA.. Use ano",
+    ),
+    ("train model=gpt-oss-120b", "model=gpt-oss-120b: ppctl's transformer has no attention sinks"),
+    (
+        "train model=llama4_scout",
+        "model=llama4_scout: ppctl's transformer has no chunked attention",
+    ),
     ("train hardware=v100", "hardware=v100 is not an option of hardware. .hardware: h100, "),
     (
         "train data=mixture data.parts=[{path:a,wieght:1}]",

@@ -151,6 +151,11 @@ MIXTURES = [
             "model.family=gemma is not one of llama, qwen2",
         ),
         (config_with(model=c.Transformer(head_dim=5)), "model.head_dim=5 is odd"),
+        (
+            config_with(model=c.Transformer(head_dim=12, rope=Rope(fraction=0.6))),
+            "fraction=0.6 of heads 12 wide are 7.2 dims, no even .* Use model.rope.fraction=0.666",
+        ),
+        (config_with(model=c.Transformer(rope=Rope(fraction=0))), "fraction=0 must be .* above 0"),
         (config_with(model=c.Transformer(head_dim=0)), "model.head_dim=0 must be .* at least 1"),
         (config_with(model=c.Transformer(mlp_width=0)), "model.mlp_width=0 must be"),
         (

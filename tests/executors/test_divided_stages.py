@@ -19,6 +19,7 @@ from ppctl.model.stack import init
 from ppctl.schedule.mesh_axes import MeshSizes
 
 WIDE = {"head_dim": 6, "family": "gemma3"}
+HALF = {"fraction": 0.5}  # of the dims of a head turn
 CAPPED = {"attention_softcap": 1.5, "logit_softcap": 2.0, "family": "gemma2", "num_kv_heads": 1}
 # every value of each setting, in both executors, and lengths and vocabularies that nothing divides
 CASES = {
@@ -50,6 +51,22 @@ CASES = {
     "cp2 full": (
         {"cp": 2, "dp": 2},
         ODD | {"executor": "mpmd", "remat": "full", "model": {"attention": "chunked"}},
+    ),
+    "tp4 kv2 norm of all heads, turned in part": (
+        {"tp": 4},
+        {
+            "schedule": "zb_h1",
+            "model": {"family": "olmoe", "num_kv_heads": 2, "num_layers": 2, "rope": HALF},
+        },
+    ),
+    "tp2 cp2 norm of all heads, turned in part": (
+        {"tp": 2, "cp": 2},
+        ODD
+        | {
+            "executor": "mpmd",
+            "sequence_parallel": False,
+            "model": {"family": "olmoe", "num_layers": 2, "rope": HALF},
+        },
     ),
 }
 BY_LAYER = {  # weights of a layer are gathered over fsdp, its activations over tp and cp
@@ -107,6 +124,7 @@ SLOW = (
     "tp2 spmd",
     "cp2 full",
     "tp4 kv2 fsdp2 layer",
+    "tp2 cp2 norm of all heads, turned in part",
 )  # whose parts the others, and the divided vocabulary's, have
 SELECTED = [full(case) if name in SLOW else case for name, case in CASES.items()]
 

@@ -12,6 +12,7 @@ from ppctl.config.field_checks import (
     Positive,
     Rate,
     Settings,
+    above_zero,
     at_least,
     choice,
     domains,
@@ -19,6 +20,7 @@ from ppctl.config.field_checks import (
     one_of,
     settings_from,
     up_to,
+    within,
 )
 from ppctl.config.groups.moe_settings import Experts
 from ppctl.errors import ConfigError
@@ -42,15 +44,33 @@ class Family(NamedTuple):
     scale_embedding: bool = False  # embeddings are multiplied by sqrt(d_model)
     qkv_bias: bool = False  # queries, keys and values have biases
     qk_norm: bool = False  # norms of each head's queries and keys, before the rotary positions
+    whole_qk_norm: bool = False  # norms of queries and of keys, each over all heads
 
 
 FAMILIES = {
     "llama": Family(),  # Llama, Mistral, SmolLM
-    "qwen2": Family(qkv_bias=True),
+    "qwen2": Family(qkv_bias=True),  # and GLM 4.5 Air
     "qwen3": Family(qk_norm=True),
+    "glm4p5": Family(qkv_bias=True, qk_norm=True),
+    "olmoe": Family(whole_qk_norm=True),
     "gemma2": Family(norm_plus_one=True, post_norms=True, scale_embedding=True),
     "gemma3": Family(norm_plus_one=True, post_norms=True, scale_embedding=True, qk_norm=True),
 }
+LACKING = {  # begins the names of models, without signs: what the transformer lacks for them
+    "deepseek": "multi-head latent attention (MLA)",
+    "gptoss": "attention sinks, and biases and clamped activations of experts",
+    "llama4": "chunked attention, layers without rotary positions, and experts of weighted inputs",
+}
+
+
+def lacking(model: str) -> str | None:
+    """Return what the transformer lacks for a model of this name; None: unknown.
+
+    >>> lacking("deepseek_v3")
+    'multi-head latent attention (MLA)'
+    """
+    letters = "".join(filter(str.isalnum, model.lower()))
+    return next((what for name, what in LACKING.items() if letters.startswith(name)), None)
 
 
 Stretch = Annotated[float, partial(at_least, least=1)]
@@ -109,6 +129,8 @@ class Rope:
     theta: Theta = 10000.0  # base of the wavelengths
     local_theta: Theta | None = None  # base of windowed layers, without scaling; None: theta
     scaling: Any = None  # {rope_type: linear | llama3 | yarn, factor: 8, ...}, as in config.json
+    # share of a head's width, its first dims, that turns; the others have no position
+    fraction: Annotated[float, above_zero, within] = 1.0
 
     @property
     def record(self) -> Scaling | None:
@@ -168,7 +190,7 @@ class Transformer(Layered):
     vocab_size: VocabSize | None = None  # None: the data set's
     seq_len: SeqLen = 128  # tokens a sequence
     tied: bool = False  # head shares the embedding's weights
-    # norms, biases and scale of the embedding: llama | qwen2 | qwen3 | gemma2 | gemma3
+    # norms, biases, scaled embedding: llama | qwen2 | qwen3 | glm4p5 | olmoe | gemma2 | gemma3
     family: Annotated[str, one_of(*FAMILIES)] = "llama"
     norm_eps: Positive = 1e-6  # added to the mean square in a norm
     # scores are divided by its square root; None: by that of head_dim
@@ -262,6 +284,14 @@ class Transformer(Layered):
             else:
                 width = f"model.d_model/model.num_heads = {d_model}/{heads} = {self.head_width}"
             raise ConfigError(f"{width} is odd, and rotary positions turn pairs. {use}.")
+        turned = self.rope.fraction * self.head_width
+        even = max(2, 2 * round(turned / 2))
+        if abs(turned - even) > 1e-3:  # digits of a fraction such as 2/3
+            raise ConfigError(
+                f"model.rope.fraction={self.rope.fraction} of heads {self.head_width} wide are "
+                f"{turned:g} dims, no even number, and rotary positions turn pairs. Use "
+                f"model.rope.fraction={even / self.head_width:g}."
+            )
 
     def _check_windows(self) -> None:
         if self.window is None:

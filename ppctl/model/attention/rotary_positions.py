@@ -27,6 +27,7 @@ class Rope:
     yarn: pairs with fewer than beta_slow turns in original_len turn slower, those with more than
     beta_fast do not; a ramp over i mixes both between. Queries and keys are multiplied by
     attention_factor, None: 1 + log(factor)/10 (Peng et al. 2023).
+    fraction: of the dims of a head, the first; H stands for their number, and the others stay.
     """
 
     theta: float = 10000.0
@@ -38,6 +39,7 @@ class Rope:
     beta_fast: float = 0.0
     beta_slow: float = 0.0
     attention_factor: float | None = None
+    fraction: float = 1.0
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Return the angle by which each pair turns from one token to the next, [H/2]."""
@@ -89,7 +91,14 @@ def rotate_at(x_BTNH: jax.Array, rope: Rope, first: jax.Array, num_positions: in
 
 
 def _turned(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Return the turned halves of heads, without slices, of which accelerators make arrays."""
+    """Return the turned halves of heads, without slices, of which accelerators make arrays.
+
+    Only heads that turn in part are cut.
+    """
+    turned = 2 * cos.shape[-1]
+    if turned < x_BTNH.shape[-1]:
+        parts = _turned(x_BTNH[..., :turned], cos, sin), x_BTNH[..., turned:]
+        return jnp.concatenate(parts, -1)
     halves = x_BTNH.reshape(*x_BTNH.shape[:-1], 2, -1)
     return (halves * cos + jax.lax.rev(halves, (halves.ndim - 2,)) * sin).reshape(x_BTNH.shape)
 
@@ -97,6 +106,7 @@ def _turned(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 @lru_cache(8)  # each layer reads them in several traces
 def _tables(rope: Rope, num_tokens: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
     """Return cosines [T, 1, 1, H/2], signed sines [T, 1, 2, H/2]: NumPy's, so not recomputed."""
-    angles = np.arange(num_tokens)[:, None, None, None] * rope.frequencies(head_dim)
+    frequencies = rope.frequencies(round(rope.fraction * head_dim))
+    angles = np.arange(num_tokens)[:, None, None, None] * frequencies
     cos, sin = np.cos(angles) * rope.magnitude, np.sin(angles) * rope.magnitude
     return cos, np.concatenate([-sin, sin], axis=-2)

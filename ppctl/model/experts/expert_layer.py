@@ -23,6 +23,7 @@ from ppctl.model.parallel import StageAxes
 
 Params = dict[str, Any]
 EXPERT_AXES = ("ep", "tp")
+PARTS = ("router", "experts", "shared", "shared_gate")  # of a layer that has experts
 COUNTED, DROPPED = ("router", "bias"), ("router", "dropped")  # parameters that count tokens
 
 
@@ -103,10 +104,19 @@ def counted_updates(sizes: ExpertSizes) -> dict[str, Any]:
     return updates if sizes.capacity is None else updates | {"/".join(DROPPED): lambda a, _: a}
 
 
+def used_layers(sizes: ExpertSizes | None) -> dict[str, int]:
+    """Return `StackOptions.used_layers`: of parts of a kind of layer, and of counters."""
+    if sizes is None:
+        return {}
+    number = sum(sizes.has_experts)
+    counters = (DROPPED,) if sizes.choice_bias else (COUNTED, DROPPED)
+    used = {"mlp": len(sizes.has_experts) - number} | dict.fromkeys(PARTS, number)
+    return used | {"/".join(names): 0 for names in counters}
+
+
 def without_unused(layer: Params, has_experts: jax.Array) -> Params:
     """Return a layer's parameters with zeros for those that its kind does not use."""
-    unused = {"mlp": has_experts}
-    unused |= dict.fromkeys(("router", "experts", "shared", "shared_gate"), ~has_experts)
+    unused = {"mlp": has_experts} | dict.fromkeys(PARTS, ~has_experts)
 
     def kept(name: str, part: Any) -> Any:
         if name not in unused:

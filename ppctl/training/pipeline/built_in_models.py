@@ -1,6 +1,6 @@
 """The models that ppctl ships, by their settings, and the model that a config names."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -130,14 +130,15 @@ def architecture(
         activation=model.activation,
         vocab_size=vocab_size,
         tied=model.tied,
-        rope=_rope(model.rope),
-        local_rope=None if theta is None else Rope(theta),
+        rope=replace(_rope(model.rope), fraction=model.rope.fraction),
+        local_rope=None if theta is None else Rope(theta, fraction=model.rope.fraction),
         scale_embedding=family.scale_embedding,
         norm_eps=model.norm_eps,
         norm_plus_one=family.norm_plus_one,
         post_norms=family.post_norms,
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
+        whole_qk_norm=family.whole_qk_norm,
         query_pre_attn_scalar=model.query_pre_attn_scalar,
         attention_softcap=model.attention_softcap,
         logit_softcap=model.logit_softcap,

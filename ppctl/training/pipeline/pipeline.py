@@ -110,13 +110,13 @@ class Pipeline:
 
     @cached_property
     def num_parameters(self) -> int:
-        return sum(a.size for a in jax.tree.leaves(self.states.natural["params"]))
+        return sum(jax.tree.leaves(self.stack.counts(self.states.natural["params"])))
 
     @cached_property
     def num_trained(self) -> int:
         """The number of parameters that are trained."""
-        trained = trained_part(self.states.natural["params"], self.stack.options.trainable)
-        return sum(a.size for a in jax.tree.leaves(trained))
+        counts = self.stack.counts(self.states.natural["params"])
+        return sum(jax.tree.leaves(trained_part(counts, self.stack.options.trainable)))
 
     @property
     def attached_losses(self) -> tuple[str, ...]:
