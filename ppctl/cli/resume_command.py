@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ppctl.cli.choices import value_text
 from ppctl.launch.local_processes import HOST, STARTED_WITH
 from ppctl.reports import run_status
+from ppctl.reports.recorded_settings import recorded_paths
 from ppctl.reports.run_files import read_config, read_lines
 
 
@@ -50,13 +51,14 @@ def resumption(path: Path) -> Resumption:
 
 
 def _needed(directory: str | None, recorded: Mapping[str, Any], words: Sequence[str]) -> str | None:
-    """Return the directory of a run's start, if custom code or a --config-dir is relative to it."""
+    """Return the directory of a run's start, if custom code or a path is relative to it."""
     if directory is None or os.path.realpath(directory) == os.path.realpath(os.curdir):
         return None
     parts = [recorded.get(name) for name in ("model", "data")]
     has_code = any(isinstance(part, Mapping) and "target" in part for part in parts)
-    config_dirs = [word[13:] for word in words if word.startswith("--config-dir=")]
-    is_relative = not all(map(os.path.isabs, config_dirs))
+    paths = [word[13:] for word in words if word.startswith("--config-dir=")]
+    paths += recorded_paths(recorded)
+    is_relative = not all(os.path.isabs(os.path.expanduser(path)) for path in paths)
     return directory if has_code or is_relative else None
 
 

@@ -1,12 +1,14 @@
 """The settings of runs: their names, their values as typed, and the differences between runs."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ppctl.config.changed_settings import shown
 from ppctl.schedule.mesh_axes import AXES, mesh_text
 
 RUN_SETTINGS = ("name", "dir", "resume", "distributed", "coordinator", "process_id")
+PATHS = ("data.path", "data.cache_dir", "data.tokenizer", "run.start_from", "schedule.path")
 OWN = {f"run.{name}" for name in RUN_SETTINGS}  # never compared
 
 
@@ -43,6 +45,21 @@ def setting_value(composed: Mapping[str, Any], name: str) -> Any:
     if name != "mesh":
         return value["name"]
     return mesh_text(value)
+
+
+def recorded_paths(composed: Mapping[str, Any]) -> list[str]:
+    """Return the files and directories that a composed config reads or keeps data in.
+
+    >>> recorded_paths({"data": {"parts": [{"path": "a"}], "tokenizer": "bytes"}, "run": {}})
+    ['a']
+    """
+    data = composed.get("data")
+    parts = data.get("parts") if isinstance(data, dict) else None
+    found = [part.get("path") for part in parts or () if isinstance(part, dict)]
+    for name in PATHS:
+        with suppress(KeyError):
+            found.append(setting_value(composed, name))
+    return [each for each in found if isinstance(each, str) and each != "bytes"]  # a tokenizer
 
 
 def setting_text(composed: Mapping[str, Any], name: str) -> str | None:

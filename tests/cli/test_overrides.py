@@ -19,17 +19,19 @@ WORDS = ["--config-dir=mine", "recipes=big", "run.name=a b", "schedule=gpipe"]
 def run_of(tmp_path):
     """A function that makes a run of these words and settings of `run`."""
 
-    def make(words, **run):
+    def make(words, directory=None, parts=None, **run):
         run_dir = tmp_path / "runs" / "x"
         run_dir.mkdir(parents=True)
         (run_dir / "config.yaml").write_text(
-            yaml.safe_dump({"run": {"dir": str(run_dir), "resume": "auto"} | run})
+            yaml.safe_dump({"run": {"dir": str(run_dir), "resume": "auto"} | run} | (parts or {}))
         )
         records = [
             {"status": "started", "overrides": ["of an earlier start"]},
             {"status": "failed"},
         ]
-        records += [{"status": "started", "overrides": words}, {"status": "interrupted"}]
+        start = {"status": "started", "overrides": words}
+        records += [start if directory is None else start | {"directory": directory}]
+        records += [{"status": "interrupted"}]
         (run_dir / "status.jsonl").write_text(
             "".join(json.dumps(record) + "\n" for record in records)
         )
@@ -42,6 +44,29 @@ def test_a_run_goes_on_by_the_words_of_its_newest_start(run_of):
     found = resumption(run_of(WORDS))
     assert (list(found.words), list(found.notes)) == (WORDS, [])
     assert shlex.split(found.command) == ["ppctl", "train", *WORDS]
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_relative"),
+    [
+        ({"data": {"path": "texts/a.txt"}}, True),
+        ({"data": {"path": "/a.txt", "tokenizer": "bytes", "cache_dir": "~/cache"}}, False),
+        ({"data": {"path": "/a.txt", "tokenizer": "tokenizer.json"}}, True),
+        ({"data": {"parts": [{"path": "/a.txt", "weight": 1.0}, {"path": "b.txt"}]}}, True),
+        ({"run": {"start_from": "imported"}}, True),
+        ({"run": {"start_from": "/imported"}}, False),
+        ({"schedule": {"name": "csv", "path": "mine.csv"}}, True),
+    ],
+)
+def test_the_line_that_resumes_a_run_goes_where_its_relative_paths_begin(
+    run_of, parts, is_relative, monkeypatch, tmp_path
+):
+    """`cd` was printed for custom code and --config-dir only: data.path=a.txt was not found."""
+    monkeypatch.chdir(tmp_path)
+    run_dir = run_of(["run.name=x"], "/started here", {"run": {"dir": "runs/x"}} | parts)
+    line = resumption(run_dir).command
+    assert line.startswith("cd '/started here' && ppctl train ") == is_relative
+    assert f"run.dir={run_dir}" in line
 
 
 def test_a_run_that_was_moved_goes_on_where_it_is(run_of, tmp_path):
