@@ -7,6 +7,7 @@ the service by which the others find each other.
 import os
 import socket
 import threading
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -136,21 +137,32 @@ def gather(text: str) -> list[str]:
     if not is_joined():
         return [text]
     encoded = np.frombuffer(text.encode(), np.uint8)
-    lengths = _all_rows(np.array([len(encoded)], np.int32))[:, 0]
+    lengths = np.asarray(_all_rows(np.array([len(encoded)], np.int32)))[:, 0]
     padded = np.zeros(max(1, lengths.max()), np.uint8)
     padded[: len(encoded)] = encoded
-    rows = _all_rows(padded)
+    rows = np.asarray(_all_rows(padded))
     return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
 
 
-def _all_rows(row: np.ndarray) -> np.ndarray:
+def gather_later(flag: bool) -> Callable[[], list[bool]]:
+    """Return a function that waits for the flags of all processes. All must call both.
+
+    Devices compare them after what was dispatched before, and nobody waits in the meantime.
+    """
+    if not is_joined():
+        return lambda: [flag]
+    rows = _all_rows(np.array([flag], np.int32))
+    return lambda: [bool(each) for each in np.asarray(rows)[:, 0]]
+
+
+def _all_rows(row: np.ndarray) -> jax.Array:
     """Return the row of every process, by one device of each: they may have unequal numbers."""
     first = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([first[process] for process in sorted(first)]), ("process",))
     divided, whole = (NamedSharding(mesh, P(*axes)) for axes in (("process",), ()))
     placed = jax.device_put(row[None], first[jax.process_index()])
     rows = jax.make_array_from_single_device_arrays((len(first), len(row)), divided, [placed])
-    return np.asarray(jax.jit(lambda a: a, out_shardings=whole)(rows).addressable_data(0))
+    return jax.jit(lambda a: a, out_shardings=whole)(rows).addressable_data(0)
 
 
 def leave() -> None:

@@ -53,6 +53,26 @@ Checkpoints._probe = probe
 cli.console_script()
 """
 )
+# The process cannot read its examples of the batch of step 6, and cannot tell before.
+BAD_BATCH = (
+    QUICK
+    + """
+from ppctl import cli
+from ppctl.data.dataset import DataSet
+from ppctl.errors import DataError
+
+batches = DataSet.batches
+
+def cut_short(self, start_step=0, rows=None):
+    for step, batch in enumerate(batches(self, start_step, rows), start_step):
+        if step == 5 and rows is not None:
+            raise DataError("The file of step 6 is gone. Restore it.")
+        yield batch
+
+DataSet.batches = cut_short
+cli.console_script()
+"""
+)
 
 
 def results(run_dir):
@@ -133,3 +153,21 @@ def test_a_directory_that_one_cannot_write_ends_both_before_anything_is_compiled
     )
     assert said_of(started, "Checkpoints cannot be written") == [line]
     assert said_of(started, "compiling") == said_of(started, "Traceback") == []
+
+
+def test_a_batch_that_one_cannot_read_ends_both_after_a_save_of_the_step_before(tmp_path):
+    """Both ended at once, and lost all steps since the last save."""
+    run_dir = tmp_path / "run"
+    settings = (*SETTINGS[:-2], "run.checkpoint.every=null", "model.d_model=8")
+    with processes(2, run_dir, *settings, programs={0: PLAIN, 1: BAD_BATCH}) as started:
+        assert [process.end(timeout_s=200) for process in started] == [2, 2]
+    [line] = said_of(started, "The file of step 6 is gone")
+    assert line == ("ppctl: process 1: The file of step 6 is gone. Restore it. Step 5 is saved.\n")
+    assert said_of(started, "Traceback") == []
+    assert steps(run_dir) == {"5"}
+    assert [step for step, *_ in results(run_dir)] == [1, 2, 3, 4, 5]
+    last = json.loads((run_dir / "status.jsonl").read_text().splitlines()[-1])
+    assert (last["status"], last["reason"]) == ("failed", line.removeprefix("ppctl: ").strip())
+    with processes(2, run_dir, *settings) as started:
+        assert [process.end(timeout_s=200) for process in started] == [0, 0]
+    assert len(said_of(started, "resuming after step 5")) == 1

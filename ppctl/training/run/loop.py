@@ -17,7 +17,15 @@ from typing import Any, NamedTuple, Self
 import jax
 
 from ppctl.data.dataset import description
-from ppctl.errors import ConfigError, DataError, NonFiniteError, SaveError
+from ppctl.errors import (
+    AgreedError,
+    ConfigError,
+    DataError,
+    ElsewhereError,
+    NonFiniteError,
+    PpctlError,
+    SaveError,
+)
 from ppctl.launch import join_processes as distributed
 from ppctl.reports import measured_timeline_file as timeline_io
 from ppctl.reports.bubble_names import shared_cores_text
@@ -29,6 +37,7 @@ from ppctl.training.pipeline.mfu import ModelFlops, mfu, mfu_peak_flops, model_f
 from ppctl.training.run import profiler
 from ppctl.training.run.heartbeat import Heartbeat
 from ppctl.training.run.metrics import Metrics
+from ppctl.training.run.process_group import raise_together
 from ppctl.training.run.profile_window import ProfileWindow
 from ppctl.training.run.run_environment import checkpoint_metadata, num_cores, writing
 from ppctl.training.run.run_lines import StepPrediction
@@ -89,6 +98,18 @@ def metadata(job: TrainingJob, finished: int) -> dict[str, Any]:
     return checkpoint_metadata(asdict(job.settled), finished, job.sources, data)
 
 
+def _read_ahead(
+    batches: Iterator[Tree],
+) -> tuple[Tree, PpctlError | None, Callable[[], list[bool]]]:
+    """Return the next batch, or the error of reading it, and what waits for who failed."""
+    batch, found = None, None
+    try:
+        batch = next(batches)
+    except (ConfigError, DataError) as error:
+        found = error
+    return batch, found, distributed.gather_later(found is not None)
+
+
 @dataclass
 class Loop:
     """The training loop. A step's numbers are read one step later: devices never wait for them."""
@@ -114,7 +135,7 @@ class Loop:
         config, engine = self.job.config.run, self.job.pipe.engine
         save_every, eval_every = config.checkpoint.every, config.eval_every
         measured = min(start + WARM_UP_STEPS, config.num_steps - 1) if config.timeline else None
-        batches = self.job.data.batches(start, engine.batches.examples)
+        batches = self._batches(start)
         self.last = {"step": start}
         with ProfileWindow(config, start) as profile:
             if profile.passed is not None:
@@ -152,6 +173,20 @@ class Loop:
                     self._end_profile(profile, finished)
                     return 0 if stop_signal is None else 128 + stop_signal
         return 0
+
+    def _batches(self, start: int) -> Iterator[Tree]:
+        """Yield this process's examples of each step's batch, read one step ahead.
+
+        Where one process cannot read a batch, all raise when its step would begin.
+        """
+        batches = self.job.data.batches(start, self.job.pipe.engine.batches.examples)
+        ahead = _read_ahead(batches)
+        for step in range(start, self.job.config.run.num_steps):
+            batch, error, failed = ahead
+            raise_together(error, failed())
+            if step + 1 < self.job.config.run.num_steps:
+                ahead = _read_ahead(batches)
+            yield batch
 
     def _train_step(
         self, state: Tree, batch: Tree, step: int, is_measured: bool
@@ -271,19 +306,22 @@ class Loop:
     def _saved_first(self, state: Tree, finished: int, *, is_new: bool = True) -> Iterator[None]:
         """Save the state, if it is new, before an error of the body ends training.
 
-        Not in a run of several processes, of which the others may go on.
+        Not where it is an error of one process of several: the others go on.
         """
         try:
             yield
-        except (ConfigError, DataError) as error:
-            if not (is_new and self.job.config.run.checkpoint.enabled) or distributed.is_joined():
+        except (ConfigError, DataError, ElsewhereError) as error:
+            is_of_all = isinstance(error, AgreedError | ElsewhereError)
+            is_alone = distributed.is_joined() and not is_of_all
+            if not (is_new and self.job.config.run.checkpoint.enabled) or is_alone:
                 raise
             what = f"Step {finished} is saved."
             try:
                 self._save(state, finished, is_last=True, stop_signal=None)
             except SaveError as failed:
                 what = str(failed)
-            raise type(error)(f"{error} {what}") from error
+            error.args = (f"{error} {what}",)
+            raise
 
     @contextmanager
     def _saving(self, finished: int, *, is_last: bool = False) -> Iterator[None]:

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -118,6 +118,23 @@ def compare(facts: Mapping[str, Any]) -> None:
                     f"{key} is {expected} on process 0 and {actual} on process {process}. All "
                     "processes need the same settings, data and versions."
                 )
+
+
+def raise_together(error: PpctlError | None, failed: Sequence[bool]) -> None:
+    """Raise the error of the first process that failed, if any; the others raise ElsewhereError.
+
+    failed: by process. error: of this process, if it failed.
+    """
+    if not any(failed):
+        return
+    if not distributed.is_joined():
+        assert error is not None
+        raise error
+    first = failed.index(True)
+    text = f"process {first}: {distributed.gather(str(error or ''))[first]}"
+    agreed = AgreedError(text) if first == jax.process_index() else ElsewhereError(text)
+    agreed.kind = agreed.kind if error is None else error.kind
+    raise agreed from error
 
 
 def _of_all(message: str) -> PpctlError:
