@@ -15,8 +15,10 @@ from ppctl.data.tokenizer import json_object
 from ppctl.errors import ConfigError, one_line
 from ppctl.language.import_model import KEPT
 from ppctl.language.language_model import LanguageModel, open_language_model
-from ppctl.language.model_files import INDEX, Named, all_or_nothing, check_new, named_parameters
+from ppctl.language.model_files import INDEX, all_or_nothing, check_new
+from ppctl.language.tensor_names import Named, named_parameters
 from ppctl.language.transformers_config import model_config, model_settings
+from ppctl.model.experts.expert_layer import COUNTED
 from ppctl.training.run.kept_tokenizer import (
     GENERATION,
     MODEL_CONFIG,
@@ -61,11 +63,12 @@ def export_model(
     model = open_language_model(run_dir, step=step)
     # 1. parameters, config.json, and the files that come with them
     if adapter:
-        step, params, config = _adapter(model)
+        step, params, config, of_base = _adapter(model)
         copied, stem = dict[str, Path](), "adapter_model"
     else:
         source = imported_source(run_dir, model.config.run.start_from)
         step, params, config = model.step, model.params, _config(model, source)
+        of_base = config
         copied, stem = _kept_files(source, run_dir / SOURCE), "model"
     stated = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     if (dtype or stated) not in DTYPES:
@@ -79,7 +82,7 @@ def export_model(
     # 2. the files
     with all_or_nothing(out) as part:
         (part / config_file).write_text(json.dumps(config, indent=2) + "\n")
-        names = named_parameters(params, adapters=adapter)
+        names = named_parameters(params, of_base, adapters=adapter)
         files = [*_write_tensors(part, params, names, DTYPES[dtype], stem)]
         for name, file in copied.items():
             shutil.copyfile(file, part / name)
@@ -102,8 +105,11 @@ def _config(model: LanguageModel, source: Path | None) -> dict[str, Any]:
     return config
 
 
-def _adapter(model: LanguageModel) -> tuple[int, Tree, dict[str, Any]]:
-    """Return (step, parameters with adapters, PEFT's config). ConfigError without adapters."""
+def _adapter(model: LanguageModel) -> tuple[int, Tree, dict[str, Any], dict[str, Any]]:
+    """Return (step, parameters with adapters, PEFT's config, config.json of the base).
+
+    ConfigError without adapters.
+    """
     adapters = model.adapters
     if adapters is None:
         raise ConfigError(
@@ -111,13 +117,14 @@ def _adapter(model: LanguageModel) -> tuple[int, Tree, dict[str, Any]]:
             "adapters."
         )
     step, lora, params = adapters
-    model_config(model.transformer, params["embed_head"]["embedding"].shape[0])  # raises for others
-    linear = [each.name.split(".")[-3] for each in named_parameters(params, adapters=True)]
+    of_base = model_config(model.transformer, params["embed_head"]["embedding"].shape[0])
+    names = named_parameters(params, of_base, adapters=True)
+    linear = [each.name.split(".")[-3] for each in names]
     base = _base(model.config.run.start_from)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
     config |= {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": [*dict.fromkeys(linear)]}
     config |= {"lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False}
-    return step, params, config | {"inference_mode": True}
+    return step, params, config | {"inference_mode": True}, of_base
 
 
 def _base(start_from: str | None) -> str | None:
@@ -181,5 +188,6 @@ def _tensor_of(params: Tree, each: Named, dtype: Any) -> np.ndarray:
     leaf = params
     for key in each.path:
         leaf = leaf[key]
-    tensor = np.asarray(leaf if each.layer is None else leaf[each.layer]).astype(dtype)
+    dtype = np.float32 if each.path[1:] == COUNTED else dtype  # as in the models' files
+    tensor = np.asarray(leaf[each.index]).astype(dtype)
     return np.ascontiguousarray(tensor.T if each.is_transposed else tensor)

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from ppctl.errors import ConfigError, PpctlError, one_line
-from ppctl.language.model_files import EMBED_HEAD, FETCH, LAYER, Tensors
+from ppctl.language.model_files import FETCH, Tensors
+from ppctl.language.tensor_names import EMBED_HEAD, LAYER
 
 SIZES = {  # key of config.json: key of the file, after its architecture
     "num_hidden_layers": "block_count",

@@ -22,15 +22,9 @@ from ppctl.data.dataset import description
 from ppctl.data.tokenizer import FILE, SETTINGS, json_object
 from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import all_devices
-from ppctl.language.model_files import (
-    Named,
-    Tensors,
-    all_or_nothing,
-    check_new,
-    named_parameters,
-    open_safetensors,
-)
-from ppctl.language.transformers_config import DROPOUT, model_settings
+from ppctl.language.model_files import Tensors, all_or_nothing, check_new, open_safetensors
+from ppctl.language.tensor_names import Named, by_expert, named_parameters
+from ppctl.language.transformers_config import BALANCE, DROPOUT, model_settings
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.pipeline import built_in_models as models
 from ppctl.training.run.kept_tokenizer import (
@@ -83,6 +77,9 @@ def import_model(source: Path, out: Path) -> Imported:
         tensors = open_safetensors(source)
     if model_config.get(DROPOUT):
         notes = (*notes, f"{DROPOUT}={model_config[DROPOUT]} is not applied: no dropout in ppctl")
+    if model_config.get(BALANCE):
+        what = "ppctl's balance loss, of each sequence, is model.moe.balance_loss"
+        notes = (*notes, f"{BALANCE}={model_config[BALANCE]} is not applied: {what}")
     kept = _kept(source, model_config, texts)
     # 2. the model and its parameters
     settings = model_settings(model_config)
@@ -94,8 +91,8 @@ def import_model(source: Path, out: Path) -> Imported:
     model = replace(settings_from(Transformer, settings, "model"), seq_len=length)
     stack = models.transformer(**settings)
     shapes = stack.param_shapes
-    wanted = named_parameters(shapes)
-    tensors.check(wanted)
+    wanted, tensors = named_parameters(shapes, model_config), by_expert(tensors, model_config)
+    tensors.check({each.name: each.shape for each in wanted})
     params = _params(shapes, wanted, tensors)
     # 3. the run directory
     run = Run(name=out.absolute().name, dir=str(out))
@@ -110,7 +107,7 @@ def import_model(source: Path, out: Path) -> Imported:
             (part / SOURCE / name).write_bytes(content)
         commands = _commands(out, part / SOURCE)
         _write_recipe(part, out, settings | {"seq_len": length}, commands)
-    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    count = sum(jax.tree.leaves(stack.counts(shapes)))
     return Imported(model, count, tuple(kept), commands, tuple(notes))
 
 
@@ -129,9 +126,13 @@ def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
             return np.asarray((tensor.T if each.is_transposed else tensor)[index], shape.dtype)
 
         def part(index: Any) -> np.ndarray:
-            if of_leaf[0].layer is None:
-                return read(of_leaf[0], index)
-            return np.stack([read(each, index[1:]) for each in of_leaf[index[0]]])
+            ranges = [range(size)[each] for size, each in zip(shape.shape, index, strict=True)]
+            block = np.zeros([*map(len, ranges)], shape.dtype)  # zeros where no layer uses it
+            for each in of_leaf:
+                if all(map(range.__contains__, ranges, each.index)):
+                    place = tuple(map(range.index, ranges, each.index))
+                    block[place] = read(each, index[len(place) :])
+            return block
 
         dims = [dim for dim, size in enumerate(shape.shape) if size % mesh.size == 0]
         place = NamedSharding(mesh, jax.P(*([None] * dims[0] + ["all"] if dims else [])))

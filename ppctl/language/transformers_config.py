@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from ppctl.config import Transformer
-from ppctl.config.groups.model_settings import SCALINGS, Rope
+from ppctl.config.groups.model_settings import FAMILIES, SCALINGS, Rope, lacking
+from ppctl.config.groups.moe_settings import Experts
 from ppctl.errors import ConfigError
 
 ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu": "geglu_exact"}
@@ -26,6 +27,13 @@ CAPS = {
     "logit_softcap": "final_logit_softcapping",
 }
 TYPES = {True: "sliding_attention", False: "full_attention"}
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # each is read for all
+NUM_SHARED = "n_shared_experts"  # of the width of the others; one expert in ppctl
+FRACTION = "partial_rotary_factor"
+FAMILY_OF = {(False, False): "llama", (True, False): "qwen2", (False, True): "qwen3"}
+FAMILY_OF |= {(True, True): "glm4p5"}  # by biases, and norms of queries and keys
+OF_TRAINING = ("name", "seq_len", "attention", "dropout")  # settings of no config.json
+EXPERTS_OF_TRAINING = ("balance_loss", "z_loss", "bias_update", "dispatch", "capacity", "kernel")
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,9 @@ class Member:
 
     windows: the layers that sliding_window applies to: all; upper (from max_window_layers on);
     pattern (all but every n-th); None: no layer.
+    switches: keys for biases of queries, keys and values, and for their norms, None where the
+    family has none; empty: the family decides.
+    experts: settings of model.moe and their keys; of_experts: settings of all its models.
     """
 
     architecture: str
@@ -44,6 +55,20 @@ class Member:
     pattern: int = 1  # default n of windows=pattern
     caps: tuple[str, ...] = ()  # of CAPS
     has_local_theta: bool = False
+    has_fraction: bool = False
+    switches: tuple[str | None, ...] = ()
+    experts: Mapping[str, str] = field(default_factory=dict[str, str])
+    of_experts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def specific(self) -> set[str]:
+        """The keys of SPECIFIC that are read."""
+        keys = {CAPS[name] for name in self.caps} | {key for key in self.switches if key}
+        keys |= {FRACTION} if self.has_fraction else set()
+        if not self.experts:
+            return keys | {"use_sliding_window"}
+        shared = {NUM_SHARED} if NUM_SHARED in self.defaults else set()
+        return keys | shared | {*self.experts.values(), *NUM_EXPERTS}
 
 
 ALL = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
@@ -52,6 +77,10 @@ SLIDING = {"sliding_window": 4096}
 QWEN = PLAIN | SLIDING | {"max_window_layers": 28}
 GEMMAS = ALL | SLIDING | {"tie_word_embeddings": True, "query_pre_attn_scalar": 256}
 GEMMAS |= {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh"}
+MIXTURE = {"num_experts": "num_experts", "top_k": "num_experts_per_tok"}
+QWEN_MIXTURE = MIXTURE | {"normalize": "norm_topk_prob", "width": "moe_intermediate_size"}
+QWEN_MIXTURE |= {"period": "decoder_sparse_step"}
+QWENS = PLAIN | {"norm_topk_prob": False, "decoder_sparse_step": 1}
 MEMBERS = {
     "llama": Member("LlamaForCausalLM", "llama", PLAIN),  # Llama 2 and 3, SmolLM 2
     "mistral": Member("MistralForCausalLM", "llama", PLAIN | SLIDING, windows="all"),
@@ -76,19 +105,65 @@ MEMBERS = {
         caps=("query_pre_attn_scalar", "logit_softcap"),
         has_local_theta=True,
     ),
+    "mixtral": Member(
+        "MixtralForCausalLM",
+        "llama",
+        PLAIN | {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        windows="all",
+        experts=MIXTURE | {"num_experts": "num_local_experts"},
+    ),
+    "olmoe": Member(
+        "OlmoeForCausalLM",
+        "olmoe",
+        PLAIN | {"rms_norm_eps": 1e-5, "norm_topk_prob": False},
+        experts=MIXTURE | {"normalize": "norm_topk_prob"},
+    ),
+    "qwen2_moe": Member(  # Qwen 1.5 and 2
+        "Qwen2MoeForCausalLM",
+        "qwen2",
+        QWENS | {"qkv_bias": True},
+        switches=("qkv_bias", None),
+        experts=QWEN_MIXTURE | {"shared_width": "shared_expert_intermediate_size"},
+        of_experts={"shared_gate": True},
+    ),
+    "qwen3_moe": Member("Qwen3MoeForCausalLM", "qwen3", QWENS, experts=QWEN_MIXTURE),
+    "glm4_moe": Member(  # GLM 4.5
+        "Glm4MoeForCausalLM",
+        "glm4p5",
+        PLAIN | {"rms_norm_eps": 1e-5, NUM_SHARED: 1, "norm_topk_prob": True},
+        has_fraction=True,
+        switches=("attention_bias", "use_qk_norm"),
+        experts={
+            "num_experts": "n_routed_experts",
+            "top_k": "num_experts_per_tok",
+            "width": "moe_intermediate_size",
+            "normalize": "norm_topk_prob",
+            "scale": "routed_scaling_factor",
+            "num_groups": "n_group",
+            "top_groups": "topk_group",
+            "first_dense": "first_k_dense_replace",
+        },
+        of_experts={"score": "sigmoid", "choice_bias": True, "group_score": "top2"},
+    ),
 }
-DROPOUT = "attention_dropout"
+SPECIFIC = {key for member in MEMBERS.values() for key in member.specific} | {*CAPS.values()}
+DROPOUT, BALANCE = "attention_dropout", "router_aux_loss_coef"
 LENGTH = "original_max_position_embeddings"
 LOCAL_THETA = 10000.0  # default of gemma3_text
 ROPE_KEYS = ("rope_type", "type", "rope_theta", LENGTH)
-UNSCALED = {"truncate": True, "partial_rotary_factor": 1.0}  # values that change nothing
+UNSCALED = {"truncate": True, FRACTION: 1.0}  # values that change nothing
 READ: dict[str, Any] = {  # key of config.json: its type
     **dict.fromkeys(SIZES.values(), int),
     **dict.fromkeys(("head_dim", "sliding_window", "max_window_layers"), int),
     **dict.fromkeys(("sliding_window_pattern", "max_position_embeddings"), int),
     **dict.fromkeys(("rms_norm_eps", "rope_theta", "rope_local_base_freq", DROPOUT), float),
     **dict.fromkeys(CAPS.values(), float),
-    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window"), bool),
+    **dict.fromkeys((FRACTION, "routed_scaling_factor"), float),
+    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "norm_topk_prob"), bool),
+    **dict.fromkeys(("attention_bias", "qkv_bias", "use_qk_norm"), bool),
+    **dict.fromkeys((*NUM_EXPERTS, NUM_SHARED, "num_experts_per_tok", "n_group"), int),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), int),
+    **dict.fromkeys(("decoder_sparse_step", "first_k_dense_replace", "topk_group"), int),
     **dict.fromkeys(("model_type", "hidden_act", "hidden_activation"), str),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), Mapping),
     "layer_types": list,
@@ -101,7 +176,8 @@ tokenizer_class _attn_implementation attn_implementation problem_type prefix _sl
 output_attentions output_hidden_states transformers.js_config unsloth_version unsloth_fixed
 max_length min_length temperature top_k top_p do_sample num_beams num_beam_groups typical_p
 repetition_penalty length_penalty diversity_penalty num_return_sequences no_repeat_ngram_size
-chunk_size_feed_forward
+chunk_size_feed_forward output_router_logits router_aux_loss_coef num_nextn_predict_layers
+num_mtp_layers
 """  # keys that do not change what a model computes
 
 
@@ -119,13 +195,17 @@ def model_settings(config_json: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{key}={value} in config.json is not of type {kind.__name__}.")
     name = config_json.get("model_type")
     if name not in MEMBERS:
+        lacks = lacking(str(name))
+        if lacks is not None:
+            raise ConfigError(f"model_type={name}: ppctl's transformer has no {lacks}.")
         raise ConfigError(
             f"model_type={name} is none that ppctl knows. It has {', '.join(MEMBERS)}: Llama 2 "
-            "and 3, SmolLM 2, Mistral, Qwen 2, 2.5 and 3, Gemma 2 and 3 (text, dense)."
+            "and 3, SmolLM 2, Mistral, Mixtral, Qwen 1.5 to 3, OLMoE, GLM 4.5, Gemma 2 and 3 "
+            "(text)."
         )
     member = MEMBERS[name]
     given = {**member.defaults, **config_json}
-    unread = [key for key in CAPS.values() if key not in [CAPS[name] for name in member.caps]]
+    unread = SPECIFIC - member.specific
     for key, value in given.items():
         is_known = (key in READ and key not in unread) or key in NO_FUNCTION.split()
         if value and not is_known and value != UNSCALED.get(key):
@@ -136,13 +216,14 @@ def model_settings(config_json: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"config.json states no {key}, without which the model has no size.")
     # 2. its settings
     found: dict[str, Any] = {setting: given.get(key) for setting, key in SIZES.items()}
-    found |= {"family": member.family, "head_dim": given.get("head_dim")}
+    found |= {"family": _family(member, given), "head_dim": given.get("head_dim")}
     found["activation"] = _activation(given[member.activation], member.activation)
     found |= {setting: given.get(CAPS[setting]) for setting in member.caps}
     Transformer(num_layers=given["num_hidden_layers"]).check()  # before lists of so many
     try:
         found |= (windows := _windows(member, given))
         found["rope"] = _rope(member, given, has_windows=bool(windows))
+        found["moe"] = _experts(member, given)
         model = Transformer(**{key: value for key, value in found.items() if value is not None})
         model.check()
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
@@ -155,10 +236,26 @@ def _normal(model: Transformer) -> dict[str, Any]:
     implied = {"head_dim": model.d_model / model.num_heads, "num_kv_heads": model.num_heads}
     implied |= {"query_pre_attn_scalar": model.head_width}
     unset: dict[str, Any] = {key: None for key in implied if getattr(model, key) == implied[key]}
-    rope = _normal_rope(model.rope)
-    values = asdict(replace(model, mlp_width=model.hidden_width, rope=rope, **unset))
-    usual = asdict(Transformer())
+    moe, width = _normal_experts(model)
+    model = replace(model, mlp_width=width, rope=_normal_rope(model.rope), moe=moe, **unset)
+    values, usual = asdict(model), asdict(Transformer())
+    values["moe"] = {key: n for key, n in values["moe"].items() if n != usual["moe"][key]}
+    usual["moe"] = {}
     return {key: values[key] for key in values if values[key] != usual[key] or key in SIZES}
+
+
+def _normal_experts(model: Transformer) -> tuple[Experts, int]:
+    """Return (experts, width of the MLP): that of experts, if all layers have them."""
+    moe, width = model.moe, model.hidden_width
+    if moe.num_experts is None:
+        return moe, width
+    if all(model.has_experts):
+        width = moe.width or width
+    if moe.score == "softmax_chosen":  # a softmax over all, divided by the sum over the chosen
+        moe = replace(moe, score="softmax", normalize=True)
+    group_score = Experts.group_score if moe.num_groups == 1 else moe.group_score
+    of_expert = None if moe.width == width else moe.width
+    return replace(moe, width=of_expert, group_score=group_score), width
 
 
 def _normal_rope(rope: Rope) -> Rope:
@@ -167,6 +264,31 @@ def _normal_rope(rope: Rope) -> Rope:
         return rope
     values = {key: value for key, value in vars(rope.record).items() if value is not None}
     return replace(rope, scaling={"rope_type": rope.scaling["rope_type"], **values})
+
+
+def _family(member: Member, given: Mapping[str, Any]) -> str:
+    if not member.switches:
+        return member.family
+    bias, norm = (bool(key and given.get(key)) for key in member.switches)
+    return FAMILY_OF[bias, norm]
+
+
+def _experts(member: Member, given: Mapping[str, Any]) -> Experts:
+    """Return the settings of experts. ConfigError where a size is missing, or has two values."""
+    if not member.experts:
+        return Experts()
+    numbers = {key: given[key] for key in NUM_EXPERTS if given.get(key) is not None}
+    if len({*numbers.values()}) > 1:
+        stated = ", ".join(f"{key}={number}" for key, number in numbers.items())
+        raise ConfigError(f"config.json states {stated}. Keep the right one.")
+    given = {**given, member.experts["num_experts"]: next(iter(numbers.values()), None)}
+    for key in member.experts.values():
+        if given.get(key) is None:
+            raise ConfigError(f"config.json states no {key}, without which experts have no size.")
+    found = {setting: given[key] for setting, key in member.experts.items()} | member.of_experts
+    if NUM_SHARED in member.defaults:
+        found["shared_width"] = given[NUM_SHARED] * found["width"]
+    return Experts(**found)
 
 
 def _activation(name: str, key: str) -> str:
@@ -213,6 +335,9 @@ def _rope(member: Member, given: Mapping[str, Any], *, has_windows: bool) -> Rop
         stated = stated.get("full_attention") or {}
     found = {**(given.get("rope_scaling") or {}), **stated}
     theta: float = found.get("rope_theta", given["rope_theta"])
+    fraction = 1.0
+    if member.has_fraction:
+        fraction = found.pop(FRACTION, None) or given.get(FRACTION) or 0.5
     # 2. the scaling
     kind = found.get("rope_type", found.get("type", "default"))
     if kind not in ("default", *SCALINGS):
@@ -224,11 +349,11 @@ def _rope(member: Member, given: Mapping[str, Any], *, has_windows: bool) -> Rop
             what = f"{key}={found[key]} of rotary positions in config.json"
             raise ConfigError(f"{what}: ppctl's {kind} has none. It cannot be imported.")
     if kind == "default":
-        return Rope(theta, local_theta)
+        return Rope(theta, local_theta, fraction=fraction)
     if found.get(LENGTH) is None:
         found[LENGTH] = given.get("max_position_embeddings")
     scaling = {name: found[name] for name in names if found.get(name) is not None}
-    return Rope(theta, local_theta, {"rope_type": kind, **scaling})
+    return Rope(theta, local_theta, {"rope_type": kind, **scaling}, fraction)
 
 
 def model_config(model: Transformer, vocab_size: int) -> dict[str, Any]:
@@ -236,14 +361,14 @@ def model_config(model: Transformer, vocab_size: int) -> dict[str, Any]:
 
     ConfigError where no family of `transformers` is this model.
     """
-    usual_name, seq_len, attention = Transformer.name, Transformer.seq_len, Transformer.attention
-    model = replace(model, name=usual_name, seq_len=seq_len, attention=attention)
-    model.vocab_size = vocab_size
-    wanted, usual, nearest = _normal(model), asdict(Transformer()), list[str]()
+    moe = replace(model.moe, **{name: getattr(Experts, name) for name in EXPERTS_OF_TRAINING})
+    usual_values = {name: getattr(Transformer, name) for name in OF_TRAINING}
+    model = replace(model, vocab_size=vocab_size, moe=moe, **usual_values)
+    wanted, usual, nearest = _flat(_normal(model)), _flat(asdict(Transformer())), list[str]()
     for name, member in MEMBERS.items():
         config = _config_of(name, member, model)
         try:
-            found = model_settings(config)
+            found = _flat(model_settings(config))
         except ConfigError:
             continue
         unlike = [f"model.{key}={wanted[key]}" for key in wanted if wanted[key] != found.get(key)]
@@ -257,6 +382,12 @@ def model_config(model: Transformer, vocab_size: int) -> dict[str, Any]:
     )
 
 
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with those of experts by their whole keys."""
+    experts = {f"moe.{key}": value for key, value in settings.get("moe", {}).items()}
+    return {key: value for key, value in settings.items() if key != "moe"} | experts
+
+
 def _config_of(name: str, member: Member, model: Transformer) -> dict[str, Any]:
     """Return the config.json of the member of a family that is most like a model."""
     names = {value: key for key, value in ACTIVATIONS.items()}
@@ -267,6 +398,12 @@ def _config_of(name: str, member: Member, model: Transformer) -> dict[str, Any]:
     if "head_dim" in member.defaults or model.head_width * model.num_heads != model.d_model:
         config["head_dim"] = model.head_width
     config |= {CAPS[setting]: getattr(model, setting) for setting in member.caps}
+    config |= _expert_keys(member, model)
+    family = FAMILIES[model.family]
+    states = zip(member.switches, (family.qkv_bias, family.qk_norm), strict=False)
+    config |= {key: is_on for key, is_on in states if key}
+    if member.has_fraction:
+        config[FRACTION] = model.rope.fraction
     if "query_pre_attn_scalar" in member.caps:  # transformers takes a whole number only
         config["query_pre_attn_scalar"] = int(model.query_pre_attn_scalar or model.head_width)
     have = [window is not None for window in model.windows]
@@ -287,3 +424,15 @@ def _config_of(name: str, member: Member, model: Transformer) -> dict[str, Any]:
     if scaling is not None:
         config["rope_scaling"] = scaling
     return config
+
+
+def _expert_keys(member: Member, model: Transformer) -> dict[str, Any]:
+    """Return the keys of the experts of the member of a family that is most like a model."""
+    moe, width = _normal_experts(model)
+    values = vars(replace(moe, width=moe.width or width))
+    keys = {key: values[setting] for setting, key in member.experts.items()}
+    if member.experts:
+        keys["intermediate_size"] = width
+    if NUM_SHARED in member.defaults:
+        keys[NUM_SHARED] = (moe.shared_width or 0) // values["width"]
+    return keys

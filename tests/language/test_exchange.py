@@ -3,6 +3,7 @@
 """
 
 import json
+import math
 import os
 import shutil
 import tracemalloc
@@ -13,18 +14,20 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from support.oracle import FOLDER, MODELS, in_double
+from support.golden_models import config_of
+from support.oracle import FOLDER, MIXTURES, MODELS, in_double
 from support.selection import full_except
 
 import ppctl
 from ppctl import cli
 from ppctl.config import Transformer
+from ppctl.config.groups.moe_settings import Experts
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.executors.reference import outputs_of
-from ppctl.language.export_model import _write_tensors, export_model
+from ppctl.language.export_model import BFLOAT16, _write_tensors, export_model
 from ppctl.language.import_model import import_model
-from ppctl.language.model_files import named_parameters
-from ppctl.language.transformers_config import model_config, model_settings
+from ppctl.language.tensor_names import named_parameters
+from ppctl.language.transformers_config import NUM_EXPERTS, model_config, model_settings
 from ppctl.model.stack import init
 from ppctl.model.transformer import transformer
 from ppctl.training.checkpoint.checkpoint import Checkpoints
@@ -69,7 +72,7 @@ def copy(tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", full_except(NAMES, "llama3", "qwen2"))
+@pytest.mark.parametrize("name", full_except(NAMES, "llama3", "qwen2", "mixtral", "glm4_moe"))
 def test_what_is_imported_is_exported_bit_for_bit(name, tmp_path):
     run, out = tmp_path / "run", tmp_path / "out"
     import_model(FOLDER / name, run)
@@ -380,6 +383,10 @@ def test_transformers_loads_what_is_exported_and_has_the_same_logits(name, tmp_p
     expected = np.load(FOLDER / name / "expected.npz")
     ids = torch.asarray(expected["ids"][:, :-1].astype(np.int64))
     how = {"attn_implementation": "eager"}
+    how |= {"experts_implementation": "eager"} if name in MIXTURES else {}
+    # where torch's float32 stands for float64, no float32 of a file can be read: a router's bias
+    narrow = {key: tensor.astype(BFLOAT16) for key, tensor in tensors_of(tmp_path / "out").items()}
+    save_file(narrow, tmp_path / "out/model.safetensors", {"format": "pt"})
     with in_double():
         model = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / "out", dtype=torch.float64, **how
@@ -409,7 +416,7 @@ def test_a_family_set_by_hand_is_exported_as_transformers_takes_it(changes, tmp_
     stack = transformer(**vars(architecture(model, 96)), dtype=jnp.float64)
     params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), init(stack, 0))
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert list(_write_tensors(tmp_path, params, named_parameters(params), jnp.bfloat16))
+    assert list(_write_tensors(tmp_path, params, named_parameters(params, config), jnp.bfloat16))
     ids = np.random.default_rng(0).integers(96, size=(2, 24))
     with in_double():
         load = transformers.AutoModelForCausalLM.from_pretrained
@@ -423,6 +430,134 @@ def test_a_family_set_by_hand_is_exported_as_transformers_takes_it(changes, tmp_
 def test_a_scalar_of_scores_that_transformers_refuses_is_refused():
     model = Transformer(family="gemma2", activation="geglu", query_pre_attn_scalar=3.5)
     with pytest.raises(ConfigError, match=r"no model.query_pre_attn_scalar=3.5. It cannot be exp"):
+        model_config(model, 96)
+
+
+MIXTURE_MISTAKES = [  # a golden mixture, changes of its config.json, the message
+    ("mixtral", {"model_type": "deepseek_v3"}, r"deepseek_v3: ppctl's transformer has no multi-h"),
+    ("mixtral", {"model_type": "gpt_oss"}, r"gpt_oss: ppctl's transformer has no attention sinks"),
+    ("mixtral", {"model_type": "llama4_text"}, "llama4_text: ppctl's transformer has no chunked"),
+    ("mixtral", {"num_experts": 3}, "states num_experts=3, num_local_experts=4. Keep the right"),
+    ("mixtral", {"num_local_experts": None}, "states no num_local_experts, without which"),
+    ("mixtral", {"num_experts_per_tok": 5}, "top_k=5 is more than model.moe.num_experts=4"),
+    ("mixtral", {"n_shared_experts": 1}, "n_shared_experts=1 in config.json: ppctl's transformer"),
+    ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] in config.json: ppctl's"),
+    ("qwen3_moe", {"attention_bias": True}, "attention_bias=True in config.json: ppctl's"),
+    ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=True in config.json"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 in config.json: ppctl's transformer has none"),
+    ("glm4_moe", {"n_shared_experts": 0}, "model.moe.shared_width=0 must be"),
+    ("glm4_moe", {"n_group": 3}, "model.moe.num_groups=3 with model.moe.top_groups=2 do not fit"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), MIXTURE_MISTAKES)
+def test_what_is_no_mixture_of_ours_is_refused_in_a_line(name, change, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        model_settings({**config_of(name), **change})
+    assert "\n" not in str(caught.value)
+
+
+def test_keys_of_mixtures_have_several_names_and_defaults():
+    of = {name: config_of(name) for name in MIXTURES}
+    for written in of.values():
+        number = next(key for key in NUM_EXPERTS if key in written)
+        others = {key: value for key, value in written.items() if key != number}
+        for key in NUM_EXPERTS:
+            assert model_settings(others | {key: written[number]}) == model_settings(written)
+    air = {**of["glm4_moe"], "attention_bias": True, "use_qk_norm": False}
+    assert model_settings(air)["family"] == "qwen2"
+    assert "family" not in model_settings({**of["qwen2_moe"], "qkv_bias": False})  # llama
+    of_hub = {**of["glm4_moe"], "rope_parameters": None, "rope_theta": 1e4}
+    for fraction in ({}, {"partial_rotary_factor": 0.5}):
+        assert model_settings(of_hub | fraction) == model_settings(of["glm4_moe"])
+    every_second = model_settings({**of["qwen3_moe"], "decoder_sparse_step": 2})
+    assert every_second["moe"]["period"] == 2
+    assert every_second["mlp_width"] == 48  # of the layers between
+
+
+def test_losses_of_balance_are_noted_and_not_applied(tmp_path):
+    notes = import_model(FOLDER / "mixtral", tmp_path / "run").notes
+    assert notes == (
+        "router_aux_loss_coef=0.001 is not applied: ppctl's balance loss, of each sequence, is "
+        "model.moe.balance_loss",
+    )
+
+
+@pytest.mark.parametrize("name", ["mixtral", "glm4_moe"])
+def test_experts_in_one_tensor_and_a_layer_after_the_last_are_read(name, tmp_path):
+    """As `transformers` holds them in memory: gate and up of all experts of a layer in one."""
+    before, fused = tensors_of(FOLDER / name), {}
+    names = {"mixtral": "block_sparse_moe", "glm4_moe": "mlp"}
+    for key, tensor in before.items():
+        layer, found, rest = key.partition(f".{names[name]}.experts.")
+        if not found:
+            fused[key.replace("block_sparse_moe", "mlp")] = tensor
+            continue
+        e, kind = rest.split(".")[:2]
+        both = fused.setdefault(layer, {})
+        both.setdefault(
+            {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.get(kind, kind), {}
+        )[int(e)] = tensor
+    for layer in [key for key, parts in fused.items() if isinstance(parts, dict)]:
+        parts = {
+            kind: np.stack([by_number[e] for e in sorted(by_number)])
+            for kind, by_number in fused.pop(layer).items()
+        }
+        gate_up = np.concatenate([parts["gate_proj"], parts["up_proj"]], axis=1)
+        fused[f"{layer}.mlp.experts.gate_up_proj"] = gate_up
+        fused[f"{layer}.mlp.experts.down_proj"] = parts["down_proj"]
+    if name == "glm4_moe":
+        fused["model.layers.3.eh_proj.weight"] = np.zeros((32, 64), np.float32)
+    directory = tmp_path / "model"
+    directory.mkdir()
+    shutil.copy(FOLDER / name / "config.json", directory)
+    save_file(fused, directory / "model.safetensors")
+    number = import_model(directory, tmp_path / "run").num_parameters
+    assert number == sum(tensor.size for tensor in before.values())
+    import_model(FOLDER / name, tmp_path / "other")
+    params = [ppctl.load_run(tmp_path / each).params() for each in ("run", "other")]
+    jax.tree.map(np.testing.assert_array_equal, *params)
+
+
+MADE = {  # mixtures that a user trained: settings, the model_type that they become
+    "mixtral": {"num_experts": 4, "score": "softmax_chosen", "width": 16, "balance_loss": 0.01},
+    "qwen3_moe": {"num_experts": 4, "width": 16, "normalize": False, "capacity": 2.0},
+    "glm4_moe": {
+        "num_experts": 4,
+        "width": 16,
+        "first_dense": 1,
+        "score": "sigmoid",
+        "choice_bias": True,
+        "bias_update": 0.001,
+        "shared_width": 32,
+    },
+}
+
+
+@pytest.mark.parametrize("model_type", MADE)
+def test_a_mixture_of_settings_is_the_family_that_has_it(model_type):
+    small = {"num_layers": 3, "d_model": 32, "num_heads": 4, "activation": "swiglu"}
+    family = {"mixtral": "llama", "qwen3_moe": "qwen3", "glm4_moe": "glm4p5"}[model_type]
+    model = Transformer(**small, family=family, dropout=0.1, moe=Experts(**MADE[model_type]))
+    config = model_config(model, 96)
+    assert config["model_type"] == model_type
+    stack = transformer(**vars(architecture(model, 96)), dtype=jnp.float32)
+    tensors = named_parameters(stack.param_shapes, config)
+    counted = sum(math.prod(each.shape) for each in tensors)
+    assert counted == sum(jax.tree.leaves(stack.counts(stack.param_shapes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"choice_bias": True}, r"the nearest has no model.moe.choice_bias=True. It cannot be ex"),
+        ({"scale": 2.0}, r"the nearest has no model.moe.scale=2.0. It cannot be exported"),
+        ({"first_dense": 1}, r"the nearest has no model.moe.first_dense=1. It cannot be exported"),
+    ],
+)
+def test_a_mixture_that_no_family_has_is_refused(changes, message):
+    model = Transformer(activation="swiglu", moe=Experts(num_experts=4, **changes))
+    with pytest.raises(ConfigError, match=message):
         model_config(model, 96)
 
 

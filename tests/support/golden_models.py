@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 from safetensors import safe_open
-from support.oracle import FOLDER
+from support.oracle import CHOICE_BIAS, FOLDER
 
 import ppctl
 from ppctl.executors.reference import outputs_of, reference
-from ppctl.language.model_files import named_parameters
+from ppctl.language.tensor_names import named_parameters
 from ppctl.language.transformers_config import model_settings
 from ppctl.model.stack import Stack, init
 
@@ -26,22 +26,25 @@ def read_model(name: str, dtype: str, *, packed: bool = False) -> tuple[Stack, A
     )
     with safe_open(folder / "model.safetensors", "numpy") as tensors:
         names = set(tensors.keys())
-        for each in named_parameters(params):
+        for each in named_parameters(params, config_of(name)):
             tensor = tensors.get_tensor(each.name)
             names.remove(each.name)
             leaf = params
             for key in each.path:
                 leaf = leaf[key]
-            leaf[... if each.layer is None else each.layer] = (
-                tensor.T if each.is_transposed else tensor
-            )
+            leaf[each.index or ...] = tensor.T if each.is_transposed else tensor
     assert not names
     return stack, params
 
 
 def sizes_of(name: str) -> dict[str, Any]:
     """Return the settings of a golden model."""
-    return model_settings(json.loads((FOLDER / name / "config.json").read_text()))
+    return model_settings(config_of(name))
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """Return the config.json of a golden model."""
+    return json.loads((FOLDER / name / "config.json").read_text())
 
 
 def expected_of(name: str) -> dict[str, np.ndarray]:
@@ -60,15 +63,17 @@ def computed(
     return logits, losses["loss"], grads
 
 
-def by_name(tree: Any) -> dict[str, np.ndarray]:
-    """Return parameters, or their gradients, in natural order as `transformers` names and stores
+def by_name(tree: Any, name: str) -> dict[str, np.ndarray]:
+    """Return parameters of a golden model, or their gradients, as `transformers` names and stores
     them.
     """
     found = {}
-    for each in named_parameters(tree):
+    for each in named_parameters(tree, config_of(name)):
+        if each.name.endswith(CHOICE_BIAS):  # no gradient, but a count of tokens
+            continue
         leaf = tree
         for key in each.path:
             leaf = leaf[key]
-        tensor = np.asarray(leaf if each.layer is None else leaf[each.layer])
+        tensor = np.asarray(leaf[each.index])
         found[each.name] = tensor.T if each.is_transposed else tensor
     return found

@@ -112,7 +112,50 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name: class of transformers
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         },
     ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 12,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
+    ),
+    "olmoe": (
+        "Olmoe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None, "eos_token_id": 2},
+    ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "head_dim": 12,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
 }
+MIXTURES = [name for name, (_, sizes) in MODELS.items() if "num_experts_per_tok" in sizes]
+CHOICE_BIAS = "e_score_correction_bias"  # a buffer, no parameter
 
 
 def build(name: str, dtype: Any) -> Any:
@@ -124,7 +167,10 @@ def build(name: str, dtype: Any) -> Any:
     config_class = getattr(
         transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
     )
-    config = config_class(**{**SMALL, **sizes, "attn_implementation": "eager"})
+    how = {"attn_implementation": "eager"}
+    if name in MIXTURES:
+        how["experts_implementation"] = "eager"
+    config = config_class(**{**SMALL, **sizes, **how})
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -136,10 +182,14 @@ def build(name: str, dtype: Any) -> Any:
         for key, tensor in sorted(model.named_parameters()):
             number = torch.randn(tensor.shape, generator=draw, dtype=torch.float64)
             if tensor.ndim > 1:
-                number *= 0.5 if "embed" in key else tensor.shape[1] ** -0.5
+                number *= 0.5 if "embed" in key else tensor.shape[-1] ** -0.5
             else:
                 number = number * 0.2 + (1.0 if tensor.mean() > 0.5 else 0.0)
             tensor.copy_(number.to(torch.bfloat16))
+        for key, tensor in model.named_buffers():
+            if key.endswith(CHOICE_BIAS):
+                number = 0.1 * torch.randn(tensor.shape, generator=draw, dtype=torch.float64)
+                tensor.copy_(number.to(torch.bfloat16))
     return model.eval()
 
 
@@ -164,6 +214,27 @@ def in_double() -> Iterator[None]:
         torch.Tensor.float = method
 
 
+def as_in_files(model: Any, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return tensors of the model in memory by the names in its files: one for each expert."""
+    is_mixtral, found = model.config.model_type == "mixtral", {}
+    for key, tensor in tensors.items():
+        before, _, kind = key.rpartition(".mlp.experts.")
+        if kind not in ("gate_up_proj", "down_proj"):
+            gate = ".block_sparse_moe.gate." if is_mixtral else ".mlp.gate."
+            found[key.replace(".mlp.gate.", gate)] = tensor
+            continue
+        for e, matrix in enumerate(tensor):
+            if kind == "down_proj":
+                parts = {("down_proj", "w2"): matrix}
+            else:
+                gate, up = np.split(matrix, 2)
+                parts = {("gate_proj", "w1"): gate, ("up_proj", "w3"): up}
+            for names, part in parts.items():
+                folder = "block_sparse_moe" if is_mixtral else "mlp"
+                found[f"{before}.{folder}.experts.{e}.{names[is_mixtral]}.weight"] = part
+    return found
+
+
 def computed(
     model: Any, inputs: np.ndarray, targets: np.ndarray, **how: np.ndarray
 ) -> dict[str, Any]:
@@ -182,6 +253,7 @@ def computed(
     loss = torch.nn.functional.cross_entropy(flat, targets, ignore_index=NO_TOKEN)
     loss.backward()
     grads = {name: tensor.grad.numpy() for name, tensor in model.named_parameters()}
+    grads = as_in_files(model, grads)
     return {"logits": logits.detach().numpy(), "loss": loss.detach().numpy(), "grads": grads}
 
 
@@ -271,6 +343,7 @@ def trained(model: Any, batches: Iterable[np.ndarray]) -> dict[str, Any]:
         optimizer.step()
         rate.step()
     params = {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
+    params = as_in_files(model, params)
     return {"losses": np.array(losses), "norms": np.array(norms), "params": params}
 
 
@@ -335,7 +408,11 @@ def rewrite(name: str) -> None:
             f"{case}_loss": exact[case]["loss"],
             f"{case}_logits": of_each(exact[case]["logits"]),
         }
-    build(name, torch.float32).to(torch.bfloat16).save_pretrained(folder)
+    narrow = build(name, torch.float32).to(torch.bfloat16)
+    for key, tensor in narrow.named_buffers():
+        if key.endswith(CHOICE_BIAS):
+            tensor.data = tensor.float()  # as in the files of the models
+    narrow.save_pretrained(folder)
     np.savez_compressed(folder / "expected.npz", **arrays)
     kind = json.loads((folder / "config.json").read_text())["model_type"]
     rounding = np.abs(found["float32"]["whole"]["logits"] - exact["whole"]["logits"]).max()
