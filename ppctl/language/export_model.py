@@ -189,5 +189,5 @@ def _tensor_of(params: Tree, each: Named, dtype: Any) -> np.ndarray:
     for key in each.path:
         leaf = leaf[key]
     dtype = np.float32 if each.path[1:] == COUNTED else dtype  # as in the models' files
-    tensor = np.asarray(leaf[each.index]).astype(dtype)
+    tensor = np.asarray(leaf[each.place]).astype(dtype)
     return np.ascontiguousarray(tensor.T if each.is_transposed else tensor)

@@ -129,9 +129,9 @@ def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
             ranges = [range(size)[each] for size, each in zip(shape.shape, index, strict=True)]
             block = np.zeros([*map(len, ranges)], shape.dtype)  # zeros where no layer uses it
             for each in of_leaf:
-                if all(map(range.__contains__, ranges, each.index)):
-                    place = tuple(map(range.index, ranges, each.index))
-                    block[place] = read(each, index[len(place) :])
+                if all(map(range.__contains__, ranges, each.place)):
+                    in_block = tuple(map(range.index, ranges, each.place))
+                    block[in_block] = read(each, index[len(in_block) :])
             return block
 
         dims = [dim for dim, size in enumerate(shape.shape) if size % mesh.size == 0]

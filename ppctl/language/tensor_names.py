@@ -76,7 +76,7 @@ class Named(NamedTuple):
 
     name: str
     path: tuple[str, ...]  # in the model's parameters
-    index: tuple[int, ...]  # in a leaf [num_layers, experts, ...]; (): the leaf itself
+    place: tuple[int, ...]  # in a leaf [num_layers, experts, ...]; (): the leaf itself
     shape: tuple[int, ...]  # of the tensor
     is_transposed: bool
 

@@ -285,7 +285,8 @@ def _experts(member: Member, given: Mapping[str, Any]) -> Experts:
     for key in member.experts.values():
         if given.get(key) is None:
             raise ConfigError(f"config.json states no {key}, without which experts have no size.")
-    found = {setting: given[key] for setting, key in member.experts.items()} | member.of_experts
+    found = {setting: given[key] for setting, key in member.experts.items()}
+    found |= member.of_experts
     if NUM_SHARED in member.defaults:
         found["shared_width"] = given[NUM_SHARED] * found["width"]
     return Experts(**found)

@@ -32,7 +32,7 @@ def read_model(name: str, dtype: str, *, packed: bool = False) -> tuple[Stack, A
             leaf = params
             for key in each.path:
                 leaf = leaf[key]
-            leaf[each.index or ...] = tensor.T if each.is_transposed else tensor
+            leaf[each.place or ...] = tensor.T if each.is_transposed else tensor
     assert not names
     return stack, params
 
@@ -74,6 +74,6 @@ def by_name(tree: Any, name: str) -> dict[str, np.ndarray]:
         leaf = tree
         for key in each.path:
             leaf = leaf[key]
-        tensor = np.asarray(leaf[each.index])
+        tensor = np.asarray(leaf[each.place])
         found[each.name] = tensor.T if each.is_transposed else tensor
     return found
