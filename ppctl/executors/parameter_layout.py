@@ -310,6 +310,14 @@ def gather_shards(tree: Tree, specs: Tree) -> Tree:
     return jax.tree.map(whole, tree, specs)
 
 
+def gathered(leaf: jax.Array, spec: P) -> jax.Array:
+    """Return, inside shard_map, a whole leaf of this device's shard."""
+    for dim, axes in enumerate(spec):
+        if axes:
+            leaf = jax.lax.all_gather(leaf, axes, axis=dim, tiled=True)
+    return leaf
+
+
 def own_shards(tree: Tree, specs: Tree) -> Tree:
     """Return, inside shard_map, this device's shards of leaves as `gather_shards` returns them."""
 

@@ -27,7 +27,9 @@ Place = Callable[[str], jax.Array]  # name of a loss -> its place
 LOSS = "loss"  # the name of the loss that is trained, among the losses of a step
 PARAMS, LOSSES, KEY = "ppctl_params", "ppctl_losses", "ppctl_key"  # of a layer with inputs
 # names of other numbers of a step
-RESERVED = re.compile(r"loss|grad_norm|lr|step|number|eval_.*|.*_(s|bytes|fraction)")
+RESERVED = re.compile(
+    r"loss|grad_norm|lr|step|number|counts|(eval|expert)_.*|.*_(s|bytes|fraction)"
+)
 
 _place_of: ContextVar[Place | None] = ContextVar("place_of", default=None)
 # JAX keeps traces of inner functions: each trace of a layer has its own places
@@ -146,8 +148,9 @@ class LayerInputs:
         taken = next((name for name in names if RESERVED.fullmatch(name)), None)
         if taken is not None:
             raise ConfigError(
-                f"attach_loss({taken}): a step reports loss, grad_norm, lr, step and numbers that "
-                "begin with eval_ or end in a unit (_s, _bytes, _fraction). Use another name."
+                f"attach_loss({taken}): a step reports loss, grad_norm, lr, step, counts and "
+                "numbers that begin with eval_ or expert_, or end in a unit (_s, _bytes, "
+                "_fraction). Use another name."
             )
         return cls(tuple(names), stack.takes_key, stack.options.network is not None)
 

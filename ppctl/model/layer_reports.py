@@ -19,6 +19,7 @@ from ppctl.model.trainable_parameters import trained_flags
 
 Tree = Any
 Updates = Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]]
+COUNTS = "counts"  # the name of counts among the metrics of a step
 _traced = {"forwards": 0, "backwards": 0}  # traces of reports, for `check_reports`
 
 
@@ -99,6 +100,18 @@ def without_counted(tree: Tree, updates: Updates) -> Tree:
     return jax.tree_util.tree_map_with_path(
         lambda path, a: None if is_counted(path, updates) else a, tree
     )
+
+
+def counted_part(tree: Tree, updates: Updates) -> Tree:
+    """Return a tree {"embed_head", "layers"} with None for all but counted parameters."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, a: a if is_counted(path, updates) else None, tree
+    )
+
+
+def counts_by_name(counts: Tree) -> dict[str, jax.Array]:
+    """Return the leaves of `counted_part` by the names in `updates`."""
+    return {_name(path[1:]): a for path, a in jax.tree_util.tree_leaves_with_path(counts)}
 
 
 def with_updated(params: Tree, grads: Tree, updates: Updates, num_stacked: int) -> Tree:

@@ -112,6 +112,7 @@ def test_counts_are_of_the_whole_batch_and_update_their_parameters(executor, sch
         grads = jax.device_get(pipe.loss_and_grads(state, BATCH)[1])
         np.testing.assert_array_equal(grads["layers"]["router"]["bias"], counts)
         state, metrics = pipe.step(state, BATCH)
+        np.testing.assert_array_equal(metrics["counts"]["router/bias"], counts)
         of_weights = [np.square(g).sum() for g in jax.tree.leaves(grads)]
         of_weights.append(-np.square(counts).sum())
         norm = float(metrics["grad_norm"])

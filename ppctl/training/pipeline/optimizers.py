@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ppctl.model.layer_reports import Updates, with_updated, without_counted
+from ppctl.model.layer_reports import (
+    COUNTS,
+    Updates,
+    counted_part,
+    counts_by_name,
+    with_updated,
+    without_counted,
+)
 from ppctl.model.random_keys import with_example_keys
 from ppctl.model.stack import NO_DECAY, Stack
 from ppctl.model.trainable_parameters import trained_part, with_trained
@@ -88,6 +95,14 @@ def counted_by(optimizer: Optimizer) -> Updates:
     return {} if isinstance(optimizer, optax.GradientTransformation) else optimizer.updates
 
 
+def counts_of(optimizer: Optimizer, grads: Tree) -> dict[str, dict[str, jax.Array]]:
+    """Return {"counts": {name: counts [L, ...] in model order}} of staged gradients, if any."""
+    updates = counted_by(optimizer)
+    if not updates or isinstance(optimizer, optax.GradientTransformation):
+        return {}
+    return {COUNTS: counts_by_name(optimizer.layout.to_natural(counted_part(grads, updates)))}
+
+
 def init_state(params: Tree, optimizer: Optimizer, trainable: Tree = True) -> Tree:
     """Return {"params", "optimizer", "step"}, the state in a checkpoint.
 
@@ -106,16 +121,16 @@ def state_shapes(stack: Stack, optimizer: Optimizer) -> Tree:
 def train_step(
     loss_and_grads: LossAndGrads, optimizer: Optimizer, lr_schedule: optax.Schedule | None = None
 ) -> Callable[..., tuple[Tree, dict[str, jax.Array]]]:
-    """Return (state, batch) -> (next state, {"loss", attached losses, "grad_norm", "lr"}).
+    """Return (state, batch) -> (next state, metrics).
 
-    batch: as in `with_example_keys`. grad_norm is of all stages, before clipping; "lr" is missing
-    without an lr_schedule.
+    batch: as in `with_example_keys`. metrics: "loss", attached losses, "grad_norm" of all stages,
+    before clipping; "lr" where an lr_schedule is given; "counts" of counted parameters, if any.
     """
 
     def step(state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         losses, grads = loss_and_grads(state["params"], with_example_keys(batch, state["step"]))
         norm = global_norm(without_counted(grads, counted_by(optimizer)))
-        metrics: dict[str, Any] = losses | {"grad_norm": norm}
+        metrics: dict[str, Any] = losses | {"grad_norm": norm} | counts_of(optimizer, grads)
         if lr_schedule is not None:
             metrics["lr"] = lr_schedule(state["step"])
         return apply_gradients(optimizer, state, grads, norm), metrics

@@ -136,8 +136,9 @@ class Pipeline:
 
         metrics: "loss", "grad_norm" (before clipping), "lr" where an lr_schedule was given, the
         losses that layers attach, by name, and the metrics of the request, of the step's forwards.
-        Metrics are missing where tp, cp or vocab=parallel divides the head, so that no device has
-        whole outputs: `evaluate` has them.
+        With `StackOptions.updates` also "counts": by name those of each layer, [L, ...], of the
+        global batch. The request's metrics are missing where tp, cp or vocab=parallel divides the
+        head, so that no device has whole outputs: `evaluate` has them.
 
         Compiled at the first call, unless `compile` did it. The state's memory is reused.
         """

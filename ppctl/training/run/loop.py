@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
+from ppctl.config import Transformer
 from ppctl.data.dataset import description
 from ppctl.errors import (
     AgreedError,
@@ -27,6 +28,8 @@ from ppctl.errors import (
     SaveError,
 )
 from ppctl.launch import join_processes as distributed
+from ppctl.model.experts.expert_balance import balance
+from ppctl.model.layer_reports import COUNTS
 from ppctl.reports import measured_timeline_file as timeline_io
 from ppctl.reports.bubble_names import shared_cores_text
 from ppctl.schedule.simulator import Timeline
@@ -214,6 +217,8 @@ class Loop:
         self.step_times_s.append(step_time_s)
         attached = {name: float(numbers[name]) for name in self.job.pipe.attached_losses}
         self.last = {"step": finished, "loss": loss, **attached, "grad_norm": grad_norm, "lr": lr}
+        if COUNTS in numbers and isinstance(self.job.config.model, Transformer):
+            self.last |= balance(jax.device_get(numbers[COUNTS]))
         self.last |= {"step_time_s": step_time_s, **self._speeds(step_time_s)}
         with writing(Path(self.job.config.run.dir)):
             self.metrics.log(self.last, tuple(attached))

@@ -16,7 +16,7 @@ from ppctl.reports.terminal_output import OutputConsole, decimal_text, replace_f
 from ppctl.training.run.run_environment import writing
 from ppctl.training.run.trackers import BackgroundTracker, RunFacts
 
-Record = Mapping[str, Any]  # numbers, or None
+Record = Mapping[str, Any]  # numbers, lists of those of layers, or None
 
 
 class Metrics:
@@ -90,9 +90,15 @@ class Metrics:
         self.note(f"eval {self._counted(step)}  {_shown(record)}")
 
     def _track(self, record: Record, step: int, tag: Callable[[str], str]) -> None:
-        known = {key: value for key, value in record.items() if key != "step" and value is not None}
+        values: dict[str, Any] = {}
+        for key, value in record.items():
+            if isinstance(value, list):
+                values |= {f"{tag(key)}_layer_{l:02d}": each for l, each in enumerate(value)}
+            elif key != "step":
+                values[tag(key)] = value
+        values = {name: value for name, value in values.items() if value is not None}
         for tracker in self._trackers:
-            tracker.log({tag(key): value for key, value in known.items()}, step)
+            tracker.log(values, step)
 
     def note(self, text: str) -> None:
         """Print a line."""
@@ -127,17 +133,25 @@ def _is_kept(line: bytes, last_step: int) -> bool:
 
 
 def _line(record: Record) -> bytes:
-    known = {key: value for key, value in record.items() if value is not None}
-    finite = {key: value if math.isfinite(value) else None for key, value in known.items()}
-    return json.dumps(finite, allow_nan=False).encode() + b"\n"
+    known = {key: _finite(value) for key, value in record.items() if value is not None}
+    return json.dumps(known, allow_nan=False).encode() + b"\n"
+
+
+def _finite(value: Any) -> Any:
+    """Return a number, or numbers of layers, with None for those that are not finite."""
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _train_tag(key: str) -> str:
-    """Return TensorBoard's tag of a key: speeds and times in one group, the rest in another.
+    """Return TensorBoard's tag of a key: experts, speeds and times, and the rest in groups.
 
-    >>> _train_tag("loss"), _train_tag("tokens_per_s"), _train_tag("mfu_fraction")
-    ('train/loss', 'speed/tokens_per_s', 'speed/mfu_fraction')
+    >>> _train_tag("loss"), _train_tag("tokens_per_s"), _train_tag("expert_load")
+    ('train/loss', 'speed/tokens_per_s', 'experts/load')
     """
+    if key.startswith("expert_"):
+        return key.replace("expert_", "experts/", 1)
     return f"speed/{key}" if key.endswith("_s") or key.startswith("mfu") else f"train/{key}"
 
 
@@ -147,6 +161,10 @@ _SHOWN = {
     "eval_loss": lambda value: f"eval_loss {decimal_text(value)}",
     "grad_norm": lambda value: f"grad_norm {value:.3f}",
     "lr": lambda value: f"lr {value:.1e}",
+    "expert_load": lambda values: f"load {max(filter(None, values), default=0):.1f}",
+    "expert_dropped_tokens": lambda values: (
+        f"dropped {dropped:,.0f}" if (dropped := sum(filter(None, values))) else ""
+    ),
     "tokens_per_s": lambda value: f"{value:,.0f} tok/s",
     "rows_per_s": lambda value: f"{value:,.0f} rows/s",
     "mfu_fraction": lambda value: f"mfu {value:.1%}",
@@ -165,9 +183,12 @@ def _shown(record: Record, attached: Sequence[str] = ()) -> str:
     'loss 3.1416  lr 1.0e-03  12,345 tok/s'
     >>> _shown({"loss": 3.1416, "balance": 0.01, "lr": 1e-3}, ["balance"])
     'loss 3.1416  balance 0.0100  lr 1.0e-03'
+    >>> _shown({"loss": 3.1416, "expert_load": [None, 1.2, 1.84], "expert_dropped_tokens": [0, 2]})
+    'loss 3.1416  load 1.8  dropped 2'
     """
     losses = {name: f"{name} {decimal_text(record[name] or 0.0)}" for name in attached}
     known = {key: text(record[key]) for key, text in _SHOWN.items() if record.get(key) is not None}
+    known = {key: text for key, text in known.items() if text}
     first = {LOSS: known.pop(LOSS)} if LOSS in known else {}
     return "  ".join((first | losses | known).values())
 

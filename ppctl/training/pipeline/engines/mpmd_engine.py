@@ -24,6 +24,7 @@ from ppctl.executors.mpmd.plan_tasks import roles, task_entries
 from ppctl.executors.mpmd.rank_programs import rank_entries, rank_entry, rank_roles, reductions
 from ppctl.executors.mpmd.rank_trees import Division
 from ppctl.model.layer_inputs import LOSS
+from ppctl.model.layer_reports import COUNTS
 from ppctl.model.random_keys import SEED, key_of_seed
 from ppctl.model.stack import metric_means, number_of
 from ppctl.model.trainable_parameters import trained_part
@@ -61,7 +62,9 @@ class Mpmd:
         self.scheduled = scheduled
         rate = ("lr",) if lr_schedule is not None else ()
         metrics = jax.eval_shape(metric_means, model.losses[1])
-        self.metric_names = (LOSS, "grad_norm", *rate, *model.inputs.losses, *metrics)
+        self.counts = (COUNTS,) if model.stack.options.updates else ()
+        others = *model.inputs.losses, *metrics, *self.counts
+        self.metric_names = (LOSS, "grad_norm", *rate, *others)
         # 2. stages and ranks
         have_embed_head, are_alike = model.own_embed_head is None, model.stack.are_alike
         how = {"are_alike": are_alike, "have_embed_head": have_embed_head}
@@ -314,11 +317,22 @@ class Mpmd:
 
     def _norm(self) -> list[PlanEntry]:
         """Return entries from gradients to a step's numbers; the last rank adds all squares."""
-        ops = [self._op("squares", r, [("grads", r)], [("squares", r)]) for r in self.ranks]
+        writes = ("squares", *self.counts)
+        ops = [
+            self._op("squares", r, [("grads", r)], [(name, r) for name in writes])
+            for r in self.ranks
+        ]
         moves, squares = self._to_last("squares", self.ranks)
         sent, attached = self._to_last("attached", self.ranks if self.model.inputs.losses else ())
-        reads = [("loss",), ("number",), ("step", self.last), *squares, *attached]
-        return [*ops, *moves, *sent, self._op("combine", self.last, reads, [("numbers",)])]
+        counted, counts = self._to_last(COUNTS, self.ranks if self.counts else ())
+        reads = [("loss",), ("number",), ("step", self.last), *squares, *attached, *counts]
+        return [
+            *ops,
+            *moves,
+            *sent,
+            *counted,
+            self._op("combine", self.last, reads, [("numbers",)]),
+        ]
 
     def _updates(self, kind: str, numbers: str) -> list[PlanEntry]:
         ops = []

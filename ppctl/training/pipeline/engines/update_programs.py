@@ -12,15 +12,16 @@ from jax.tree_util import DictKey
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
 from ppctl.executors.mpmd.program_library import ProgramLibrary
 from ppctl.executors.mpmd.rank_programs import with_shared
-from ppctl.executors.parameter_layout import sharded_over
+from ppctl.executors.parameter_layout import gathered, sharded_over
 from ppctl.model.layer_inputs import LOSS
-from ppctl.model.layer_reports import divided_by, without_counted
+from ppctl.model.layer_reports import COUNTS, counted_part, divided_by, without_counted
 from ppctl.model.stack import divisor, metric_means
 from ppctl.schedule.mesh_axes import RANK_AXES
 from ppctl.training.pipeline.optimizers import (
     Optimizer,
     apply_gradients,
     counted_by,
+    counts_of,
     sum_of_squares,
 )
 
@@ -64,7 +65,7 @@ class UpdatePrograms:
         if name == "mean_grads":
             return self.of_state[program.shape]["params"]
         name = name.removesuffix("_there")
-        is_number = name in ("loss", "number", "squares", "attached", "numbers")
+        is_number = name in ("loss", "number", "squares", "attached", "numbers", COUNTS)
         return P() if is_number else None
 
     def _mean(self, _: ProgramId, *losses: Tree) -> tuple:
@@ -84,25 +85,38 @@ class UpdatePrograms:
         return (self._scaled(grads, number, shared),)
 
     def _squares(self, program: ProgramId, grads: Tree) -> tuple:
+        # 1. of gradients
         updates = self.engine.model.stack.options.updates
-        specs = jax.tree.leaves(without_counted(self.library.specs(program, "grads"), updates))
-        grads = without_counted(grads, updates)
+        all_specs = self.library.specs(program, "grads")
+        specs = jax.tree.leaves(without_counted(all_specs, updates))
         shards: dict[tuple[str, ...], list] = {}
-        for leaf, spec in zip(jax.tree.leaves(grads), specs, strict=True):
+        leaves = jax.tree.leaves(without_counted(grads, updates))
+        for leaf, spec in zip(leaves, specs, strict=True):
             shards.setdefault(sharded_over(spec), []).append(leaf)
         sums = (jax.lax.psum(sum_of_squares(leaves), axes) for axes, leaves in shards.items())
-        return (sum(sums, start=jnp.zeros((), jnp.float32)),)
+        squares = sum(sums, start=jnp.zeros((), jnp.float32))
+        if not updates:
+            return (squares,)
+        # 2. counts, whole on each device
+        counts = (counted_part(tree, updates) for tree in (grads, all_specs))
+        return squares, jax.tree.map(gathered, *counts)
 
     def _combine(
         self, _: ProgramId, loss: jax.Array, number: jax.Array, step: jax.Array, *of_ranks: Tree
     ) -> tuple:
-        squares, attached = of_ranks[: len(self.engine.ranks)], of_ranks[len(self.engine.ranks) :]
+        n = len(self.engine.ranks)
+        squares, attached, counts = of_ranks[:n], of_ranks[n:], ()
+        if self.engine.model.stack.options.updates:
+            attached, counts = attached[:-n], attached[-n:]
         total = {name: sum(by[name].sum() for by in attached) for name in self.losses}
         norm = jnp.sqrt(sum(squares)) / divisor(number)
         numbers: dict[str, Any] = {LOSS: loss, "grad_norm": norm, "number": number}
         if self.lr_schedule is not None:
             numbers["lr"] = self.lr_schedule(step)
         numbers |= metric_means(number)
+        if counts:
+            staged = jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *counts)
+            numbers |= counts_of(self.optimizer, staged)
         return (numbers | {name: a / divisor(number) for name, a in total.items()},)
 
     def _update(

@@ -18,7 +18,7 @@ from ppctl.training.pipeline.user_code import call_user_code
 
 Tree = Any
 Metric = Callable[[Tree, Tree], Any]  # outputs, {"targets"} -> values, or (values, weights)
-RESERVED = ("loss", "grad_norm", "lr", "number")  # numbers of a step
+RESERVED = ("loss", "grad_norm", "lr", "number", "counts")  # numbers of a step
 
 
 def with_metrics(

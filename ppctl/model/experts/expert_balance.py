@@ -1,0 +1,38 @@
+"""The balance of experts in a step, by the tokens that each counted: numbers of each layer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ppctl.model.experts.expert_layer import COUNTED, DROPPED
+
+LOAD, ENTROPY, LOST = "expert_load", "expert_entropy_nats", "expert_dropped_tokens"
+
+
+def balance(counts: Mapping[str, Any]) -> dict[str, list[float | None]]:
+    """Return by name a number of each layer, None for layers without experts.
+
+    counts: of a step, by the names of counted parameters, [L, E] and, with a capacity, [L, 1].
+    expert_load: tokens of the most loaded expert, over the mean; 1 is even. expert_entropy_nats:
+    -sum p ln p of the experts' shares p of tokens; ln E is even. expert_dropped_tokens: dropped by
+    the capacity, a token once for each of its experts that dropped it.
+
+    >>> balance({"router/bias": [[3, 1], [0, 0]]})
+    {'expert_load': [1.5, None], 'expert_entropy_nats': [0.5623, None]}
+    """
+    counts_LE = np.asarray(counts["/".join(COUNTED)], float)
+    has_experts = counts_LE.any(1)
+
+    def of_layers(values_L: Any) -> list[float | None]:
+        pairs = zip(values_L.tolist(), has_experts, strict=True)
+        return [round(value, 4) if has else None for value, has in pairs]
+
+    shares_LE = counts_LE / np.maximum(counts_LE.sum(1, keepdims=True), 1)
+    logs_LE = np.log(np.where(shares_LE > 0, shares_LE, 1))
+    found = {LOAD: of_layers(shares_LE.max(1) * shares_LE.shape[1])}
+    found[ENTROPY] = of_layers(-(shares_LE * logs_LE).sum(1))
+    dropped_L1 = counts.get("/".join(DROPPED))
+    if dropped_L1 is not None:
+        found[LOST] = of_layers(np.asarray(dropped_L1, float)[:, 0])
+    return found
