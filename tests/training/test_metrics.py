@@ -236,6 +236,28 @@ def test_scalars_are_grouped_and_hold_what_was_logged(tmp_path):
     assert ("eval/loss", 1, 2.5) in events(tmp_path)
 
 
+def test_numbers_of_layers_are_a_list_on_disk_and_a_tag_for_each_in_tensorboard(tmp_path):
+    of_layers = {"expert_load": [None, 1.5, math.nan], "expert_dropped_tokens": [0, 0, 2]}
+    with metrics(tmp_path, trackers=["tensorboard"]) as written:
+        written.log({"step": 1, "loss": 2.0, **of_layers})
+    line = {"step": 1, "loss": 2.0, "expert_load": [None, 1.5, None]}
+    assert read(tmp_path / "metrics.jsonl") == [{**line, "expert_dropped_tokens": [0, 0, 2]}]
+    found = {tag: value for tag, _, value in events(tmp_path) if tag.startswith("experts/")}
+    assert found.pop("experts/load_layer_01") == 1.5
+    assert math.isnan(found.pop("experts/load_layer_02"))
+    dropped = {f"experts/dropped_tokens_layer_0{l}": n for l, n in enumerate((0, 0, 2))}
+    assert found == dropped
+
+
+def test_a_line_shows_the_most_loaded_layer_and_dropped_tokens_if_any(tmp_path):
+    for dropped, text in ([0, None], ""), ([1, 3000], "  dropped 3,001"):
+        console = Console(file=io.StringIO(), width=200)
+        with metrics(tmp_path, console=console) as written:
+            loads = {"expert_load": [1.25, 2.66], "expert_dropped_tokens": dropped}
+            written.log({"step": 1, "loss": 2.0, **loads})
+        assert console.file.getvalue().strip() == f"step  1/20  loss 2.0000  load 2.7{text}"
+
+
 def test_a_resumed_run_purges_the_steps_that_it_repeats(tmp_path):
     run(tmp_path, 1, 3, trackers=["tensorboard"])
     (first,) = (tmp_path / "tensorboard").iterdir()
