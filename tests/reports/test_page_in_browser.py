@@ -8,6 +8,7 @@ import html
 import json
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,8 @@ from ppctl.planner.show import plan_page
 from ppctl.reports import measured_timeline_file as timeline_io
 from ppctl.reports.charts.html_charts import schedules_page
 from ppctl.reports.run_page.one_run_page import run_page
+from ppctl.reports.run_page.read_run import LOAD
+from ppctl.reports.run_page.recorded_curves import LayerValues
 from ppctl.reports.run_page.write_report import compare_page
 from ppctl.schedule.simulator import simulate
 from ppctl.training.pipeline.engines.step_memory import PARTS
@@ -213,3 +216,20 @@ def test_the_page_of_several_runs_fits(tmp_path, width):
     assert min(said["texts"]) >= 11
     assert len(said["texts"]) >= 3 * 5  # ticks of losses, gradient norms and speeds
     assert dom.count('<li><span class="key"') == 3 * 8
+
+
+def test_heat_maps_show_their_colours(tmp_path):
+    from matplotlib.image import imread
+
+    file = tmp_path / "page.html"
+    loads = LayerValues(1, [1, 2], [[1.0, 1.0], [1.0, 9.0]])
+    one = replace(recorded(tmp_path / "run", 3, 1), layers={LOAD: loads})
+    file.write_text(run_page(one, file), encoding="utf-8")
+    assert BROWSER is not None
+    picture, profile = tmp_path / "page.png", f"--user-data-dir={tmp_path / 'profile'}"
+    command = [BROWSER, *FLAGS, profile, "--window-size=800,3000", f"--screenshot={picture}"]
+    subprocess.run([*command, f"file://{file}"], capture_output=True, timeout=60, check=True)
+    pixels = (imread(picture)[..., :3] * 255).round().astype(int).reshape(-1, 3)
+    least, most = (0, 34, 78), (254, 232, 56)  # the ends of cividis
+    number = [(abs(pixels - colour).max(1) <= 1).sum() for colour in (least, most)]
+    assert number[0] / number[1] == pytest.approx(3, rel=0.2)  # cells, and equal parts of the scale

@@ -1,12 +1,13 @@
 """Curves of long runs: thinned to the points of a figure, their numbers those of all steps."""
 
+import itertools
 import json
 import math
 import statistics
 
 import pytest
 
-from ppctl.reports.run_page.recorded_curves import MOST_POINTS, read_curves
+from ppctl.reports.run_page.recorded_curves import COLUMNS, MOST_POINTS, read_curves, read_layers
 
 
 def written(tmp_path, values, steps=None):
@@ -71,3 +72,46 @@ def test_of_a_step_that_is_there_twice_the_last_line_counts(tmp_path, count):
     assert loss.points[0] == (1, values[count // 2])
     assert len(problems) == 1
     assert "there twice" in problems[0]
+
+
+# --- numbers of layers --------------------------------------------------------------------------
+
+
+def of_layers(tmp_path, rows, first=1):
+    file = tmp_path / "metrics.jsonl"
+    lines = [{"step": step, "load": row} for step, row in enumerate(rows, first)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read_layers(file, "load")
+
+
+def test_numbers_of_layers_are_those_of_each_step(tmp_path):
+    rows = [[None, 1.5 + step, 2.0] for step in range(COLUMNS)]
+    found = of_layers(tmp_path, rows, first=7)
+    assert (found.first, [*found.last]) == (7, [*range(7, 7 + COLUMNS)])
+    assert [row[1:] for row in found.values] == [row[1:] for row in rows]
+    assert all(math.isnan(row[0]) for row in found.values)
+
+
+@pytest.mark.parametrize("count", [2 * COLUMNS, 2 * COLUMNS + 1, 5000])
+def test_of_many_steps_each_block_has_the_greatest_number_of_a_layer(tmp_path, count):
+    rows = [[1 + math.sin(i), None if i % 3 else float(i)] for i in range(count)]
+    found = of_layers(tmp_path, rows)
+    assert COLUMNS <= len(found.values) <= 2 * COLUMNS
+    assert found.last[-1] == count
+    assert len({b - a for a, b in itertools.pairwise([0, *found.last[:-1]])}) == 1
+    begin = 0
+    for last, values in zip(found.last, found.values, strict=True):
+        block = rows[begin:last]
+        known = [b for _, b in block if b is not None]
+        assert values[0] == max(a for a, _ in block)
+        assert values[1] == max(known) if known else math.isnan(values[1])
+        begin = last
+
+
+def test_foreign_numbers_of_layers_are_no_numbers_and_other_records_are_left_out(tmp_path):
+    rows = [[1.0, "x"], [2.0, True], "no list", [1.0], [10**400, 1e200], [1.0, [2.0]]]
+    found = of_layers(tmp_path, rows)
+    assert [*found.last] == [1, 2, 5, 6]
+    assert [row[0] for row in found.values if row[0] == row[0]] == [1.0, 2.0, 1.0]
+    assert all(math.isnan(row[1]) for row in found.values)
+    assert of_layers(tmp_path, [5, None]) is None

@@ -130,3 +130,31 @@ def test_memory_that_cannot_be_read_is_told(run_dir, capsys, text):
     told = report(capsys)[1]
     assert "memory.json cannot be read" in told
     assert "Memory of each rank" not in told
+
+
+# --- balance of experts -------------------------------------------------------------------------
+
+
+def test_experts_have_a_heat_map_and_dropped_tokens_one_if_any_were(run_dir, capsys):
+    def written(dropped):
+        loads = [[None, 2.5, 1.25], [None, 1.5, 3.75]]
+        lines = [
+            {"step": step, "loss": 1.0, "expert_load": load, "expert_dropped_tokens": dropped}
+            for step, load in enumerate(loads, 1)
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (run_dir / "metrics.jsonl").write_text(text)
+        return report(capsys)[1], (run_dir / "report.html").read_text(encoding="utf-8")
+
+    seen, page = written([None, 0, 0])
+    assert "In the last column the most loaded expert has 3.75 times the mean, in layer 2." in seen
+    assert "layer 1: 1: 2.5, 2: 1.5; layer 2: 1: 1.25, 2: 3.75" in page
+    assert "layer 0:" not in page
+    assert page.count("<image") == 1
+    seen, page = written([None, 0, 4])
+    assert "Tokens dropped by model.moe.capacity" in seen
+    assert page.count("<image") == 2
+
+
+def test_a_run_without_experts_has_no_section_of_them(capsys):
+    assert "Balance of experts" not in report(capsys)[1]

@@ -19,8 +19,8 @@ from ppctl.reports import measured_timeline_file as timeline_io
 from ppctl.reports.charts.html_charts import schedules_page
 from ppctl.reports.charts.schedule_drawing import Drawing
 from ppctl.reports.run_page.one_run_page import run_page
-from ppctl.reports.run_page.read_run import RecordedRun, read_run
-from ppctl.reports.run_page.recorded_curves import Curve
+from ppctl.reports.run_page.read_run import DROPPED, LOAD, RecordedRun, read_run
+from ppctl.reports.run_page.recorded_curves import Curve, LayerValues
 from ppctl.reports.run_page.write_report import compare_page
 from ppctl.training.pipeline.job import assemble
 
@@ -162,7 +162,7 @@ def recorded(
 
 
 def run(run_dir: Path) -> str:
-    """Return the report of a run with evaluations, memory, and a measured step."""
+    """Return the report of a run with evaluations, memory, experts, and a measured step."""
     pipeline = pipeline_of(Plain("zb_h1", 8), Mpmd(), 4, 8)
     one = recorded(run_dir, 5000, 2500, pipeline)
     step = pipeline.step
@@ -179,9 +179,12 @@ def run(run_dir: Path) -> str:
     }
     newest = {**one.newest, **predicted_s}
     curves = {**one.curves, "eval_loss": Curve(evaluations, None)}
-    return run_page(
-        replace(one, memory=held, curves=curves, newest=newest), run_dir / "report.html"
-    )
+    steps = range(20, 5001, 20)
+    loads = [[1 + 127 * l / step for l in range(94)] for step in steps]
+    dropped = [[float(step < 100 and 10_000 * l) for l in range(94)] for step in steps]
+    layers = {LOAD: LayerValues(1, steps, loads), DROPPED: LayerValues(1, steps, dropped)}
+    one = replace(one, memory=held, curves=curves, newest=newest, layers=layers)
+    return run_page(one, run_dir / "report.html")
 
 
 def runs(directory: Path) -> str:

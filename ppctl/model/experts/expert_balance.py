@@ -22,10 +22,10 @@ def balance(counts: Mapping[str, Any]) -> dict[str, list[float | None]]:
     {'expert_load': [1.5, None], 'expert_entropy_nats': [0.5623, None]}
     """
     counts_LE = np.asarray(counts["/".join(COUNTED)], float)
-    has_experts = counts_LE.any(1)
+    has_experts = counts_LE.sum(1) > 0
 
-    def of_layers(values_L: Any) -> list[float | None]:
-        pairs = zip(values_L.tolist(), has_experts, strict=True)
+    def of_layers(values_L: np.ndarray) -> list[float | None]:
+        pairs = zip(values_L.tolist(), has_experts.tolist(), strict=True)
         return [round(value, 4) if has else None for value, has in pairs]
 
     shares_LE = counts_LE / np.maximum(counts_LE.sum(1, keepdims=True), 1)

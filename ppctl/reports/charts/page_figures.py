@@ -36,6 +36,7 @@ LOOK: dict[Any, Any] = {
 MOST_LINES = len(LINES) ** 2  # a colour and a mark tell them apart
 TREND = 80  # medians of a curve of many points
 FEW = 16  # points that are told one by one
+NUM_SHADES = 16  # colours of a heat map
 NUM_MARKS = 5  # on each of several curves, about
 LOG_FROM = 100.0  # greatest over least value from which on an axis of values is logarithmic
 LEAST = 1e-100  # on a logarithmic axis
@@ -89,6 +90,51 @@ def curves_svg(
         _set_values(axes, low, high, from_zero=from_zero)
         abouts = (f"{label}: {_summary(points)}" for label, points in curves.items())
         return _svg_of(axes, "; ".join([f"{title}, by {x_name}", *abouts]))
+
+
+def heat_svg(
+    first: int,
+    last: Sequence[int],
+    values_CL: Sequence[Sequence[float]],
+    *,
+    title: str,
+    least: float,
+) -> str:
+    """Return the svg of numbers by layer and step: a column from the step after the one before.
+
+    first: step of the first column. last: the last step of each. least: the number of the darkest
+    colour; NaN has no colour.
+    """
+    import matplotlib
+    import numpy as np
+
+    values_LC = np.ma.masked_invalid(np.array(values_CL, float).T)
+    number = len(values_LC)
+    with _axes() as axes:
+        # 1. a cell for each layer and column
+        most = max(float(values_LC.max()), least + 0.1) if values_LC.count() else least + 1
+        extent = (first - 0.5, last[-1] + 0.5, number - 0.5, -0.5)
+        colours = matplotlib.colormaps["cividis"].resampled(NUM_SHADES)
+        how: Any = {"cmap": colours, "vmin": least, "vmax": most, "extent": extent}
+        cells = axes.imshow(values_LC, aspect="auto", interpolation="none", **how)
+        # 2. axes and colours
+        axes.grid(visible=False)
+        axes.locator_params(axis="x", integer=True, nbins=min(5, 50 // len(f"{last[-1]:,}")))
+        axes.locator_params(axis="y", integer=True, nbins=8)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel("step")
+        axes.set_ylabel("layer")
+        bar = axes.figure.colorbar(cells, ax=axes, format="{x:,g}")
+        bar.outline.set_visible(False)
+        bar.ax.grid(visible=False)
+        bar.ax.tick_params(length=0)
+        bar.ax.locator_params(nbins=5)
+        layers = (
+            f"layer {l}: {_summary([*zip(last, row.tolist(), strict=True)])}"
+            for l, row in enumerate(values_LC)
+            if row.count()
+        )
+        return _svg_of(axes, "; ".join([f"{title}, by layer and step", *layers]))
 
 
 def _draw_curve(axes: Any, number: int, points_N2: Any, has_marks: bool) -> None:

@@ -11,12 +11,12 @@ from ppctl.reports import bubble_names as bubbles
 from ppctl.reports import measured_timeline_file as timelines
 from ppctl.reports import page_kit as kit
 from ppctl.reports.charts.html_charts import charts_html, too_many_tasks
-from ppctl.reports.charts.page_figures import curves_svg, memory_bars
+from ppctl.reports.charts.page_figures import curves_svg, heat_svg, memory_bars
 from ppctl.reports.charts.palette import PARTS
 from ppctl.reports.charts.schedule_drawing import Drawing, number_text
 from ppctl.reports.recorded_settings import setting_text
 from ppctl.reports.run_files import RUNNING, record_number, setting_changes, tracker_commands
-from ppctl.reports.run_page.read_run import RecordedRun, versions_of
+from ppctl.reports.run_page.read_run import DROPPED, LOAD, RecordedRun, versions_of
 from ppctl.reports.run_status import FAILED, FINISHED
 from ppctl.reports.terminal_output import iso_text
 
@@ -25,6 +25,10 @@ MOST_BARS = 16  # of ranks whose memory is drawn
 LOOKS = {FINISHED: kit.YES, FAILED: kit.NO, RUNNING: kit.GOES_ON}
 RAN_WITH = ("mesh", "hardware", "executor", "schedule")  # choices that are listed
 CURVES = "Of many steps the pale curve has the least and the greatest, the strong one the medians."
+HEAT = {  # title, and the number of the darkest colour
+    LOAD: ("Load of experts: the most loaded one's tokens over the mean", 1.0),
+    DROPPED: ("Tokens dropped by model.moe.capacity", 0.0),
+}
 PREDICTIONS = (
     f"Step time: of the median step. {bubbles.ABOUT} Memory: of the fullest device, as compiled."
 )
@@ -54,6 +58,7 @@ def run_page(run: RecordedRun, file: Path) -> str:
         kit.cards(_cards(run)),
         kit.section("To know", kit.bullets(warnings_of(run))),
         kit.section("Over the steps", drawn, kit.soft(CURVES if drawn else "")),
+        kit.section("Balance of experts", *_experts(run)),
         kit.section("The step, rank by rank", _step_html(summary.path, run.pipeline)),
         _predictions(run),
         _memory(run),
@@ -166,6 +171,24 @@ def _memory(run: RecordedRun) -> str:
     about = kit.soft(f"Of one device of each rank, as compiled at the newest start.{few}")
     bars = memory_bars(named, [*parts][: len(PARTS)])
     return kit.section("Memory of each rank", bars, about)
+
+
+def _experts(run: RecordedRun) -> Iterator[str]:
+    """Yield heat maps of models with experts, and the most loaded layer in words."""
+    drawn = []
+    for name, found in run.layers.items():
+        title, least = HEAT[name]
+        if name == LOAD or any(value > 0 for row in found.values for value in row):
+            drawn.append(kit.figure(title, heat_svg(*found, title=title, least=least)))
+    yield kit.figures(drawn)
+    if LOAD in run.layers:
+        blocks = run.layers[LOAD]
+        loads = [(value, l) for l, value in enumerate(blocks.values[-1]) if value == value]
+        load, l = max(loads, default=(1.0, 0))
+        yield kit.soft(
+            f"1 is an even load. In the last column the most loaded expert has {load:.3g} times "
+            f"the mean, in layer {l}. Of many steps a column has the greatest value."
+        )
 
 
 def _environment(run: RecordedRun) -> str:

@@ -11,11 +11,19 @@ from ppctl.reports.foreign_files import from_json
 from ppctl.reports.measured_timeline_file import measured_bubble
 from ppctl.reports.page_kit import SPEEDS
 from ppctl.reports.run_files import MEMORY_FILE, RunSummary, read_lines, record_number, run_summary
-from ppctl.reports.run_page.recorded_curves import LARGEST, Curve, Points, read_curves
+from ppctl.reports.run_page.recorded_curves import (
+    LARGEST,
+    Curve,
+    LayerValues,
+    Points,
+    read_curves,
+    read_layers,
+)
 from ppctl.user_files import read_file
 
 TIMED = ("grad_norm", "step_time_s", *SPEEDS, "mfu_fraction")  # curves with a median
 CURVES = ("loss", "lr", *TIMED)
+LOAD, DROPPED = "expert_load", "expert_dropped_tokens"  # numbers of each layer
 NEWEST = (
     *("predicted_step_time_s", "ideal_bubble_fraction", "predicted_bubble_fraction"),
     *("predicted_memory_bytes", "memory_bytes", "compile_time_s"),
@@ -38,6 +46,7 @@ class RecordedRun:
     problems: Sequence[str]
     pipeline: Planned | str  # by its settings, or the reason why it is unknown
     memory: Sequence[Mapping[str, int]]  # bytes of a device by part, for each rank; or empty
+    layers: Mapping[str, LayerValues]  # LOAD and DROPPED of models with experts
 
     @property
     def speed(self) -> str | None:
@@ -64,11 +73,14 @@ def read_run(
     """Return the run in a directory; what is wrong with its files is among its problems."""
     # 1. records
     summary, problems = run_summary(name, path), []
-    curves, last = read_curves(path / "metrics.jsonl", CURVES, NEWEST, problems)
+    curves, last = read_curves(path / "metrics.jsonl", CURVES, (*NEWEST, LOAD), problems)
     evaluations, _ = read_curves(path / "eval.jsonl", ("eval_loss",), (), problems)
     numbers = {name: record_number(last, name) for name in NEWEST}
     newest = {name: n for name, n in numbers.items() if n is not None and abs(n) < LARGEST}
     memory = _memory(path / MEMORY_FILE, problems)
+    pairs = ((name, read_layers(path / "metrics.jsonl", name)) for name in (LOAD, DROPPED))
+    has_experts = LOAD in last
+    layers = {name: found for name, found in pairs if found is not None} if has_experts else {}
     # 2. starts
     lines = read_lines(path / run_status.FILE, problems)
     starts = [line for line in lines if line.get("status") == run_status.STARTED]
@@ -83,6 +95,7 @@ def read_run(
         list(dict.fromkeys((*summary.problems, *problems, *notes))),
         pipeline,
         memory,
+        layers,
     )
 
 

@@ -18,6 +18,9 @@ MOST_POINTS = 4 * BUCKETS  # curves with more are thinned
 MOST_STEP = 10**15  # exact as a float
 LARGEST = 1e100  # larger numbers cannot be drawn, and count as not finite
 
+COLUMNS = 128  # of numbers by layer: at least so many steps or blocks of steps
+MOST_LAYERS = 10_000
+
 Points = Sequence[tuple[float, float | None]]  # (step, value), ascending; None: not finite
 
 
@@ -28,6 +31,44 @@ class Curve(NamedTuple):
     median: float | None  # None: no finite value
     num_lost: int = 0  # values that are not finite
     first_lost: int | None = None  # step of the first of these
+
+
+class LayerValues(NamedTuple):
+    """A recorded number of each layer: of many steps the greatest in blocks of equal size."""
+
+    first: int  # first recorded step
+    last: Sequence[int]  # last step of each block
+    values: Sequence[Sequence[float]]  # [blocks, layers]; NaN: not recorded
+
+
+def read_layers(path: Path, name: str) -> LayerValues | None:
+    """Return the numbers by layer that a file of records has by this name, None for none."""
+    first, last, rows = 0, array("q"), []
+    size, number = 1, 0  # steps of a block, and of all
+    for record in read_lines(path, []):
+        # 1. a step's numbers
+        step, values = record.get("step"), record.get(name)
+        if type(step) is not int or not 0 <= step < MOST_STEP or not isinstance(values, list):
+            continue
+        numbers = [record_number({name: value}, name) for value in values[:MOST_LAYERS]]
+        row = [nan if n is None or not abs(n) < LARGEST else n for n in numbers]
+        if rows and len(row) != len(rows[0]):
+            continue
+        # 2. their block
+        if number % size == 0:
+            rows.append(row)
+            last.append(step)
+        else:
+            rows[-1], last[-1] = _greatest(rows[-1], row), step
+        first, number = first if number else step, number + 1
+        if len(rows) == 2 * COLUMNS and number % size == 0:
+            rows = [*map(_greatest, rows[::2], rows[1::2])]
+            last, size = last[1::2], 2 * size
+    return LayerValues(first, last, rows) if rows else None
+
+
+def _greatest(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    return [y if x != x or y > x else x for x, y in zip(a, b, strict=True)]  # x != x: NaN
 
 
 def read_curves(
