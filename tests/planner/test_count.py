@@ -15,6 +15,7 @@ from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.reference import reference
 from ppctl.executors.stage.jaxpr_flops import matmul_flops
 from ppctl.model.attention.attention_kernels import kernel_named
+from ppctl.model.experts.grouped_products import product
 from ppctl.model.stack import Stack, init
 from ppctl.model.transformer import transformer
 from ppctl.planner.cost.counted_operations import ops_of
@@ -250,3 +251,20 @@ def test_attention_by_pallas_is_told_from_other_kernels():
     ops = ops_of(lambda q, k, v, g: jax.vjp(kernel_named("pallas"), q, k, v)[1](g), q, q, q, q)
     found = [op.kernel for op in ops if op.flops and op.kernel != "product"]
     assert found == ["attention_forward", "attention_backward", "attention_backward"]
+
+
+def test_products_of_groups_count_each_row_once():
+    """The product, and the gradients of matrices and of rows: rows are divided among the groups."""
+    num_rows, sizes = 6, jnp.asarray([1, 4], jnp.int32)
+    x, w, g = jnp.ones((num_rows, 3)), jnp.ones((2, 3, 4)), jnp.ones((num_rows, 4))
+
+    def there_and_back(x, w, g):
+        y, pull = jax.vjp(lambda x, w: product("ragged_dot")(x, w, sizes), x, w)
+        return y, pull(g)
+
+    one = 2 * num_rows * 3 * 4
+    assert matmul_flops(there_and_back, x, w, g) == 3 * one
+    products = [op for op in ops_of(there_and_back, x, w, g) if op.flops]
+    assert [op.flops for op in products] == [one] * 3
+    shapes = [[size.fixed for size in vars(op.shape).values()] for op in products]
+    assert shapes == [[3, 4, 3, 2], [3, 4, 3, 2], [3, 3, 4, 2]]  # rows, columns, depth, number

@@ -22,7 +22,7 @@ from ppctl.schedule.partition.cut_layers import divided_evenly
 from ppctl.schedule.partition.partition import Partition, stage_costs
 
 Tree = Any
-PRODUCTS = ("dot_general", "conv_general_dilated")
+PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 PALLAS = "pallas_call"
 
 
@@ -137,14 +137,29 @@ def equation_flops(equation: core.JaxprEqn) -> int:
 
 
 def product_flops(equation: core.JaxprEqn) -> int:
-    """Return the FLOPs of one of PRODUCTS; a convolution is a product a kernel position."""
-    left, right = (v.aval.shape for v in equation.invars)  # pyright: ignore[reportAttributeAccessIssue] of arrays
+    """Return the FLOPs of one of PRODUCTS; a convolution is a product a kernel position.
+
+    A product of groups counts each row once, for the matrix of its group.
+    """
+    left, right = (v.aval.shape for v in equation.invars[:2])  # pyright: ignore[reportAttributeAccessIssue] of arrays
     out: Any = equation.outvars[0].aval
     if equation.primitive.name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
         return 2 * prod(left[dim] for dim in contracted) * prod(out.shape)
+    if equation.primitive.name == "ragged_dot_general":
+        numbers = equation.params["ragged_dot_dimension_numbers"]
+        (contracted, _), _ = numbers.dot_dimension_numbers
+        are_divided = set(numbers.lhs_ragged_dimensions) <= {*contracted}  # each is of one group
+        num_groups = num_groups_of(equation) if are_divided else 1
+        return 2 * prod(left[dim] for dim in contracted) * prod(out.shape) // num_groups
     features = equation.params["dimension_numbers"].rhs_spec[0]
     return 2 * prod(out.shape) * prod(right) // right[features]
+
+
+def num_groups_of(equation: core.JaxprEqn) -> int:
+    """Return the number of groups of a ragged_dot_general."""
+    sizes: Any = equation.invars[2].aval
+    return sizes.shape[-1]
 
 
 def inner_jaxprs(equation: core.JaxprEqn) -> list[core.Jaxpr]:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from ppctl.executors.stage.jaxpr_flops import PALLAS, PRODUCTS, equation_flops
+from ppctl.executors.stage.jaxpr_flops import PALLAS, PRODUCTS, equation_flops, num_groups_of
 from ppctl.executors.stage.jaxpr_tools import (
     ADDITIONS,
     carry_place,
@@ -270,13 +270,15 @@ def _product_shape(eqn: core.JaxprEqn) -> ProductShape | None:
     if eqn.primitive.name not in PRODUCTS:
         return None
     out = prod(eqn.outvars[0].aval.shape)  # pyright: ignore[reportAttributeAccessIssue] of an array
-    left, right = (v.aval.shape for v in eqn.invars)  # pyright: ignore[reportAttributeAccessIssue] of arrays
+    left, right = (v.aval.shape for v in eqn.invars[:2])  # pyright: ignore[reportAttributeAccessIssue] of arrays
     number = 1
     if eqn.primitive.name == "dot_general":
         (_, contracted), (batch, right_batch) = eqn.params["dimension_numbers"]
         number = prod(left[dim] for dim in batch)
         taken = {*contracted, *right_batch}
         columns = prod(size for dim, size in enumerate(right) if dim not in taken)
+    elif eqn.primitive.name == "ragged_dot_general":  # of equal groups
+        number, columns = num_groups_of(eqn), eqn.outvars[0].aval.shape[-1]  # pyright: ignore[reportAttributeAccessIssue] of an array
     else:
         columns = right[eqn.params["dimension_numbers"].rhs_spec[0]]
     rows = out // max(1, columns * number)
