@@ -20,7 +20,7 @@ from ppctl.planner.search.token_budget import TokenBudget, check_tokens, token_b
 from ppctl.reports.bubble_names import shared_cores_text
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.mesh_axes import STAGE_AXES
-from ppctl.training.pipeline.built_in_models import attention_kernels
+from ppctl.training.pipeline.built_in_models import attention_kernels, expert_kernel
 from ppctl.training.pipeline.job import TrainingJob, unit_of_work
 from ppctl.training.pipeline.mfu import mfu, model_flops
 from ppctl.training.pipeline.pipeline import Pipeline
@@ -283,6 +283,8 @@ def assumptions(job: TrainingJob, *, is_timed: bool) -> tuple[str, ...]:
         cp, device = job.config.mesh.cp, job.counted_device
         kernels = attention_kernels(model, cp, pipe.dtype, device, job.data)
         lines.append(" and ".join(f"attention={kernel}" for kernel in kernels))
+        if (kernel := expert_kernel(model, pipe.dtype, device)) is not None:
+            lines.append(f"products of experts={kernel}")
 
     # 2. of seconds and bytes
     if is_timed:

@@ -12,7 +12,7 @@ import pytest
 from support.cuda_plugin import needs_cuda_plugin
 from support.selection import full, full_except
 
-from ppctl import config
+from ppctl import cli, config
 from ppctl.config.groups.moe_settings import PRODUCTS, Experts
 from ppctl.errors import ConfigError
 from ppctl.executors.stage.jaxpr_tools import demand, flatten
@@ -243,3 +243,11 @@ def test_a_model_with_experts_compiles_for_h100s(executor, mesh, schedule, dispa
         texts = [each.hlo for each in engine.programs().programs]
     for kernel in ("grouped_rows", "grouped_weights"):
         assert any(kernel in text and "__gpu$xla.gpu.triton" in text for text in texts)
+
+
+def test_a_kernel_that_the_cpu_has_not_is_refused_before_anything_is_compiled(capsys):
+    words = "plan data=synthetic model.moe.num_experts=4 model.moe.kernel=triton plan.compile=true"
+    assert cli.main(words.split()) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "model.moe.kernel=triton: Triton's kernels run on NVIDIA GPUs" in line
+    assert line.endswith("the platform is cpu. Use model.moe.kernel=auto, which chooses one.")

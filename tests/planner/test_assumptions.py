@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ppctl import config
+from ppctl.config.groups.moe_settings import Experts
 from ppctl.errors import ConfigError
 from ppctl.model.parallel import StageAxes
 from ppctl.planner.cost.predict_step import predict_job, target_of
@@ -137,6 +138,12 @@ def test_the_kernel_of_attention_is_that_of_the_hardware():
     assert "in attention" not in other
     away = config.Plan(compile=False, topology="h100:1x4")
     assert "attention=cudnn" in said(replace(TOKENS, hardware=config.AutoHardware(), plan=away))
+
+
+def test_the_kernel_of_experts_is_that_of_the_hardware():
+    experts = replace(TOKENS.model, moe=Experts(num_experts=4))
+    assert "products of experts=triton" in said(replace(TOKENS, model=experts))
+    assert "products of experts" not in said(TOKENS)
 
 
 def test_without_a_time_nothing_is_said_of_speeds():
