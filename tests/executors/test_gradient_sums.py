@@ -2,6 +2,8 @@
 after layer.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,8 @@ from ppctl.executors.stage.jaxpr_tools import add_outputs, demand, depending_onl
 from ppctl.executors.stage.layer_programs import LayerPrograms, add_head_grads
 from ppctl.executors.stage.stage import Stage
 from ppctl.model import cross_entropy as module
-from ppctl.model.experts.grouped_products import product
+from ppctl.model.experts import triton_products
+from ppctl.model.experts.grouped_products import KERNELS
 from ppctl.schedule.remat import Remat
 
 TOKENS, WIDTH, VOCAB_SIZE = 12, 6, 11
@@ -162,14 +165,16 @@ def test_a_product_that_something_else_reads_stays_as_it_is():
     assert [eqn.outvars[0].aval.dtype for eqn in dots] == [jnp.bfloat16]
 
 
-def test_gradients_of_experts_begin_with_their_sum():
-    """No array of all experts' gradients is made to be added: the scan over experts has the sum."""
+@pytest.mark.parametrize(("kernel", "by"), [("scan", "scan"), ("triton", "pallas_call")])
+def test_gradients_of_experts_begin_with_their_sum(kernel, by):
+    """No array of all experts' gradients is made to be added."""
+    interpreted = partial(triton_products.weights, interpret=True)
+    weights = {"scan": KERNELS["scan"].weights, "triton": interpreted}[kernel]
     sizes = jnp.asarray([3, 0, 4], jnp.int32)
     x, w, g = jnp.ones((8, 4), jnp.bfloat16), jnp.ones((3, 4, 5), jnp.bfloat16), jnp.ones((8, 5))
 
     def program(x, w, g):
-        _, pull = jax.vjp(lambda w: product("scan")(x, w, sizes), w)
-        return pull(g.astype(jnp.bfloat16))
+        return (weights(x, g.astype(x.dtype), sizes).astype(w.dtype),)
 
     total = jnp.cos(jnp.arange(60.0, dtype=jnp.float32)).reshape(w.shape)
     begin = lambda total: add_outputs(
@@ -184,7 +189,7 @@ def test_gradients_of_experts_begin_with_their_sum():
         for v in jaxpr.eqns[i].outvars
         if v.aval.shape == w.shape
     ]
-    assert made == ["scan"]
+    assert made == [by]
 
 
 # --- the order of layers ------------------------------------------------------------------------

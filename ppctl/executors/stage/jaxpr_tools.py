@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from ppctl.model.experts import triton_products
+
 Mask = list[bool]
 Tree = Any
 
@@ -92,8 +94,8 @@ def add_outputs(
     """Return each of `totals` with its output added; None: the output.
 
     No array of a total's size is made, read and added if the program can begin with the total:
-    scatter into it instead of zeros, or sum from it in a scan. A product has the dtype of its
-    total: it is rounded only once, and XLA lets cuBLAS add it.
+    scatter into it instead of zeros, or sum from it in a scan or a kernel. A product has the dtype
+    of its total: it is rounded only once, and XLA lets cuBLAS add it.
     """
     # 1. the values that begin with a total, or take its dtype
     jaxpr, env = closed.jaxpr, env_of(closed.jaxpr, closed.consts, args)
@@ -114,12 +116,14 @@ def add_outputs(
     for eqn in jaxpr.eqns:
         values, changes = [env_value(env, v) for v in eqn.invars], {}
         for v in eqn.outvars:
-            if v in begins and not is_scan(eqn):  # bound anew: the call has the program's dtype
+            if (
+                v in begins and eqn.primitive.name == "scatter-add"
+            ):  # bound anew: the call has the program's dtype
                 how = {name: eqn.params[name] for name in ("dimension_numbers", *SCATTER_HINTS)}
                 total, (_, places, updates) = begins[v], values
                 env[v] = jax.lax.scatter_add(total, places, updates.astype(total.dtype), **how)
             elif v in begins:
-                values[carry_place(eqn, v)] = begins[v]
+                values[carry_place(eqn, v) if is_scan(eqn) else -1] = begins[v]
             elif v in dtypes and eqn.primitive.name in DTYPE_OF_RESULT:
                 changes[DTYPE_OF_RESULT[eqn.primitive.name]] = jnp.dtype(dtypes[v])
         if not all(v in env for v in eqn.outvars):
@@ -159,12 +163,14 @@ class Origins:
         return self.is_own(v) and self.made_by[v].primitive.name == "dot_general"
 
     def is_sum_from_zeros(self, v: Any, dtype: Any) -> bool:
-        """Return whether v could begin with a total: scattered into zeros, or summed by a scan."""
+        """Return whether v could begin with a total: scattered into zeros, or summed from them."""
         if not self.is_own(v):
             return False
         eqn = self.made_by[v]
         if eqn.primitive.name == "scatter-add":
             return self.is_zeros(eqn.invars[0])
+        if eqn.params.get("name") == triton_products.ADDS:
+            return v.aval.dtype == dtype and self.is_zeros(eqn.invars[-1])
         if not is_scan(eqn) or eqn.outvars.index(v) >= extents(eqn)[1] or v.aval.dtype != dtype:
             return False
         place, body = carry_place(eqn, v), eqn.params["jaxpr"].jaxpr

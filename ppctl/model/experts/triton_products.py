@@ -15,6 +15,7 @@ import jax.numpy as jnp
 TILE = 128  # rows and columns of a tile, at most
 STAGES = 3  # tiles of operands that are loaded ahead
 SHARED_BYTES = 98304  # of these tiles; the GPUs with the least, 8.6 and 8.9, have 101,376
+ADDS = "grouped_weights"  # name of the kernel whose result is its last operand and a sum
 TOGETHER = 8  # tiles of rows that follow each other, to read the same columns from the cache
 
 
@@ -98,7 +99,11 @@ def rows(
 
 
 def weights(x: jax.Array, y: jax.Array, sizes: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """Return x^T y [E, D, F] of each expert's rows, in float32: `Kernel.weights`."""
+    """Return x^T y [E, D, F] of each expert's rows, in float32: `Kernel.weights`.
+
+    The kernel adds to an array that its result replaces, here zeros: `jaxpr_tools.add_outputs`
+    begins with the sum of gradients instead.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
@@ -109,7 +114,7 @@ def weights(x: jax.Array, y: jax.Array, sizes: jax.Array, *, interpret: bool = F
     ends = jnp.cumsum(sizes).astype(jnp.int32)
 
     # 2. the program of a block of an expert's matrix
-    def kernel(x_ref, y_ref, first_ref, end_ref, out_ref) -> None:
+    def kernel(x_ref, y_ref, first_ref, end_ref, start_ref, out_ref) -> None:
         program = pl.program_id(0)
         e, block = program // (blocks[0] * blocks[1]), program % (blocks[0] * blocks[1])
         down, right = block % blocks[0] * tall, block // blocks[0] * wide
@@ -125,20 +130,23 @@ def weights(x: jax.Array, y: jax.Array, sizes: jax.Array, *, interpret: bool = F
             b = triton.load(at, mask=is_row & is_right, other=0.0)
             return total + triton.dot(a, b, trans_a=True)
 
-        zeros = jnp.zeros((tall, wide), jnp.float32)
+        zeros, at = jnp.zeros((tall, wide), jnp.float32), (e, pl.ds(down, tall), pl.ds(right, wide))
         total = jax.lax.fori_loop(0, (stop - first + deep - 1) // deep, product, zeros)
-        at = out_ref.at[e, pl.ds(down, tall), pl.ds(right, wide)]
-        triton.store(at, total, mask=is_down.T & is_right)
+        mask = is_down.T & is_right
+        total += triton.load(start_ref.at[*at], mask=mask, other=0.0)
+        triton.store(out_ref.at[*at], total, mask=mask)
 
     # 3. the call
+    start = jnp.zeros((E, D, F), jnp.float32)
     return pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((E, D, F), jnp.float32),
+        out_shape=start,
         grid=(E * blocks[0] * blocks[1],),
+        input_output_aliases={4: 0},
         compiler_params=_params(tall * wide),
         interpret=interpret,
-        name="grouped_weights",
-    )(x, y, ends - sizes.astype(jnp.int32), ends)
+        name=ADDS,
+    )(x, y, ends - sizes.astype(jnp.int32), ends, start)
 
 
 def _to(number: int) -> jax.Array:
