@@ -203,13 +203,20 @@ def _check_trained(model: AnyModel, optim: Optim) -> None:
             f"has none.{custom if isinstance(model, CustomModel) else ''} Use optim.train=all, or "
             "model=transformer."
         )
-    if optim.train == "lora" and isinstance(model, Transformer):
-        model.moe.check_frozen()
-    wants_gate = "gate" in (optim.lora_targets or ())
-    if wants_gate and isinstance(model, Transformer) and model.activation not in model.GATED:
+    if optim.train != "lora" or not isinstance(model, Transformer):
+        return
+    model.moe.check_frozen()
+    lacking = next((n for n in optim.lora_targets or () if n not in model.linear_maps), None)
+    if lacking is not None and all(model.has_experts):
         raise ConfigError(
-            f"optim.lora_targets has gate, and with model.activation={model.activation} an MLP "
-            f"has no gate. Leave it out, or use one of {', '.join(model.GATED)}."
+            f"optim.lora_targets has {lacking}, and with model.moe.num_experts="
+            f"{model.moe.num_experts} all layers have experts, which take no adapters, in place of "
+            "an MLP. Leave it out."
+        )
+    if lacking is not None:
+        raise ConfigError(
+            f"optim.lora_targets has {lacking}, and with model.activation={model.activation} an "
+            f"MLP has no gate. Leave it out, or use one of {', '.join(model.GATED)}."
         )
 
 

@@ -144,7 +144,7 @@ def trained_share(model: AnyModel, optim: settings.Optim) -> float:
     maps, rank = model.linear_maps, optim.lora_rank
     targets = maps if optim.lora_targets is None else optim.lora_targets
     adapters = sum(rank * sum(maps[name]) for name in targets)
-    return adapters / (adapters + sum(a * b for a, b in maps.values()))
+    return adapters / (adapters + model.num_weights)
 
 
 def named(family: str, num_microbatches: int, num_chunks: int) -> settings.Schedule:

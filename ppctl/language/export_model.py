@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from ppctl.config import Transformer
 from ppctl.data.tokenizer import json_object
 from ppctl.errors import ConfigError, one_line
 from ppctl.language.import_model import KEPT
 from ppctl.language.language_model import LanguageModel, open_language_model
 from ppctl.language.model_files import INDEX, all_or_nothing, check_new
-from ppctl.language.tensor_names import Named, named_parameters
+from ppctl.language.tensor_names import PEFT_MODEL, Named, named_parameters
 from ppctl.language.transformers_config import model_config, model_settings
 from ppctl.model.experts.expert_layer import COUNTED
 from ppctl.training.run.kept_tokenizer import (
@@ -119,12 +120,19 @@ def _adapter(model: LanguageModel) -> tuple[int, Tree, dict[str, Any], dict[str,
     step, lora, params = adapters
     of_base = model_config(model.transformer, params["embed_head"]["embedding"].shape[0])
     names = named_parameters(params, of_base, adapters=True)
-    linear = [each.name.split(".")[-3] for each in names]
+    linear = [_module(each, model.transformer) for each in names]
     base = _base(model.config.run.start_from)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
     config |= {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": [*dict.fromkeys(linear)]}
     config |= {"lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False}
     return step, params, config | {"inference_mode": True}, of_base
+
+
+def _module(each: Named, model: Transformer) -> str:
+    """Return the end of a module's name that no module without an adapter has."""
+    parts = each.name.removeprefix(PEFT_MODEL).split(".")[:-2]
+    has_namesakes = each.path[1] == "mlp" and any(model.has_experts)
+    return ".".join(parts) if has_namesakes else parts[-1]
 
 
 def _base(start_from: str | None) -> str | None:

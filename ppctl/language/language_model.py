@@ -1,7 +1,7 @@
 """A trained or imported language model: a run's transformer, with the tokenizer of its text."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -123,8 +123,9 @@ class LanguageModel:
 
     @property
     def architecture(self) -> Architecture:
-        """The model's sizes and variants."""
-        return architecture(self.transformer, self.vocab_size)
+        """The model's sizes and variants. Experts drop no token: a bound would depend on pieces."""
+        moe = replace(self.transformer.moe, capacity=None)
+        return architecture(replace(self.transformer, moe=moe), self.vocab_size)
 
     def _special_ids(self, text: str) -> list[int]:
         """Return the tokens of a text, special ones included."""

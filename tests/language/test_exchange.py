@@ -26,6 +26,7 @@ from ppctl.errors import CheckpointError, ConfigError
 from ppctl.executors.reference import outputs_of
 from ppctl.language.export_model import BFLOAT16, _write_tensors, export_model
 from ppctl.language.import_model import import_model
+from ppctl.language.language_model import open_language_model
 from ppctl.language.tensor_names import named_parameters
 from ppctl.language.transformers_config import NUM_EXPERTS, model_config, model_settings
 from ppctl.model.stack import init
@@ -473,6 +474,18 @@ def test_keys_of_mixtures_have_several_names_and_defaults():
     every_second = model_settings({**of["qwen3_moe"], "decoder_sparse_step": 2})
     assert every_second["moe"]["period"] == 2
     assert every_second["mlp_width"] == 48  # of the layers between
+
+
+def test_a_bound_of_training_drops_no_token_of_a_text(tmp_path):
+    import_model(FOLDER / "mixtral", tmp_path / "run")
+    whole = open_language_model(tmp_path / "run")
+    text = (tmp_path / "run/config.yaml").read_text()
+    (tmp_path / "run/config.yaml").write_text(text.replace("capacity: null", "capacity: 1.0"))
+    ids = np.random.default_rng(0).integers(96, size=(2, 24))
+    bounded = open_language_model(tmp_path / "run")
+    assert bounded.transformer.moe.capacity == 1.0
+    logits = [outputs_of(m.stack(), dtype=m.dtype)(m.params, ids) for m in (whole, bounded)]
+    np.testing.assert_array_equal(*logits)
 
 
 def test_losses_of_balance_are_noted_and_not_applied(tmp_path):

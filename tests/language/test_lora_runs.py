@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support.oracle import FOLDER
-from support.selection import full
+from support.selection import full, full_except
 
 import ppctl
 from ppctl import cli
-from ppctl.config import MLP, AdamW, Config, CustomModel, Regression, check
+from ppctl.config import MLP, AdamW, Config, CustomModel, Regression, Transformer, check
+from ppctl.config.groups.moe_settings import Experts
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.language.import_model import import_model
 from ppctl.language.language_model import open_language_model
@@ -120,6 +121,41 @@ def test_a_run_of_adapters_from_an_imported_model(layouts, base, capsys):
     assert "--adapter: base was not trained with optim.train=lora" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", full_except(["mixtral", "glm4_moe"], "glm4_moe"))
+def test_adapters_at_the_attention_of_a_mixture(name, tmp_path, monkeypatch, capsys):
+    """Trained over ep, merged, exported both ways, generated from and evaluated."""
+    monkeypatch.chdir(tmp_path)
+    import_model(FOLDER / name, tmp_path / "base")
+    layout = ["mesh=1x1x1x2", "schedule.num_microbatches=2", "schedule=gpipe"]
+    assert train(*LORA, *layout, "run.num_steps=2") == 0
+    run, imported = ppctl.load_run("runs/base-trained"), ppctl.load_run("base")
+    first = next(run.data.batches())
+    assert run.metrics[0]["loss"] == pytest.approx(imported.loss(first), rel=1e-5)
+    assert run.loss(first) < imported.loss(first)
+    experts = [each.params()["layers"]["experts"]["up"] for each in (run, imported)]
+    np.testing.assert_array_equal(*experts)
+    assert cli.main(["export", "runs/base-trained", "--out", "merged", "--dtype", "float32"]) == 0
+    import_model(tmp_path / "merged", tmp_path / "again")
+    ids = np.random.default_rng(0).integers(0, 90, (2, 8))
+    again = ppctl.load_run("again").predict(ids)
+    assert np.abs(again - run.predict(ids)).max() < 1e-6
+    assert np.abs(again - imported.predict(ids)).max() > 1e-3
+    assert cli.main(["export", "runs/base-trained", "--out", "adapter", "--adapter"]) == 0
+    modules = {f"{each}_proj" for each in "qkvo"}
+    if name == "glm4_moe":  # its first layer has an MLP
+        modules |= {f"model.layers.0.mlp.{each}_proj" for each in ("gate", "up", "down")}
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert {*config["target_modules"]} == modules
+    tensors = load_file("adapter/adapter_model.safetensors")
+    num_layers = 3 if name == "glm4_moe" else 2
+    assert len(tensors) == 2 * (4 * num_layers + (3 if name == "glm4_moe" else 0))
+    capsys.readouterr()
+    words = ["evaluate", "runs/base-trained", "--json"]
+    assert cli.main(words) == 0
+    loss = json.loads(capsys.readouterr().out)["loss"]
+    assert loss < 5
+
+
 @pytest.mark.full
 def test_a_run_of_adapters_goes_on_in_another(base, capsys):
     """With its adapters and its base, and moments of zero; other adapters are refused."""
@@ -171,6 +207,12 @@ def test_a_run_of_adapters_goes_on_in_another(base, capsys):
             {"lora_targets": ["gate"]},
             {},
             "optim.lora_targets has gate, and with model.activation=gelu",
+        ),
+        (
+            {"lora_targets": ["q", "up"]},
+            {"model": Transformer(moe=Experts(num_experts=4))},
+            "optim.lora_targets has up, and with model.moe.num_experts=4 all layers have experts, "
+            "which take no adapters, in place of an MLP. Leave it out.",
         ),
         ({}, {"model": MLP(), "data": Regression()}, "and model=mlp has none. Use optim.train=all"),
         (

@@ -9,6 +9,7 @@ import pytest
 
 from ppctl.model.attention.rotary_positions import Rope
 from ppctl.model.cached_decoding import Decoder
+from ppctl.model.experts.router import ExpertSizes
 from ppctl.model.stack import init
 from ppctl.model.transformer import transformer
 
@@ -39,6 +40,13 @@ FAMILIES = {
         "qkv_bias": True,
         "qk_norm": True,
         "rope": Rope(scaling="yarn", factor=4.0, original_len=8, beta_fast=32.0, beta_slow=1.0),
+    },
+    "experts, norms of all heads, turned in part": {
+        "whole_qk_norm": True,
+        "rope": Rope(fraction=0.5),
+        "moe": ExpertSizes(
+            num_experts=4, top_k=2, width=16, has_experts=(False, True), shared_width=8
+        ),
     },
 }
 

@@ -35,6 +35,7 @@ from ppctl.config import (
     Transformer,
     Uniform,
 )
+from ppctl.config.groups.moe_settings import Experts
 from ppctl.config.schedule_from_config import trained_share
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.model.stack import init
@@ -147,6 +148,8 @@ def test_recomputing_costs_a_forward(remat, backward_s):
     [
         ({"activation": "swiglu", "num_kv_heads": 2, "head_dim": 6, "family": "qwen3"}, None),
         ({"activation": "geglu", "family": "qwen2", "mlp_width": 40}, ["q", "down"]),
+        ({"activation": "swiglu", "moe": Experts(4, shared_width=8, shared_gate=True)}, ["q", "o"]),
+        full(({"moe": Experts(4, width=8, first_dense=1)}, None)),
         full(({}, None)),
     ],
 )
@@ -172,7 +175,7 @@ def test_w_costs_what_is_trained_of_the_layers(sizes, targets):
     )
     sizes = {True: 0, False: 0}
     for leaf, is_trained in zip(jax.tree.leaves(layers), jax.tree.leaves(free), strict=True):
-        sizes[is_trained] += math.prod(leaf.shape[1:]) if leaf.ndim == 3 else 0
+        sizes[is_trained] += math.prod(leaf.shape[1:]) if leaf.ndim > 2 else 0
     assert share == sizes[True] / (sizes[True] + sizes[False])
 
 

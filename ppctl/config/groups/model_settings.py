@@ -237,14 +237,29 @@ class Transformer(Layered):
     def linear_maps(self) -> dict[str, tuple[int, int]]:
         """(inputs, outputs) of the linear maps of a layer, by the names of optim.lora_targets.
 
+        Without those of experts, which take no adapters.
+
         >>> Transformer(d_model=8, num_heads=2, num_kv_heads=1, mlp_width=16).linear_maps
         {'q': (8, 8), 'k': (8, 4), 'v': (8, 4), 'o': (8, 8), 'up': (8, 16), 'down': (16, 8)}
         """
         d, hidden = self.d_model, self.hidden_width
         queries, keys = self.num_heads * self.head_width, self.kv_heads * self.head_width
         maps = {"q": (d, queries), "k": (d, keys), "v": (d, keys), "o": (queries, d)}
+        if all(self.has_experts):
+            return maps
         gate = {"gate": (d, hidden)} if self.activation in self.GATED else {}
         return maps | gate | {"up": (d, hidden), "down": (hidden, d)}
+
+    @property
+    def num_weights(self) -> int:
+        """The numbers in the matrices of a layer, with those of all experts."""
+        dense = sum(a * b for a, b in self.linear_maps.values())
+        moe, d = self.moe, self.d_model
+        if moe.num_experts is None:
+            return dense
+        matrices = 3 if self.activation in self.GATED else 2
+        width = moe.num_experts * (moe.width or self.hidden_width) + (moe.shared_width or 0)
+        return dense + d * (moe.num_experts + matrices * width + moe.shared_gate)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

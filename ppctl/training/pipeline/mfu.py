@@ -46,12 +46,13 @@ class ModelFlops:
 
 
 def model_flops(job: TrainingJob) -> ModelFlops:
-    """Return the FLOPs of a step, with attention in its plain form whatever the kernel."""
+    """Return the FLOPs of a step, by plain forms of attention and experts whatever the kernel."""
     pipe, model = job.pipe, job.config.model
     stack, masked = pipe.stack, 0
     if isinstance(model, Transformer):
-        if model.attention != "xla":
-            plain, lora = replace(model, attention="xla"), lora_of(job.config.optim)
+        plain = replace(model, attention="xla", moe=replace(model.moe, kernel="ragged_dot"))
+        if plain != model:
+            lora = lora_of(job.config.optim)
             stack = make_stack(plain, job.data, pipe.dtype, None, lora=lora)
         num_examples, num_tokens = pipe.batch_shapes["inputs"].shape
         causal = (Scoring(window=window).num_pairs(num_tokens) for window in model.windows)
