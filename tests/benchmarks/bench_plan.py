@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from itertools import combinations
 
 import jax
@@ -60,7 +61,7 @@ LAYOUTS = (  # mesh, schedule, microbatches, remat, executor
     "mesh=1x2x1x1x2 schedule=1f1b schedule.num_microbatches=8 executor=mpmd executor.remat=layer",
     "mesh=1x2x1x1x1x2 schedule=1f1b schedule.num_microbatches=8 executor.remat=full",
 )
-STEPS = 8  # timed, after two that warm up
+STEPS = 16  # timed, half of them before the prediction and half after it
 
 
 def main() -> int:
@@ -103,8 +104,10 @@ def main() -> int:
 def compared(layout: str) -> dict:
     """Return one layout, predicted and measured."""
     config = compose([*MODEL, "partition=uniform", *layout.split()])
+    run = steps(assemble(config))
+    before = run()
     predicted, _ = rehearse(config)
-    wall, cpu = steps(assemble(config))
+    wall, cpu = ([*early, *late] for early, late in zip(before, run(), strict=True))
     half = len(wall) // 2
     row = {
         "layout": layout,
@@ -126,19 +129,24 @@ def compared(layout: str) -> dict:
     return row
 
 
-def steps(job: TrainingJob) -> tuple[list[float], list[float]]:
-    """Return seconds and CPU seconds of train steps."""
+def steps(job: TrainingJob) -> Callable[[], tuple[list[float], list[float]]]:
+    """Return what runs half of the train steps and returns their seconds and CPU seconds."""
     engine = job.pipe.engine
     engine.compile(evaluate=False)
     state, batch = engine.new_state(), engine.batches.put(next(job.data.batches()))
-    wall, cpu = [], []
-    for _ in range(STEPS + 2):
-        began, cpu_began = time.perf_counter(), time.process_time()
-        state, _ = running = engine.step(state, batch)
-        jax.block_until_ready(running)
-        wall.append(time.perf_counter() - began)
-        cpu.append(time.process_time() - cpu_began)
-    return wall[2:], cpu[2:]
+
+    def half() -> tuple[list[float], list[float]]:
+        nonlocal state
+        wall, cpu = [], []
+        for _ in range(STEPS // 2 + 1):
+            began, cpu_began = time.perf_counter(), time.process_time()
+            state, _ = running = engine.step(state, batch)
+            jax.block_until_ready(running)
+            wall.append(time.perf_counter() - began)
+            cpu.append(time.process_time() - cpu_began)
+        return wall[1:], cpu[1:]
+
+    return half
 
 
 def figures(rows: list[dict], predicted: str, measured: str) -> dict:

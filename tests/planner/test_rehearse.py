@@ -4,6 +4,7 @@ their times.
 
 import json
 import re
+import time
 from dataclasses import replace
 from math import prod
 
@@ -19,7 +20,7 @@ from ppctl.planner.cost.predict_step import step_of
 from ppctl.planner.cost.roofline import Link, Speed
 from ppctl.planner.cost.step_time import op_times
 from ppctl.planner.rehearsal import rehearse_ranks as rehearse
-from ppctl.planner.rehearsal.rank_on_device import RankOnDevice, RankTimes, in_ticks
+from ppctl.planner.rehearsal.rank_on_device import RankOnDevice, RankTimes, Replicas, time_update
 from ppctl.planner.rehearsal.timed_runs import Timing, examples_of_device
 from ppctl.training.pipeline.job import assemble
 
@@ -38,6 +39,10 @@ SMALL = config.Config(
     run=config.Run(dtype="float32"),
 )
 FREE = Machine(Speed(1e30, 1e30), Link(0.0, 1e30), None, None, 0.0)  # nothing but tasks takes time
+
+
+def on_one():
+    return Replicas(jax.devices()[:1])
 
 
 def on(machine, job):
@@ -61,11 +66,11 @@ REQUESTS = {
     "recomputed": replace(SMALL, executor=config.Mpmd(remat="full")),
     "copies": replace(SMALL, mesh=config.Mesh(1, 2, 2)),
 }
-MANY_CORES, ALL_CORES = 1e-9, 1e9  # that a rank keeps busy
+ALL_ALIKE = Timing(1.0, 1e-9)  # as fast as one of them
 
 
-def times(request, forward_s, backward_s, busy=MANY_CORES):
-    """Return times of every rank of a request whose tasks take these."""
+def times(request, forward_s, backward_s, at_once=ALL_ALIKE):
+    """Return times of every rank of a request whose tasks take these, alone and at once."""
     job = assemble(request, on_one_device=True)
     stages = range(job.pipe.schedule.num_stages)
     task_s = {
@@ -74,7 +79,9 @@ def times(request, forward_s, backward_s, busy=MANY_CORES):
         for kind, seconds in (("F", forward_s), ("B", backward_s))
     }
     ranks = range(job.pipe.schedule.num_ranks)
-    ran = {r: RankTimes(Timing(1.0, busy), Timing(0.5, busy), task_s, 100) for r in ranks}
+    number, update = job.pipe.mesh.size, Timing(0.5, 0.25)
+    found = RankTimes(Timing(1.0, at_once.cpu_s), at_once, number, update, task_s, 100)
+    ran = dict.fromkeys(ranks, found)
     return rehearse.Simulated(job, on(FREE, job), ran, list(ranks))
 
 
@@ -98,19 +105,42 @@ def test_every_task_runs_and_their_seconds_add_up_to_those_of_the_rank(name):
     parts = rehearse.rank_parts(job)
     for part in parts[:1] + parts[-1:]:
         _, _, tasks = part
-        found = RankOnDevice(job, part, examples_of_device(job)).times(1)
-        each = [found.task_s[entry.task.stage, entry.task.kind] for entry in tasks if entry.task]
-        assert sum(each) == pytest.approx(found.tasks.wall_s)
+        found, task_s = RankOnDevice(job, part, examples_of_device(job), on_one()).times(1)
+        each = [task_s[entry.task.stage, entry.task.kind] for entry in tasks if entry.task]
+        assert sum(each) == pytest.approx(found.wall_s)
         assert min(each) > 0
-        assert found.update.wall_s > 0
+        assert time_update(job, part, 1, on_one()).wall_s > 0
 
 
-def test_tasks_take_their_part_of_the_ticks_that_they_stand_in():
-    alone = RankTimes(Timing(12.0, 12.0), Timing(0.0, 0.0), {(0, "F"): 1.0, (0, "B"): 3.0}, 0)
-    found = in_ticks(alone, Timing(30.0, 30.0))
-    assert found.tasks.wall_s == 30.0
-    assert found.task_s[0, "B"] == pytest.approx(3 * found.task_s[0, "F"])
-    assert sum(3 * found.task_s[0, kind] for kind in "FB") == pytest.approx(30.0)  # 3 of each
+def test_simulated_devices_run_a_rank_at_once_each_on_values_of_its_own(monkeypatch):
+    job, devices = assemble(SMALL, on_one_device=True), jax.devices()[:2]
+    part, on = rehearse.rank_parts(job)[0], Replicas(devices)
+    rank = RankOnDevice(job, part, examples_of_device(job), on)
+    assert rank.times(1)[0].wall_s > 0
+    for value in jax.tree.leaves(rank.values):
+        assert value.devices() == {*devices}
+        assert {shard.data.shape for shard in value.addressable_shards} == {value.shape}
+    program = next(iter(rank.programs.values()))
+    assert "all-" not in program.as_text()  # they send nothing
+    clock = iter([1.0, 7.0])
+    monkeypatch.setattr(time, "process_time", lambda: next(clock))
+    assert on.timed(lambda: None).cpu_s == 3.0  # of one of them
+
+
+def test_cpu_seconds_that_all_ranks_at_work_share_are_more_for_few():
+    # a + b / at_once with a = 2, b = 1
+    found = RankTimes(Timing(1.0, 3.0), Timing(2.0, 2.25), 4, Timing(0.0, 0.0), {}, 0)
+    assert found.cpu_s(1) == pytest.approx(3.0)
+    assert found.cpu_s(4) == pytest.approx(2.25)
+    assert found.cpu_s(2) == pytest.approx(2.5)
+    assert found.cpu_s(8) == pytest.approx(2.125)  # beyond those that ran
+    assert replace(found, at_once=found.alone, replicas=1).cpu_s(1) == 3.0
+
+
+def test_ranks_that_share_cores_are_as_fast_together_as_they_ran_at_once():
+    found = RankTimes(Timing(1.0, 1.0), Timing(2.0, 1.0), 4, Timing(0.0, 0.0), {}, 0)
+    assert found.capacity == 2.0
+    assert replace(found, at_once=Timing(8.0, 1.0)).capacity == 1.0  # one at least
 
 
 @pytest.mark.parametrize(("fsdp", "share"), [(1, 1), (2, 2)])
@@ -131,7 +161,7 @@ def test_a_step_of_equal_stages_is_the_closed_form():
 
 
 def test_where_a_rank_keeps_all_cores_busy_the_others_wait_for_it():
-    assert times(SMALL, 1.0, 2.0, busy=ALL_CORES).step.pipeline_s == pytest.approx(4 * 6 * 3.0)
+    assert times(SMALL, 1.0, 2.0, Timing(4.0, 1.0)).step.pipeline_s == pytest.approx(4 * 6 * 3.0)
 
 
 def test_a_rank_that_is_like_another_takes_its_times_stage_by_stage():
@@ -148,7 +178,8 @@ def test_a_rank_that_is_like_another_takes_its_times_stage_by_stage():
         for s in (0, 1, 6, 7)
         for kind in ("F", "I", "W")
     }
-    ran = {r: RankTimes(Timing(1.0, 1.0), Timing(0.0, 0.0), task_s, 0) for r in (0, 1)}
+    whole = Timing(1.0, 1.0)
+    ran = dict.fromkeys((0, 1), RankTimes(whole, whole, 4, Timing(0.0, 0.0), task_s, 0))
     costs = rehearse.Simulated(job, on(FREE, job), ran, [0, 1, 1, 1]).costs
     assert costs.forward_s == (1.0, 11.0, 11.0, 11.0, 61.0, 61.0, 61.0, 71.0)
     assert costs.weight_grad_s == (3.0, 13.0, 13.0, 13.0, 63.0, 63.0, 63.0, 73.0)
@@ -177,7 +208,7 @@ def test_what_devices_of_a_stage_send_is_counted_beside_what_one_of_them_compute
     asked = replace(
         DIVIDED, model=replace(DIVIDED.model, num_layers=3), mesh=config.Mesh(1, 3, 1, tp=2, cp=2)
     )
-    found = times(asked, 1.0, 2.0, busy=0.25)
+    found = times(asked, 1.0, 2.0, Timing(1.0, 0.25))
     assert found.costs.forward_s[1] == pytest.approx(1.0)
     link = Link(1.0, 1e30)  # a second a message
     slow = replace(found, planned=on(replace(FREE, link=link), found.job))
@@ -202,10 +233,9 @@ def test_one_device_of_a_divided_rank_runs_its_tasks():
         DIVIDED, model=replace(DIVIDED.model, num_layers=2), mesh=config.Mesh(1, 2, 1, tp=2)
     )
     job = assemble(asked, on_one_device=True)
-    found = RankOnDevice(job, rehearse.rank_parts(job)[1], examples_of_device(job)).times(1)
-    assert sum(6 * seconds for seconds in found.task_s.values()) == pytest.approx(
-        found.tasks.wall_s
-    )
+    part = rehearse.rank_parts(job)[1]
+    found, task_s = RankOnDevice(job, part, examples_of_device(job), on_one()).times(1)
+    assert sum(6 * seconds for seconds in task_s.values()) == pytest.approx(found.wall_s)
 
 
 @pytest.mark.full

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError
@@ -26,7 +28,7 @@ from ppctl.executors.stage.jaxpr_tools import bind_eqn, called_program, interpre
 from ppctl.executors.stage.layer_programs import zeros_like
 from ppctl.model.parallel import StageAxes
 from ppctl.model.trainable_parameters import trained_part
-from ppctl.planner.rehearsal.timed_runs import Timing, median, random_like, timed_at_once
+from ppctl.planner.rehearsal.timed_runs import Timing, median, random_like, timed
 from ppctl.training.pipeline.job import TrainingJob
 from ppctl.training.pipeline.optimizers import apply_gradients, global_norm
 
@@ -34,6 +36,31 @@ Tree = Any
 NUMBERS = ("m", "part")  # int32 arguments of programs
 # the parameters of primitives that hold jaxprs
 BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
+
+
+class Replicas:
+    """Devices that all run a program at once, each on values of its own."""
+
+    def __init__(self, devices: Sequence[Any]):
+        self.number, self.platform = len(devices), devices[0].platform
+        self.mesh = Mesh(np.array(devices), ("replica",))
+        self.sharding = NamedSharding(self.mesh, P())
+
+    def put(self, tree: Tree) -> Tree:
+        """Return the values on each device."""
+        return jax.device_put(tree, self.sharding)
+
+    def lowered(
+        self, function: Callable[..., Tree], args: Sequence[Tree], donated: Sequence[int] = ()
+    ) -> jax.stages.Lowered:
+        """Return the function lowered for each device; args: values or shapes."""
+        each = jax.shard_map(function, mesh=self.mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        return jax.jit(each, in_shardings=self.sharding, donate_argnums=donated).lower(*args)
+
+    def timed(self, call: Callable[[], Tree]) -> Timing:
+        """Return the seconds of a call on all devices, and the CPU seconds of one of them."""
+        _, (wall_s, cpu_s) = timed(call)
+        return Timing(wall_s, cpu_s / self.number)
 
 
 class RankPart(NamedTuple):
@@ -46,48 +73,68 @@ class RankPart(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTimes:
-    """The seconds of a rank's part of a step on this device, and the temporary memory of its tasks.
+    """The seconds of a rank's part of a step, and the temporary memory of its tasks.
 
-    Ranks that share cores are timed while as many of them run as there are cores.
+    Simulated devices share cores, and one of them runs one program at a time: a rank is timed on
+    one, and on several at once. Timings have the CPU seconds of one device.
     """
 
-    tasks: Timing  # all its tasks, one after the other, or the ticks that they stand in
-    update: Timing  # the norm of its gradients, the optimizer
-    task_s: dict[tuple[int, str], float]  # of (stage, kind); their sum over the step is `tasks`
+    alone: Timing  # all its tasks, one after the other, or the ticks that they stand in
+    at_once: Timing  # the same, on all replicas
+    replicas: int
+    update: Timing  # the norm of its gradients, the optimizer, on all replicas
+    task_s: dict[tuple[int, str], float]  # of (stage, kind), alone; their sum over the step is all
     temp_bytes: int  # of the task that needs most
+
+    @property
+    def capacity(self) -> float:
+        """How many ranks like it the cores serve at the speed of one alone."""
+        return max(1.0, self.replicas * self.alone.wall_s / self.at_once.wall_s)
+
+    def cpu_s(self, at_once: float) -> float:
+        """Return the CPU seconds of its tasks while so many ranks run at once, on average.
+
+        Threads of XLA that wait for work take CPU seconds as well, and all ranks at work share
+        them: a rank takes a + b / at_once.
+        """
+        if self.replicas == 1:
+            return self.alone.cpu_s
+        b = (self.alone.cpu_s - self.at_once.cpu_s) / (1 - 1 / self.replicas)
+        return self.alone.cpu_s - b * (1 - 1 / at_once)
 
 
 class RankOnDevice:
-    """A rank's tasks, compiled for one device, and the values that they start from.
+    """A rank's tasks, compiled for devices that all run them, and the values that they start from.
 
-    batch: the device's examples, by `examples_of_device`. copies: of the rank, which run at once.
+    batch: a device's examples, by `examples_of_device`.
     """
 
-    def __init__(self, job: TrainingJob, part: RankPart, batch: Mapping[str, Any], copies: int = 1):
+    def __init__(self, job: TrainingJob, part: RankPart, batch: Mapping[str, Any], on: Replicas):
         # 1. the tasks, and the shapes of the values that they start from
         pipe, (role, prepare, entries) = job.pipe, part
         stack = pipe.model.stack.without_keys()  # random numbers are not timed
         self.model = replace(pipe.model, stack=stack, layer_specs=None)  # whole layers
-        self.device, self.entries = pipe.mesh.devices.flat[0], entries
+        self.on, self.entries = on, entries
         self.library = ProgramLibrary(self.model, {})
         self.options = dict(pipe.execution.xla_flags)
-        self.has_presets = pipe.execution.engine.dispatches_tasks and self.device.platform == "cpu"
+        self.has_presets = pipe.execution.engine.dispatches_tasks and on.platform == "cpu"
         read = (key for entry in entries for key in entry.reads)
         given = {key for key in read if key[0] in ("inputs", "targets", *NUMBERS)}
         self.freed = last_uses(entries, keep={*prepare.writes, *given})
         shapes = self._shapes(role, prepare, batch)
 
         # 2. programs and values
-        self.arriving = {name: random_like(shape) for name, shape in self._shapes_arriving.items()}
+        stand_ins = self._shapes_arriving.items()
+        self.arriving = {name: on.put(random_like(shape)) for name, shape in stand_ins}
         self.programs = self._compiled(shapes)
-        of_batch = [key for key in shapes if key[0] in batch]
-        examples = {key: jax.device_put(batch[key[0]], self.device) for key in of_batch}
-        filled = lambda: {key: self._filled(key, a) for key, a in shapes.items()}  # noqa: E731
-        self.values = [filled() | examples for _ in range(copies)]
-        self.update, self.states = self._update(job, role, pipe.engine.share(prepare.rank), copies)
+        examples = {key: on.put(batch[key[0]]) for key in shapes if key[0] in batch}
+        self.values = {key: self._filled(key, a) for key, a in shapes.items()} | examples
 
-    def times(self, runs: int) -> RankTimes:
-        """Return medians over so many runs, after one that warms up."""
+    def times(self, runs: int) -> tuple[Timing, dict[tuple[int, str], float]]:
+        """Return the time of all tasks and, in proportion, the seconds of each (stage, kind).
+
+        Medians over so many runs, after one that warms up.
+        """
         by_task: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
         before_s = 0.0  # of the program that joins the values of all parts, before a task
 
@@ -101,21 +148,20 @@ class RankOnDevice:
                 before_s = 0.0
             return written
 
-        self._run(0)
-        tasks = median([self._at_once(self._run) for _ in range(runs)])
-        self._run(0, watched)
-        update = median([self._at_once(self._run_update) for _ in range(runs + 1)][1:])
+        self._run()
+        tasks = median([self.on.timed(self._run) for _ in range(runs)])
+        self._run(watched)
         alone = {which: statistics.median(seconds) for which, seconds in by_task.items()}
         longer = tasks.wall_s / sum(alone[which] * len(by_task[which]) for which in alone)
-        temps = max(map(temp_bytes, self.programs.values()))
-        return RankTimes(tasks, update, {which: s * longer for which, s in alone.items()}, temps)
+        return tasks, {which: s * longer for which, s in alone.items()}
 
-    def _at_once(self, run: Callable[[int], None]) -> Timing:
-        return timed_at_once([partial(run, copy) for copy in range(len(self.values))])
+    @property
+    def temp_bytes(self) -> int:
+        """Temporary bytes of the task that needs most."""
+        return max(map(temp_bytes, self.programs.values()))
 
-    def _run(self, copy: int, watched: Callable[..., Sequence] | None = None) -> None:
-        kept = self.values[copy]
-        values = dict(kept)
+    def _run(self, watched: Callable[..., Sequence] | None = None) -> None:
+        values = dict(self.values)
         for entry, drop in zip(self.entries, self.freed, strict=True):
             program = self.programs[_id(entry)]
             arriving = lambda key: self.arriving.get(key[0], self.arriving["x"])  # noqa: E731
@@ -125,7 +171,7 @@ class RankOnDevice:
             values.update(zip(entry.writes, written, strict=True))
             for key in drop:
                 values.pop(key, None)
-        self.values[copy] = jax.block_until_ready({key: values[key] for key in kept})
+        self.values = jax.block_until_ready({key: values[key] for key in self.values})
 
     @cached_property
     def _shapes_arriving(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -136,9 +182,6 @@ class RankOnDevice:
         args = model.computed(model.embed_head), model.x, jax.ShapeDtypeStruct((), jnp.int32)
         sums, _ = model.traced(lambda: jax.eval_shape(parts.log_sums, *args))
         return {"x": model.x, "log_sums": sums, "all_log_sums": sums}
-
-    def _run_update(self, copy: int) -> None:
-        self.states[copy] = jax.block_until_ready(self.update(*self.states[copy]))
 
     def _shapes(
         self, here: RankRole, prepare: PlanEntry, batch: Mapping[str, Any]
@@ -159,9 +202,9 @@ class RankOnDevice:
 
     def _filled(self, key: Key, shape: Tree) -> Tree:
         if key[0] in NUMBERS:
-            return jax.device_put(jnp.int32(key[-1]), self.device)
+            return self.on.put(jnp.int32(key[-1]))
         is_weight = key[0] in ("w", "embed_head")
-        return jax.device_put((random_like if is_weight else zeros_like)(shape), self.device)
+        return self.on.put((random_like if is_weight else zeros_like)(shape))
 
     def _compiled(self, given: dict[Key, Tree]) -> dict[ProgramId, jax.stages.Compiled]:
         # 1. lowered in order: a task's results have the shapes that later ones read
@@ -174,7 +217,7 @@ class RankOnDevice:
                 function = alone(self.library.function(program), self.model.axes)
                 donate = [i for i, name in enumerate(program.reads) if name in donated]
                 reads = [shapes.get(k, arriving.get(k[0], arriving["x"])) for k in entry.reads]
-                lowered[program] = jax.jit(function, donate_argnums=donate).lower(*reads)
+                lowered[program] = self.on.lowered(function, reads, donate)
                 written[program] = jax.tree.map(
                     lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), lowered[program].out_info
                 )
@@ -188,43 +231,40 @@ class RankOnDevice:
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             return dict(zip(lowered, threads.map(compiled, lowered), strict=True))
 
-    def _update(
-        self, job: TrainingJob, role: RankRole, shapes: Tree, copies: int
-    ) -> tuple[Callable[..., Tree], list[Tree]]:
-        """Return the update of a device's share of the state, and its arguments for each copy."""
-        optimizer, of_rank = job.pipe.optimizer, {"layer_in_slot": role.layer_in_slot}
 
-        def update(state: Tree, grads: Tree) -> tuple[Tree, Tree]:
-            norm = global_norm(grads)
-            return apply_gradients(optimizer, state, grads, norm, **of_rank), grads
+def time_update(job: TrainingJob, part: RankPart, runs: int, on: Replicas) -> Timing:
+    """Return the median time of the update of a device's share of the state."""
+    optimizer, of_rank = job.pipe.optimizer, {"layer_in_slot": part.role.layer_in_slot}
 
-        trained = trained_part(shapes["params"], job.pipe.stack.options.trainable)
-        zeros = lambda: (zeros_like(shapes), zeros_like(trained))  # noqa: E731
-        states = [jax.device_put(zeros(), self.device) for _ in range(copies)]
-        lowered = jax.jit(update, donate_argnums=(0, 1)).lower(*states[0])
-        return lowered.compile(self.options or None), states
+    def update(state: Tree, grads: Tree) -> tuple[Tree, Tree]:
+        norm = global_norm(grads)
+        return apply_gradients(optimizer, state, grads, norm, **of_rank), grads
+
+    shapes = job.pipe.engine.share(part.prepare.rank)
+    trained = trained_part(shapes["params"], job.pipe.stack.options.trainable)
+    values = on.put((zeros_like(shapes), zeros_like(trained)))
+    program = on.lowered(update, values, (0, 1)).compile(dict(job.pipe.execution.xla_flags) or None)
+
+    def run() -> None:
+        nonlocal values
+        values = jax.block_until_ready(program(*values))
+
+    return median([on.timed(run) for _ in range(runs + 1)][1:])
 
 
 def time_in_ticks(
-    job: TrainingJob, rank: int, here: RankRole, batch: Mapping[str, Any], runs: int, copies: int
+    job: TrainingJob, part: RankPart, batch: Mapping[str, Any], runs: int, on: Replicas
 ) -> Timing:
-    """Return median seconds of the rank's ticks while `copies` of it run at once."""
+    """Return the median time of the rank's ticks."""
     pipe, model = job.pipe, replace(job.pipe.model, layer_specs=None)  # whole layers
     assert pipe.ticks is not None, "executor=spmd runs in ticks"
-    params = random_like({"embed_head": model.embed_head, "layers": staged_layers(model, here)})
-    placed = jax.device_put((params, dict(batch)), pipe.mesh.devices.flat[0])
-    arguments = (*placed, *rank_arrays(pipe.layout, pipe.ticks, rank))
+    layers = staged_layers(model, part.role)
+    params = random_like({"embed_head": model.embed_head, "layers": layers})
+    of_rank = rank_arrays(pipe.layout, pipe.ticks, part.prepare.rank)
+    arguments = on.put((params, dict(batch), *of_rank))
     function = alone(spmd_of_rank(model, pipe.layout, pipe.ticks), model.axes)
-    program = jax.jit(function).lower(*arguments).compile(dict(pipe.execution.xla_flags) or None)
-    calls = [lambda: program(*arguments)] * copies
-    return median([timed_at_once(calls) for _ in range(runs + 1)][1:])
-
-
-def in_ticks(times: RankTimes, whole: Timing) -> RankTimes:
-    """Return times of a rank whose ticks take `whole`, its tasks in proportion as before."""
-    tasks_s, wall_s = times.task_s.items(), times.tasks.wall_s
-    task_s = {which: seconds * whole.wall_s / wall_s for which, seconds in tasks_s}
-    return replace(times, tasks=whole, task_s=task_s)
+    program = on.lowered(function, arguments).compile(dict(pipe.execution.xla_flags) or None)
+    return median([on.timed(lambda: program(*arguments)) for _ in range(runs + 1)][1:])
 
 
 def staged_layers(model: Model, here: RankRole) -> Tree:

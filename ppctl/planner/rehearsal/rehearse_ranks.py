@@ -16,6 +16,7 @@ import jax
 from ppctl.config import Config
 from ppctl.config.schedule_from_config import label
 from ppctl.errors import ConfigError
+from ppctl.executors.device_mesh import all_devices
 from ppctl.executors.mpmd.plan_tasks import roles, task_entries
 from ppctl.executors.mpmd.rank_programs import rank_entries, rank_roles
 from ppctl.planner.cost.planned_step import Step
@@ -27,14 +28,16 @@ from ppctl.planner.rehearsal.rank_on_device import (
     RankOnDevice,
     RankPart,
     RankTimes,
-    in_ticks,
+    Replicas,
     time_in_ticks,
+    time_update,
 )
 from ppctl.planner.rehearsal.timed_runs import examples_of_device, out_of_memory
 from ppctl.schedule.costs import OF_PARTS, Costs
 from ppctl.schedule.ir import PART_KINDS, Kind
 from ppctl.schedule.piece_times import OpTimes, PieceTimes
 from ppctl.schedule.simulator import Timeline
+from ppctl.training.pipeline.jax_start import simulate
 from ppctl.training.pipeline.job import TrainingJob, assemble, unit_of_work
 from ppctl.training.pipeline.mfu import mfu, model_flops
 
@@ -90,6 +93,7 @@ def rehearse(config: Config) -> tuple[Rehearsal, Timeline]:
         refused = f"run.distributed={how} joins processes, but one device runs. Leave it out"
     if refused is not None:
         raise ConfigError(f"`ppctl rehearse` runs each rank on one device: {refused}.")
+    simulate(_replicas(config.mesh.num_devices))
     job = assemble(config, on_one_device=True, only_planned=True)
     if job.pipe.layout.auto:
         raise ConfigError(
@@ -120,13 +124,9 @@ def _run_ranks(job: TrainingJob) -> tuple[dict[int, RankTimes], list[int]]:
     parts, batch, ran = rank_parts(job), examples_of_device(job), dict[int, RankTimes]()
     kinds = [part.role for part in parts]
     ran_as = [kinds.index(kind) for kind in kinds]
-    copies = min(os.cpu_count() or 1, job.pipe.mesh.size) if _is_shared(job) else 1
     for r in sorted(set(ran_as)):
         try:
-            ran[r] = RankOnDevice(job, parts[r], batch, copies).times(RUNS)
-            if job.pipe.ticks is not None:
-                whole = time_in_ticks(job, r, kinds[r], batch, RUNS, copies)
-                ran[r] = in_ticks(ran[r], whole)
+            ran[r] = _times(job, parts[r], batch)
         except jax.errors.JaxRuntimeError as error:
             if (reason := out_of_memory(error)) is None:
                 raise
@@ -136,6 +136,31 @@ def _run_ranks(job: TrainingJob) -> tuple[dict[int, RankTimes], list[int]]:
                 "executor.remat=full."
             ) from error
     return ran, ran_as
+
+
+def _times(job: TrainingJob, part: RankPart, batch: Mapping[str, jax.Array]) -> RankTimes:
+    """Return the times of a rank, alone and on devices that share cores."""
+    # 1. its tasks
+    devices = all_devices()[: _replicas(job.pipe.mesh.size) if _is_shared(job) else 1]
+    sets = [Replicas(devices[:1]), *([Replicas(devices)] if len(devices) > 1 else [])]
+    of_rank = job, part, batch
+    one = RankOnDevice(*of_rank, sets[0])
+    tasks, task_s = one.times(RUNS)
+    # 2. all of them, alone and at once
+    if job.pipe.ticks is not None:
+        whole = [time_in_ticks(*of_rank, RUNS, on) for on in sets]
+    else:
+        whole = [tasks, *(RankOnDevice(*of_rank, on).times(RUNS)[0] for on in sets[1:])]
+    alone, at_once = whole[0], whole[-1]
+    update = time_update(job, part, RUNS, sets[-1])
+    # 3. each task as a part of all
+    task_s = {which: s * alone.wall_s / tasks.wall_s for which, s in task_s.items()}
+    return RankTimes(alone, at_once, len(devices), update, task_s, one.temp_bytes)
+
+
+def _replicas(num_devices: int) -> int:
+    """Return how many simulated devices of a mesh run a rank at once: enough for all cores."""
+    return min(num_devices, 2 * (os.cpu_count() or 1))
 
 
 def _is_shared(job: TrainingJob) -> bool:
@@ -197,6 +222,12 @@ class Simulated:
     def timeline(self) -> Timeline:
         return timeline_of(self.job.pipe, self._op_times, self.costs)
 
+    @property
+    def _at_once(self) -> float:
+        """How many devices run tasks at once, on average, if each has cores of its own."""
+        free = timeline_of(self.job.pipe, replace(self._op_times, capacity=inf), self.costs)
+        return self.job.pipe.mesh.size * (1 - free.bubble_fraction)
+
     @cached_property
     def found(self) -> Rehearsal:
         """The rehearsal, as it is printed."""
@@ -207,7 +238,8 @@ class Simulated:
 
         # 2. the ranks
         ran = [self.ran[r] for r in self.ran_as]
-        cpu_s = sum(each.tasks.cpu_s + each.update.cpu_s for each in ran)
+        at_once = self._at_once
+        cpu_s = sum(each.cpu_s(at_once) + each.update.cpu_s for each in ran)
         copies = self.planned.layout.rank_devices
         return Rehearsal(
             request=RequestText.of(job),
@@ -236,7 +268,7 @@ class Simulated:
         return RehearsedRank(
             rank=rank,
             ran_as=self.ran_as[rank],
-            tasks_s=times.tasks.wall_s,
+            tasks_s=times.alone.wall_s,
             update_s=times.update.wall_s,
             stages=stages,
             forward_s=seconds("F"),
@@ -269,9 +301,8 @@ class Simulated:
         """The overhead and the share of cores of a step; its tasks are `costs`."""
         times = self.ran.values()
         exchanged_s = exchange_s(self.planned)
-        busy = mean(each.tasks.cpu_s / each.tasks.wall_s for each in times)  # cores of a rank
         return replace(
             self._counted,
             overhead_s=max(each.update.wall_s for each in times) + exchanged_s,
-            capacity=max(1.0, (os.cpu_count() or 1) / busy) if _is_shared(self.job) else inf,
+            capacity=mean(each.capacity for each in times) if _is_shared(self.job) else inf,
         )

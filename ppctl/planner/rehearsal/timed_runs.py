@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,15 +28,6 @@ def timed(call: Callable[[], Tree]) -> tuple[Tree, Timing]:
     cpu, wall = time.process_time(), time.perf_counter()
     result = jax.block_until_ready(call())
     return result, Timing(time.perf_counter() - wall, time.process_time() - cpu)
-
-
-def timed_at_once(calls: Sequence[Callable[[], Tree]]) -> Timing:
-    """Return the seconds of one call while all run at once, as on devices that share cores."""
-    if len(calls) == 1:
-        return timed(calls[0])[1]
-    with ThreadPoolExecutor(len(calls)) as threads:
-        _, all_of_them = timed(lambda: list(threads.map(lambda call: call(), calls)))
-    return Timing(all_of_them.wall_s, all_of_them.cpu_s / len(calls))
 
 
 def median(measured: Sequence[Timing]) -> Timing:
