@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, partial
+from numbers import Integral, Real
+from types import NoneType
 from typing import Annotated, Any, ClassVar, cast, get_args, get_origin, get_type_hints
 
 from ppctl.errors import ConfigError
@@ -15,6 +17,7 @@ from ppctl.errors import ConfigError
 LARGEST = 2**31 - 1  # of whole numbers: steps and seeds are int32 on devices
 DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 EXPONENT = re.compile(r"-?[\d.]+[eE][+-]?\d+")
+SCALARS = {int: Integral, float: Real, bool: bool, str: str, NoneType: NoneType}
 Check = Callable[[str, Any], None]  # of a key and its value
 
 
@@ -94,7 +97,7 @@ def domains(key: str, part: Any) -> None:
         name, value = f"{key}.{field.name}".lstrip("."), getattr(part, field.name)
         if is_dataclass(value):
             domains(name, value)
-        elif value == [] and field.default is None:
+        elif isinstance(value, list) and not value and field.default is None:
             raise ConfigError(f"{name}=[] leaves nothing to choose from. Use null for all.")
         else:
             for place, each in _entries(name, value):
@@ -146,6 +149,8 @@ def settings_from(cls: Any, values: Mapping[str, Any], key: str) -> Any:
     """
     known, kinds = {field.name: field for field in fields(cls)}, get_type_hints(cls)
     takes = f"It takes {', '.join(known)}."
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{key}={values} is no mapping of settings. {takes}")
     for name in values:
         if name not in known:
             raise ConfigError(f"{key}.{name} is no setting of this version of ppctl. {takes}")
@@ -167,5 +172,11 @@ def _typed(kind: Any, value: Any, key: str) -> Any:
         entries = cast("dict[str, Any]", value)
         return {name: _typed(kinds[-1], each, key) for name, each in entries.items()}
     can_be_float = isinstance(value, str) and (float in kinds or kind is Any)
-    is_number = can_be_float and EXPONENT.fullmatch(value)
-    return float(value) if is_number else value
+    if can_be_float and EXPONENT.fullmatch(value):
+        return float(value)
+    if all(each in SCALARS for each in kinds):
+        fits = isinstance(value, tuple(SCALARS[each] for each in kinds))
+        if not fits or (isinstance(value, bool) and bool not in kinds):
+            name = kinds[0].__name__
+            raise ConfigError(f"{key}={value} is of type {type(value).__name__}, not {name}.")
+    return value

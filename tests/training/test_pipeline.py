@@ -383,6 +383,27 @@ def test_built_in_models_refuse_sizes_that_do_not_fit():
         ppctl.transformer(vocab_size=8, d_model=10)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_layers": "8"}, "model.num_layers=8 is of type str, not int"),
+        ({"moe": 3}, "model.moe=3 is no mapping of settings. It takes num_experts, top_k, "),
+        ({"moe": {"num_experts": "8"}}, "model.moe.num_experts=8 is of type str, not int"),
+        ({"moe": {"num_experts": 8.0}}, "model.moe.num_experts=8.0 is of type float, not int"),
+        ({"moe": {"num_experts": True}}, "model.moe.num_experts=True is of type bool, not int"),
+        ({"moe": {"experts": 8}}, "model.moe.experts is no setting of .* It takes num_experts"),
+    ],
+)
+def test_built_in_models_refuse_values_of_another_type(sizes, message):
+    with pytest.raises(ppctl.PpctlError, match=message):
+        ppctl.transformer(vocab_size=8, **sizes)
+
+
+def test_numbers_of_numpy_are_sizes():
+    moe = {"num_experts": np.int64(4), "z_loss": np.float32(0.5)}
+    assert ppctl.transformer(vocab_size=8, num_layers=np.int32(2), moe=moe).num_layers == 2
+
+
 @pytest.mark.parametrize("form", ["svg", "pdf", "png", "html", "json", "txt", "csv"])
 def test_a_schedule_is_drawn_in_the_form_of_its_file(tmp_path, form):
     file = ppctl.draw(of(2), tmp_path / f"1f1b.{form}")
