@@ -142,7 +142,7 @@ def _checks_of(hint: Any) -> Iterator[Check]:
         yield from _checks_of(each)
 
 
-def settings_from(cls: Any, values: Mapping[str, Any], key: str) -> Any:
+def settings_from(cls: Any, values: Any, key: str) -> Any:
     """Return an instance of a dataclass of settings, nested ones included.
 
     ConfigError for unknown and missing settings.
