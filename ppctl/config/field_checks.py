@@ -151,6 +151,7 @@ def settings_from(cls: Any, values: Any, key: str) -> Any:
     takes = f"It takes {', '.join(known)}."
     if not isinstance(values, Mapping):
         raise ConfigError(f"{key}={values} is no mapping of settings. {takes}")
+    values = cast("Mapping[str, Any]", values)
     for name in values:
         if name not in known:
             raise ConfigError(f"{key}.{name} is no setting of this version of ppctl. {takes}")
