@@ -79,7 +79,7 @@ def compose_drawing(overrides: list[str], config_dir: str | None = None) -> Sche
 def checked(composed: Composed) -> Config:
     """Return a composed config as checked dataclasses. ConfigError for whatever is wrong."""
     parts = _parts(composed, composed.config)
-    if parts.pop("costs") != Costs():
+    if dataclasses.replace(parts["costs"], expert_imbalance=1.0) != Costs():
         raise ConfigError(f"costs of a recipe: {faults.ASSUMED}")
     config = Config(**parts)
     settings.check(config)
@@ -191,13 +191,13 @@ def _register() -> None:
 
 @functools.cache  # one class, however often it is registered
 def _config_schema() -> type:
-    """Return `Config` and costs as OmegaConf takes them.
+    """Return `Config` as OmegaConf takes it.
 
     A part that is chosen by name is of any class, and missing rather than config's default, so
     that a group that was not chosen cannot hide.
     """
     parts: list[tuple[str, Any, Any]] = []
-    for name, hint in (*typing.get_type_hints(Config).items(), ("costs", Costs)):
+    for name, hint in typing.get_type_hints(Config).items():
         if name in PARTS:
             parts.append((name, Any, dataclasses.field(default=MISSING)))
         else:

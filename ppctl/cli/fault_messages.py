@@ -22,7 +22,7 @@ from ppctl.cli.choices import (
     wrong_option,
 )
 from ppctl.cli.text_settings import as_typed
-from ppctl.config import Mesh
+from ppctl.config import Costs, Mesh
 from ppctl.config.changed_settings import shown
 from ppctl.config.groups.data_settings import Part
 from ppctl.errors import ConfigError
@@ -33,6 +33,7 @@ UNKNOWN_KEY = (omegaconf_errors.ConfigKeyError, omegaconf_errors.ConfigAttribute
 # of Hydra, for malformed, unreadable and endless files of the user's
 OF_FILES = (ValueError, OSError, RecursionError)
 ASSUMED = "such costs are assumed by `ppctl schedule` alone. Leave them out."
+OF_MODELS = f"costs.{Costs.OF_MODELS}"
 
 
 def parse_override(text: str) -> Override:
@@ -78,8 +79,10 @@ def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
         if group not in (*PARTS, *choices.PLAIN):
             what = f"{group} is not a part of a drawing.{choices.did_you_mean(group, parts)}"
         raise ConfigError(f"{line}: {what} (parts: {', '.join(parts)}).")
-    if group == "costs" and not drawing:
+    if group == "costs" and not drawing and key != OF_MODELS:
         raise ConfigError(f"{line}: {ASSUMED}")
+    if key == OF_MODELS and drawing:
+        raise ConfigError(f"{line}: `ppctl schedule` knows no model with experts. Leave it out.")
     # 2. values that Hydra would take
     if override.is_delete():
         raise ConfigError(f"{line}: nothing can be removed. Give {key} another value instead.")

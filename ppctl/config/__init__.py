@@ -77,6 +77,7 @@ class Config:
     plan: Plan = field(default_factory=Plan)
     tune: Tune = field(default_factory=Tune)
     inspect: Inspect = field(default_factory=Inspect)
+    costs: Costs = field(default_factory=Costs)
 
 
 class ScheduleConfig(NamedTuple):

@@ -11,7 +11,7 @@ from ppctl.config.groups.model_settings import Transformer
 from ppctl.errors import ConfigError
 
 # Parts and settings that change nothing that a run computes or records.
-FREE_PARTS = ("launch", "verify", "plan", "tune", "inspect")
+FREE_PARTS = ("launch", "verify", "plan", "tune", "inspect", "costs")
 _FREE_OF_RUN = (
     "name dir resume resume_with start_from log_every trackers checkpoint heartbeat_s slow_after_s "
     "distributed coordinator num_processes process_id compilation_cache"

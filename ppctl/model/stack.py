@@ -89,6 +89,8 @@ class StackOptions:
     divides the functions of whole arrays.
     on_device(device) -> Stack: the same model with the kernels of another device, attached or only
     described, for predictions.
+    counted(imbalance) -> Stack: the same model with products whose sizes depend on data as one
+    equation each, for predictions; imbalance: work of the most loaded device, over the mean.
     network: ppctl's own, of a cut `Network`: its cut, and the packing of its layers.
     """
 
@@ -101,6 +103,7 @@ class StackOptions:
     divided: Callable[[StageAxes], DividedStack] | None = None
     sharding: Tree = None
     on_device: Callable[[Any], Stack] | None = None
+    counted: Callable[[float], Stack] | None = None
     network: Any = None
 
 
@@ -159,6 +162,10 @@ class Stack:
             return leaf.size // leaf.shape[0] * used.get("/".join(names[1:]), whole)
 
         return jax.tree_util.tree_map_with_path(count, params)
+
+    def counted(self, imbalance: float = 1.0) -> Stack:
+        """Return the model as predictions trace it: see `StackOptions.counted`."""
+        return self if self.options.counted is None else self.options.counted(imbalance)
 
     def in_shards(self, divided: DividedStack) -> Stack:
         """Return the model for programs of one device, whose functions take its shards."""

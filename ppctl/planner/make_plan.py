@@ -5,22 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil, prod
 from typing import Any, Self
 
 import jax
 
 from ppctl.config import Transformer
+from ppctl.config.groups.moe_settings import Experts
 from ppctl.config.schedule_from_config import label
 from ppctl.executors.device_mesh import device_numbers, hosts_text
+from ppctl.model.experts.dispatch import Group, num_rows
+from ppctl.model.experts.expert_layer import expert_group
 from ppctl.planner.cost.planned_step import Machine
-from ppctl.planner.cost.predict_step import PipelinePlan, predict_job, target_of
+from ppctl.planner.cost.predict_step import PipelinePlan, predict_job, step_of, target_of
 from ppctl.planner.cost.target_devices import Target
 from ppctl.planner.rehearsal.timed_runs import out_of_memory
 from ppctl.planner.search.token_budget import TokenBudget, check_tokens, token_budget
 from ppctl.reports.bubble_names import shared_cores_text
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.mesh_axes import STAGE_AXES
-from ppctl.training.pipeline.built_in_models import attention_kernels, expert_kernel
+from ppctl.training.pipeline.built_in_models import attention_kernels, expert_kernel, expert_sizes
 from ppctl.training.pipeline.job import TrainingJob, unit_of_work
 from ppctl.training.pipeline.mfu import mfu, model_flops
 from ppctl.training.pipeline.pipeline import Pipeline
@@ -103,6 +107,19 @@ class LayerPart:
 
 
 @dataclass(frozen=True)
+class ExpertsPart:
+    """The experts of a layer on a device, with a microbatch forward and back."""
+
+    num_experts: int
+    top_k: int  # experts of a token
+    num_rows: int  # tokens, once for each of their experts, that the device is expected to compute
+    most_rows: int  # for which its arrays have room
+    compute_s: float | None  # of their products; None: unknown
+    sent_s: float | None  # of tokens and results between the devices that divide the experts
+    remedy: str | None  # where sends take longer
+
+
+@dataclass(frozen=True)
 class Prediction:
     """The prediction for a request."""
 
@@ -114,6 +131,7 @@ class Prediction:
     vocab_parts: int  # of embedding and head, one a rank; 0: on the first and the last stage
     stages: tuple[StagePart, ...]  # () without a pipeline
     layers: tuple[LayerPart, ...]  # of a network, which was cut into layers; () of other models
+    experts: ExpertsPart | None  # None: the model has no expert
     ideal_bubble_fraction: float | None  # 0..1: equal stages, no transfers; None: no pipeline
     predicted_bubble_fraction: float | None  # 0..1: by the step time's seconds; None: unknown
     num_parameters: int
@@ -161,6 +179,7 @@ def predicted(job: TrainingJob) -> Prediction:
         rank_of=tuple(pipe.schedule.rank_of),
         vocab_parts=pipe.schedule.vocab_parts,
         layers=_network_layers(pipe),
+        experts=experts_part(job),
         ideal_bubble_fraction=found.ideal_bubble,
         predicted_bubble_fraction=found.bubble,
         num_parameters=pipe.num_parameters,
@@ -193,6 +212,43 @@ def _network_layers(pipe: Pipeline) -> tuple[LayerPart, ...]:
         LayerPart(held.name, stage, cost, held.params, held.operations)
         for held, stage, cost in zip(network.contents, stages, of_all, strict=True)
     )
+
+
+def experts_part(job: TrainingJob) -> ExpertsPart | None:
+    """Return the experts of a job's layers that have them; None without any."""
+    # 1. rows
+    model, axes = job.config.model, job.pipe.execution.axes
+    if not isinstance(model, Transformer) or (sizes := expert_sizes(model)) is None:
+        return None
+    group, num_tokens = expert_group(sizes, axes), prod(job.pipe.model.x.shape[:2])
+    most = num_rows(num_tokens, sizes.top_k, group, sizes.capacity)
+    even = ceil(job.config.costs.expert_imbalance * num_tokens * sizes.top_k)
+    counts = sizes.num_experts, sizes.top_k, min(most, even), most
+    # 2. seconds; operations are those of the mean layer
+    step = step_of(job)
+    if step.machine is None:
+        return ExpertsPart(*counts, None, None, None)
+    work, share = step.work.layer, len(sizes.has_experts) / sum(sizes.has_experts)
+    ops = (*work.once, *(work.redo or ())) if step.microbatch.remat.recomputes else work.once
+    products = [op for op in ops if op.kernel == "experts"]
+    compute_s = share * step.machine.speed.seconds(products, step.microbatch.examples)
+    sent_s = share * sum(step.sent_s(op) for op in ops if "ep" in op.axes)
+    remedy = None
+    if sent_s > compute_s:
+        num_hosts = step.machine.over(job.pipe.mesh.shape)["ep"]
+        remedy = _dispatch_remedy(model.moe, job.config.mesh.ep, num_hosts, group)
+    return ExpertsPart(*counts, compute_s, sent_s, remedy)
+
+
+def _dispatch_remedy(moe: Experts, ep: int, num_hosts: int, group: Group) -> str:
+    """Return the remedy for sends that take longer than the experts' products."""
+    if moe.dispatch == "alltoall" and moe.capacity is None:
+        return "use model.moe.capacity=1.25, which sends less and may drop tokens"
+    if num_hosts > 1:
+        return f"use mesh.ep={ep // num_hosts}, which stays inside a host"
+    if moe.dispatch == "gather" and group.size > moe.top_k:
+        return "use model.moe.dispatch=alltoall with model.moe.capacity=1.25, which sends less"
+    return "use a smaller mesh.ep, and more of mesh.fsdp or mesh.pp"
 
 
 def _stages(job: TrainingJob, costs: Costs | None) -> dict[str, Any]:
@@ -284,7 +340,7 @@ def assumptions(job: TrainingJob, *, is_timed: bool) -> tuple[str, ...]:
         kernels = attention_kernels(model, cp, pipe.dtype, device, job.data)
         lines.append(" and ".join(f"attention={kernel}" for kernel in kernels))
         if (kernel := expert_kernel(model, pipe.dtype, device)) is not None:
-            lines.append(f"products of experts={kernel}")
+            lines.append(f"products of experts={kernel}, on the expected rows")
 
     # 2. of seconds and bytes
     if is_timed:

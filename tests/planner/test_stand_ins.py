@@ -43,7 +43,13 @@ def in_bodies(x):
     return jax.grad(called)(carry), jax.lax.axis_index("cp")
 
 
-@pytest.mark.parametrize("function", [gathers, sums, in_bodies])
+def exchanges(x):
+    parts = x.reshape(2, 3, 2)
+    rows = jax.lax.all_to_all(x, ("tp", "cp"), 0, 1, tiled=True)
+    return jax.lax.all_to_all(parts, "tp", 0, 1), jax.lax.all_to_all(parts, "cp", 1, 0), rows
+
+
+@pytest.mark.parametrize("function", [gathers, sums, exchanges, in_bodies])
 def test_results_have_their_shapes_and_nothing_is_sent(function):
     expected = jax.make_jaxpr(function, axis_env=list(AXES.sizes), return_shape=True)(X)[1]
     text = str(jax.make_jaxpr(function, axis_env=list(AXES.sizes))(X))
@@ -52,7 +58,7 @@ def test_results_have_their_shapes_and_nothing_is_sent(function):
     shapes = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree)
     assert shapes(found) == shapes(expected)
     assert all(np.isfinite(a).all() for a in jax.tree.leaves(found))
-    sends = ("all_gather", "psum", "reduce_scatter", "ppermute", "axis_index")
+    sends = ("all_gather", "psum", "reduce_scatter", "all_to_all", "ppermute", "axis_index")
     assert any(name in text for name in sends)
     assert not any(f" {name}[" in str(jax.make_jaxpr(alone(function, AXES))(X)) for name in sends)
 
@@ -65,6 +71,10 @@ def test_what_arrives_is_made_of_what_is_here():
     scattered, total = alone(sums, AXES)(X)
     np.testing.assert_array_equal(scattered, X[:3] + X[3:])
     np.testing.assert_array_equal(total, X)
+    of_two, of_three, rows = map(np.asarray, alone(exchanges, AXES)(X))
+    np.testing.assert_array_equal(of_two, X.reshape(2, 3, 2).transpose(1, 0, 2))
+    np.testing.assert_array_equal(of_three, X.reshape(2, 3, 2).transpose(1, 0, 2))
+    np.testing.assert_array_equal(rows, X.reshape(1, 12))
 
 
 def test_a_whole_stage_is_left_as_it_is():
@@ -72,8 +82,8 @@ def test_a_whole_stage_is_left_as_it_is():
 
 
 def test_what_has_no_stand_in_is_refused():
-    to_all = lambda x: jax.lax.all_to_all(x, "tp", 0, 1, tiled=True)
-    with pytest.raises(
-        ConfigError, match=r"nothing stands in for what others send by all_to_all. Use `ppctl plan`"
-    ):
+    offsets = jnp.zeros(2, jnp.int32)
+    to_all = lambda x: jax.lax.ragged_all_to_all(x, x, *[offsets] * 4, axis_name="tp")
+    message = r"nothing stands in for what others send by ragged_all_to_all. Use `ppctl plan`"
+    with pytest.raises(ConfigError, match=message):
         alone(to_all, AXES)(X)

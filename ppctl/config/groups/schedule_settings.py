@@ -12,6 +12,7 @@ from ppctl.config.field_checks import (
     NotNegative,
     Positive,
     Settings,
+    at_least,
     one_of,
     up_to,
     within,
@@ -122,8 +123,11 @@ class Costs(Settings):
     transfer_s: NotNegative = 0.0  # one activation or gradient from a rank to the next
     activation_gib: NotNegative = 0.0  # residuals of a forward through 1/p of the layers
     fixed_gib: NotNegative = 0.0  # parameters, optimizer and gradient sums of 1/p of the layers
+    # of predictions of a model only: rows of experts on the most loaded device, over the mean
+    expert_imbalance: Annotated[float, partial(at_least, least=1)] = 1.0
 
     KEY = "costs"
+    OF_MODELS: ClassVar[str] = "expert_imbalance"  # read by all commands but `ppctl schedule`
 
     def check(self) -> None:
         super().check()

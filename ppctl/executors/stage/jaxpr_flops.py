@@ -15,6 +15,7 @@ import jax
 from jax.extend import core
 
 from ppctl.model.attention import cudnn_attention
+from ppctl.model.experts import counted_products
 from ppctl.model.stack import Stack
 from ppctl.model.trainable_parameters import trained_part, with_trained
 from ppctl.schedule.costs import Costs
@@ -76,7 +77,7 @@ def relative_costs(stack: Stack, batch: Tree, dtype: Any, *, recompute: bool) ->
     Embedding look-ups count nothing.
     """
     of = lambda a, first=0: jax.ShapeDtypeStruct(a.shape[first:], dtype)  # noqa: E731
-    params = stack.param_shapes
+    stack, params = stack.counted(), stack.param_shapes
     layer = jax.tree.map(partial(of, first=1), params["layers"])
     embed_head = jax.tree.map(of, params["embed_head"])
     x = jax.eval_shape(stack.embed, embed_head, batch["inputs"])
@@ -124,6 +125,8 @@ def equation_flops(equation: core.JaxprEqn) -> int:
     if equation.primitive.name in PRODUCTS:
         return product_flops(equation)
     target = equation.params.get("target_name")
+    if counted_products.is_counted(equation):
+        return counted_products.flops_of(equation)
     if target in cudnn_attention.CALLS:
         arrays: list[Any] = [v.aval for v in equation.invars]
         return cudnn_attention.flops(target, arrays[0].shape, arrays[1].shape[1])

@@ -7,6 +7,7 @@ Shape suffixes: M rows of this device, R rows by expert, E experts, D d_model, F
 """
 
 from functools import partial
+from math import ceil
 from typing import Any
 
 import jax
@@ -15,8 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.nn import initializers
 from jax.sharding import PartitionSpec as P
 
-from ppctl.model.experts.dispatch import WAYS, Group
-from ppctl.model.experts.grouped_products import choose, product
+from ppctl.model.experts.counted_products import counting
+from ppctl.model.experts.dispatch import WAYS, Group, num_rows
+from ppctl.model.experts.grouped_products import KERNELS, Kernel, choose, product
 from ppctl.model.experts.router import ExpertSizes, route
 from ppctl.model.layer_reports import report
 from ppctl.model.parallel import StageAxes
@@ -68,8 +70,8 @@ def experts(
 
     activation: of the gate, or of `up` without one.
     """
-    place = jax.devices()[0] if device is None else device
-    times = product(choose(sizes.kernel, place, x_MD.dtype))
+    group = expert_group(sizes, axes)
+    times = product(_kernel(sizes, group, x_MD, device))
 
     def compute(rows_RD: jax.Array, sizes_L: jax.Array, weights_R: jax.Array) -> jax.Array:
         of = lambda name: checkpoint_name(times(rows_RD, w[name], sizes_L), "saved")  # noqa: E731
@@ -79,7 +81,6 @@ def experts(
         hidden = (hidden * weights_R[:, None]).astype(hidden.dtype)
         return times(hidden, w["down"], sizes_L)
 
-    group = expert_group(sizes, axes)
     router = params["router"]
     routed = route(router, x_MD, sizes, num_sequences, axes, is_counted=is_counted)
     dispatch = WAYS[sizes.dispatch if group.axes else "gather"]
@@ -88,6 +89,15 @@ def experts(
     if sizes.capacity is not None and is_counted:
         y_MD = y_MD + 0 * report(router["dropped"], num_dropped[None]).sum().astype(y_MD.dtype)
     return y_MD
+
+
+def _kernel(sizes: ExpertSizes, group: Group, x_MD: jax.Array, device: Any) -> Kernel:
+    """Return the kernel for a device's tokens, or for predictions."""
+    if sizes.counted is not None:
+        most = num_rows(len(x_MD), sizes.top_k, group, sizes.capacity)
+        return counting(min(most, ceil(sizes.counted * len(x_MD) * sizes.top_k)))
+    place = jax.devices()[0] if device is None else device
+    return KERNELS[choose(sizes.kernel, place, x_MD.dtype)]
 
 
 def counted_updates(sizes: ExpertSizes) -> dict[str, Any]:

@@ -74,9 +74,8 @@ def _triton_fault(device: Any, dtype: jnp.dtype) -> str | None:
 
 
 @cache
-def product(name: str) -> Product:
-    """Return the product by the kernel of this name; its gradients are two more products."""
-    kernel = KERNELS[name]
+def product(kernel: Kernel) -> Product:
+    """Return the product by a kernel; its gradients are two more products."""
 
     @jax.custom_vjp
     def grouped(x_RD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:

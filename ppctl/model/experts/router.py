@@ -45,6 +45,8 @@ class ExpertSizes:
     dispatch: str = "gather"
     capacity: float | None = None
     kernel: str = "auto"
+    # for predictions: products are equations that count the mean device's rows times this number
+    counted: float | None = None
 
 
 class Routed(NamedTuple):

@@ -26,6 +26,7 @@ from ppctl.executors.stage.jaxpr_tools import (
     is_scan,
 )
 from ppctl.model.attention import cudnn_attention
+from ppctl.model.experts import counted_products
 from ppctl.planner.cost.roofline import Collective, Extent, Kernel, Op, ProductShape
 
 Tree = Any
@@ -38,6 +39,7 @@ SCATTER = "scatter"  # prefix of operations that write whole arrays, then some p
 COLLECTIVES: dict[str, Collective] = {
     **dict.fromkeys(("all_gather", "reduce_scatter"), "gather"),
     **dict.fromkeys(("psum", "psum2", "psum_invariant", "pmax"), "sum"),
+    "all_to_all": "exchange",
     "ppermute": "hop",
 }
 EXPENSIVE = ("tanh", "exp", "log", "erf", "logistic", "sin", "cos", "pow", "log1p", "expm1")
@@ -119,7 +121,7 @@ class Program:
         return found
 
     def product(self, eqn: core.JaxprEqn) -> Op:
-        traffic = sum(map(_size, (*eqn.invars, *eqn.outvars)))
+        traffic = sum(map(_traffic(eqn), (*eqn.invars, *eqn.outvars)))
         flops, shape, sum_bytes = equation_flops(eqn), _product_shape(eqn), self.added_bytes(eqn)
         # speeds of kernels are stated for causal attention, where all pairs count and half run
         flops *= 2.0 if cudnn_attention.is_unmasked(eqn.params) else 1.0
@@ -252,13 +254,25 @@ def _sent(eqn: core.JaxprEqn) -> list[Op]:
 def _is_product(eqn: core.JaxprEqn) -> bool:
     """Return whether an equation is a product or a kernel of attention: in memory, unfused."""
     is_cudnn = eqn.params.get("target_name") in cudnn_attention.CALLS
-    return is_cudnn or eqn.primitive.name in (*PRODUCTS, PALLAS)
+    is_call = is_cudnn or counted_products.is_counted(eqn)
+    return is_call or eqn.primitive.name in (*PRODUCTS, PALLAS)
+
+
+def _traffic(eqn: core.JaxprEqn) -> Callable[[Any], float]:
+    """Return the function from an array of a product to its bytes that are read or written."""
+    if not counted_products.is_counted(eqn):
+        return _size
+    rows: Any = eqn.invars[0]
+    share = counted_products.num_rows_of(eqn) / rows.aval.shape[0]
+    return lambda v: _size(v) * (1.0 if v.aval.ndim == 3 else share)  # matrices of experts, rows
 
 
 def _kernel(eqn: core.JaxprEqn) -> Kernel:
     call = eqn.params.get("target_name")
     if call in cudnn_attention.CALLS:
         return "attention_forward" if call == cudnn_attention.FORWARD else "attention_backward"
+    if counted_products.is_counted(eqn):
+        return "experts"
     name = str(eqn.params["name"]) if eqn.primitive.name == PALLAS else ""
     if name.startswith(SPLASH):
         return "attention_forward" if "_fwd" in name else "attention_backward"
@@ -267,6 +281,8 @@ def _kernel(eqn: core.JaxprEqn) -> Kernel:
 
 def _product_shape(eqn: core.JaxprEqn) -> ProductShape | None:
     """Return the fixed shape of a matrix product; a convolution: all positions x features."""
+    if counted_products.is_counted(eqn):
+        return ProductShape(*(Extent(fixed=size) for size in counted_products.shape_of(eqn)))
     if eqn.primitive.name not in PRODUCTS:
         return None
     out = prod(eqn.outvars[0].aval.shape)  # pyright: ignore[reportAttributeAccessIssue] of an array

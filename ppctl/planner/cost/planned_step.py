@@ -8,12 +8,12 @@ from typing import NamedTuple, Self
 
 from ppctl.executors.device_mesh import over_hosts
 from ppctl.executors.parameter_bytes import ParamBytes
-from ppctl.planner.cost.roofline import Link, ModelWork, Speed
-from ppctl.schedule.mesh_axes import COPY_AXES, RANK_AXES, STAGE_AXES, MeshSizes
+from ppctl.planner.cost.roofline import Link, ModelWork, Op, Speed
+from ppctl.schedule.mesh_axes import COPY_AXES, RANK_AXES, MeshSizes, axes_dividing
 from ppctl.schedule.remat import Remat
 
-# axes of collectives once a step; along pp values hop, axes inside a stage lie inside hosts
-RINGS = tuple(axis for axis in RANK_AXES if axis not in STAGE_AXES)
+# axes of gathers and sums over all devices; along pp and cp values hop, tp lies inside hosts
+RINGS = tuple(axis for axis in RANK_AXES if axis not in axes_dividing("weights", "tokens"))
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,20 @@ class Step:
         inner, axes = self.known_machine.link, tuple(axes)
         between = (self._links[axis] for axis in axes if self._links[axis] != inner)
         return Ring(next(between, inner), self.layout.mesh.along(axes))
+
+    def sent_s(self, op: Op) -> float:
+        """Return the seconds of a collective between devices that divide a stage, else 0.
+
+        In an exchange between hosts each device sends by its own adapter.
+        """
+        if not op.axes:
+            return 0.0
+        machine, ring = self.known_machine, self.ring(op.axes)
+        over = machine.over(self.layout.mesh.by_axis)
+        num_hosts = prod(over[axis] for axis in op.axes)
+        if op.collective == "exchange" and num_hosts > 1 and machine.network is not None:
+            ring = Ring(machine.network, num_hosts)
+        return op.sent_s(self.microbatch.examples, *ring)
 
     @property
     def trained_bytes(self) -> float:

@@ -15,8 +15,9 @@ from typing import Literal
 TILE = (128, 256)  # of a product's result, made by a core, either way round: cuBLAS's best
 LEAST_DEPTH = 128  # summands of a core's share where several cores make one tile
 
-Kernel = Literal["product", "attention_forward", "attention_backward"]
-Collective = Literal["gather", "sum", "hop"]  # gather: or a sum that is scattered
+Kernel = Literal["product", "experts", "attention_forward", "attention_backward"]
+# gather: or a sum that is scattered; exchange: each device sends another part to each other
+Collective = Literal["gather", "sum", "exchange", "hop"]
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,8 @@ class Op:
         num_bytes = (examples * self.bytes + self.fixed_bytes) / times
         if self.collective == "hop":
             return times * link.hop_s(num_bytes)
-        ring_s = link.gather_s if self.collective == "gather" else link.sum_s
-        return times * ring_s(num_bytes, size)
+        ways = {"gather": link.gather_s, "sum": link.sum_s, "exchange": link.exchange_s}
+        return times * ways[self.collective](num_bytes, size)
 
     @property
     def is_nothing(self) -> bool:
@@ -151,6 +152,16 @@ class Link:
         3.0
         """
         return (size - 1) * self.hop_s(num_bytes / size)
+
+    def exchange_s(self, num_bytes: float, size: int) -> float:
+        """Return the seconds in which each of `size` devices, or hosts, sends a part to each other.
+
+        All parts travel at the same time.
+
+        >>> Link(0.0, 10.0).exchange_s(40.0, 4)
+        3.0
+        """
+        return self.hop_s(num_bytes * (size - 1) / size) if size > 1 else 0.0
 
     def sum_s(self, num_bytes: float, size: int) -> float:
         """Return the seconds of an all-reduce: shares are summed, then gathered."""

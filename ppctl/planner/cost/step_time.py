@@ -61,13 +61,9 @@ def op_times(step: Step) -> OpTimes:
     machine, examples, layer = step.known_machine, step.microbatch.examples, step.work.layer
     speed = replace(machine.speed, adds=step.adds_in_place(step.layout.rank_layers))
 
-    def sent_s(op: Op) -> float:
-        """Return the seconds of sends between devices that divide a stage."""
-        return op.sent_s(examples, *step.ring(op.axes)) if op.axes else 0.0
-
     def seconds(piece: PieceWork, again: tuple[Op, ...] = ()) -> PieceTimes:
         parts = piece.forward, (*again, *piece.input_grad), piece.weight_grad
-        f, i, w = ((speed.seconds(ops, examples), sum(map(sent_s, ops))) for ops in parts)
+        f, i, w = ((speed.seconds(ops, examples), sum(map(step.sent_s, ops))) for ops in parts)
         # products wait for sends, but in W: gathers travel while its other products are computed
         return PieceTimes(sum(f), sum(i), max(w) if machine.gathers_ahead else sum(w))
 

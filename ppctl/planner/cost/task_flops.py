@@ -108,10 +108,11 @@ def _piece(
 def _mean(layers: list[PieceWork]) -> PieceWork:
     """Return the work of a layer that takes the mean of these."""
     kinds, count = zip(*(vars(layer).values() for layer in layers), strict=True), len(layers)
-    names = "flops", "bytes", "fixed_bytes"
+    names = "flops", "bytes", "fixed_bytes", "sum_bytes"
 
     def share(op: Op) -> Op:
-        return replace(op, **{name: getattr(op, name) / count for name in names})
+        times = Extent(op.times.each / count, op.times.fixed / count)
+        return replace(op, times=times, **{name: getattr(op, name) / count for name in names})
 
     return PieceWork(*(tuple(share(op) for ops in kind for op in ops) for kind in kinds))
 

@@ -309,7 +309,8 @@ def _run_alone(eqn: core.JaxprEqn, values: list[Any]) -> list[Any]:
     """Return the results of an equation, with stand-ins for received values."""
     name, called = eqn.primitive.name, called_program(eqn)
     if name in STAND_INS:
-        return [STAND_INS[name](value, eqn.params) for value in values or [None]]
+        each = zip(values or [None], eqn.outvars, strict=True)
+        return [STAND_INS[name](value, eqn.params | {"received": v.aval}) for value, v in each]
     if called is not None:
         return interpret(called, values, _run_alone)
     if name in BODIES:
@@ -319,7 +320,7 @@ def _run_alone(eqn: core.JaxprEqn, values: list[Any]) -> list[Any]:
         raise ConfigError(
             "`ppctl rehearse` runs one device, and nothing stands in for what others send by "
             f"{name}. Use `ppctl plan`, or a model that sends by all_gather, psum_scatter, "
-            "psum, pmax and ppermute."
+            "all_to_all, psum, pmax and ppermute."
         )
     return bind_eqn(eqn, values)
 
@@ -352,6 +353,14 @@ def _sum_scattered(value: jax.Array, params: dict[str, Any]) -> jax.Array:
     return jax.lax.optimization_barrier(total if params["tiled"] else jnp.squeeze(total, dim))
 
 
+def _exchanged(value: jax.Array, params: dict[str, Any]) -> jax.Array:
+    """Return the device's own parts in place of those that each other device sends."""
+    split, concat = params["split_axis"], params["concat_axis"]
+    number = value.shape[split] // params["received"].shape[split]
+    parts = jnp.split(jax.lax.optimization_barrier(value), number, split)
+    return jax.lax.optimization_barrier(jnp.concatenate(parts, concat))
+
+
 def _own(value: jax.Array, params: dict[str, Any]) -> jax.Array:
     del params
     return jax.lax.optimization_barrier(value)
@@ -366,6 +375,7 @@ def _first(value: None, params: dict[str, Any]) -> jax.Array:
 STAND_INS: dict[str, Callable[[Any, dict[str, Any]], jax.Array]] = {
     "all_gather": _gathered,
     "reduce_scatter": _sum_scattered,
+    "all_to_all": _exchanged,
     **dict.fromkeys(("psum", "psum2", "psum_invariant", "pmax", "ppermute"), _own),
     "axis_index": _first,
 }

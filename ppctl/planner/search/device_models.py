@@ -56,6 +56,11 @@ def device_models(
         there = replace(axes, **_sizes(division), vocab_parts=vocab_parts)
         divided = divided_stack(stack, there, batch)
         shards, _ = shards_in_stages(stack, divided, there)
+        if there.ep > 1 and not any("ep" in shard.axes for shard in shards.values()):
+            raise ConfigError(
+                f"tune.ep: {there.ep} divides experts, and the model has no expert. Use "
+                "tune.ep=[1]."
+            )
         held = shapes_on_device(state["params"], shards)
         layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), held["layers"])
 
@@ -101,7 +106,8 @@ def stage_divisions(
         try:
             models(division, 0)
         except ConfigError:
-            if any(each is not None for each in requested.values()):
+            chosen = (name for name, each in requested.items() if each is None)
+            if all(getattr(division, name) == 1 for name in chosen):
                 raise
             continue
         sizes.append(division)
@@ -132,16 +138,16 @@ def _candidates(
             )
 
     # 2. sizes that leave a device enough
-    enough = (
-        {}
-        if x is None
-        else {"weights": x.shape[-1] // LEAST_WIDTH, "tokens": x.shape[1] // LEAST_TOKENS}
-    )
+    enough = {"experts": num_devices}
+    if x is not None:
+        enough |= {"weights": x.shape[-1] // LEAST_WIDTH, "tokens": x.shape[1] // LEAST_TOKENS}
     for axis in STAGE_RECORDS:
-        most = enough.get(axis.divides[0], 1)
+        most = max(enough.get(part, 1) for part in axis.divides)
         limit = min([num_devices, *[host_devices] * axis.in_one_host, most])
         chosen.setdefault(axis.name, [size for size in sizes if size <= max(1, limit)])
     for combination in product(*(chosen[name] for name in STAGE_AXES)):
         division = MeshSizes(**dict(zip(STAGE_AXES, combination, strict=True)))
-        if num_devices % division.num_devices == 0:
+        # by default experts are divided inside a host, over which other axes go first
+        is_far = division.num_devices > host_devices and division.ep > 1 and requested["ep"] is None
+        if num_devices % division.num_devices == 0 and not is_far:
             yield division

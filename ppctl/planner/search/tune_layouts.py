@@ -141,6 +141,7 @@ def tune_layouts(config: Config) -> Tuned:
     check_tokens("plan.tokens", config.plan.tokens, tokens)
     with_kernels = described_device(target.hardware) or device
     stack = stack_for(config, data, jnp.dtype(dtype), with_kernels)
+    stack = stack.counted(config.costs.expert_imbalance)
     optimizer, _ = make_optimizer(config.optim, config.run.num_steps)
     optimizer = clipped(optimizer, config.optim.clip_norm)
     search = search_of(config.executor, tune, optimizer, stack, batch, target)

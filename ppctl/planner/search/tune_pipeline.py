@@ -79,10 +79,10 @@ def tune(
 
     # 2. the model as the hardware runs it
     other, make = described_only(request, device.device_kind), stack.options.on_device
-    counted = stack if other is None or make is None else make(described_device(other) or device)
+    there = stack if other is None or make is None else make(described_device(other) or device)
 
     # 3. the search
-    choices = Tune(schedules=schedules and [*schedules], best=best)
+    counted, choices = there.counted(), Tune(schedules=schedules and [*schedules], best=best)
     search = search_of(executor, choices, optimizer, counted, shapes, target)
     pipelined = partial(pipeline, stack, batch=shapes, optimizer=optimizer, dtype=dtype)
 

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ppctl.planner.make_plan import Prediction, StagePart
+from ppctl.planner.make_plan import ExpertsPart, Prediction, StagePart
 from ppctl.planner.rehearsal.rehearse_ranks import Rehearsal, RehearsedRank
 from ppctl.reports.bubble_names import bubble_text
 from ppctl.reports.terminal_output import OutputConsole, show_lines, show_table, size_text
@@ -84,8 +84,24 @@ def plan_lines(found: Prediction) -> Iterator[tuple[str, str]]:
     yield "step", time_text(found)
     if (costs := costs_text(found)) is not None:
         yield "costs", costs
+    if found.experts is not None:
+        yield "experts", experts_text(found.experts)
     if found.token_budget is not None:
         yield "tokens", found.token_budget.text
+
+
+def experts_text(experts: ExpertsPart) -> str:
+    """Return the rows of a device and the seconds of a layer's experts, in a line."""
+    rows = f"{experts.num_rows:,} rows a device, room for {experts.most_rows:,}"
+    text = f"{experts.num_experts}, {experts.top_k} a token: {rows}"
+    if experts.compute_s is None or experts.sent_s is None:
+        return text
+    text += f"; a microbatch in a layer: products {experts.compute_s:.3g} s"
+    if experts.sent_s:
+        text += f", dispatch {experts.sent_s:.3g} s"
+    if experts.remedy is not None:
+        text += f". Dispatch takes longer than products: {experts.remedy}"
+    return text
 
 
 def flop_text(flops: float) -> str:

@@ -144,12 +144,12 @@ def architecture(
         logit_softcap=model.logit_softcap,
         windows=model.windows,
         dropout=model.dropout,
-        moe=_experts(model),
+        moe=expert_sizes(model),
         lora=lora,
     )
 
 
-def _experts(model: settings.Transformer) -> ExpertSizes | None:
+def expert_sizes(model: settings.Transformer) -> ExpertSizes | None:
     """Return a transformer's experts by their settings, or None."""
     moe = model.moe
     if moe.num_experts is None:
@@ -212,8 +212,16 @@ def _transformer(
     mix = lambda axes, scoring: attention_of(model.attention, device, axes, scoring)  # noqa: E731
     how: dict[str, Any] = {"mix": mix, "dtype": dtype, "packed": packed, "device": device}
     stack = transformer_model.transformer(**vars(sizes), **how)
-    there = partial(_transformer, model, sizes, dtype=dtype, packed=packed)
-    return stack.with_options(on_device=lambda device: there(device=device))
+    there = partial(_transformer, model, dtype=dtype, packed=packed)
+    stack = stack.with_options(on_device=lambda device: there(sizes, device=device))
+    if (moe := sizes.moe) is None:
+        return stack
+
+    def counted(imbalance: float) -> Stack:
+        of_counted = replace(sizes, moe=replace(moe, counted=imbalance))
+        return there(of_counted, device=device)
+
+    return stack.with_options(counted=counted)
 
 
 def make_stack(

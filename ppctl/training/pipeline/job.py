@@ -73,7 +73,8 @@ class TrainingJob:
     @cached_property
     def counted_model(self) -> Model:
         """The model with the kernels of the request's hardware, for counting; it need not run."""
-        return model_on(self.pipe, self._other_hardware, self.counted_stack)
+        imbalance = self.config.costs.expert_imbalance
+        return model_on(self.pipe, self._other_hardware, self.counted_stack, imbalance)
 
     @cached_property
     def counted_device(self) -> Any:
@@ -91,17 +92,23 @@ class TrainingJob:
 
 
 def model_on(
-    pipe: Pipeline, hardware: settings.Hardware | None, stack: Stack | None = None
+    pipe: Pipeline,
+    hardware: settings.Hardware | None,
+    stack: Stack | None = None,
+    imbalance: float = 1.0,
 ) -> Model:
     """Return a pipeline's model as tasks of one device see it, with the kernels of hardware.
 
     hardware: None: of the mesh's devices. stack: the model with those kernels, if already made.
+    imbalance: as in `StackOptions.counted`.
     """
     if stack is None:
-        on_device = pipe.stack.options.on_device
-        if hardware is None or on_device is None:
+        stack, on_device = pipe.stack, pipe.stack.options.on_device
+        if hardware is not None and on_device is not None:
+            stack = on_device(described_device(hardware) or pipe.mesh.devices.flat[0])
+        stack = stack.counted(imbalance)
+        if stack is pipe.stack:
             return pipe.model
-        stack = on_device(described_device(hardware) or pipe.mesh.devices.flat[0])
     divided = divided_stack(stack, pipe.model.axes, pipe.batch_shapes)
     return replace(pipe.model, stack=stack.in_shards(divided), parts=divided.parts)
 

@@ -1,0 +1,241 @@
+"""Mixtures of experts in predictions: FLOPs, sends, memory and layouts against closed forms."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from support.plans import planned
+
+from ppctl import cli
+from ppctl.cli.compose import compose, compose_drawing
+from ppctl.errors import ConfigError
+from ppctl.planner.cost.planned_step import Machine, Microbatch, PlannedLayout, Step
+from ppctl.planner.cost.predict_step import predict_job, step_of
+from ppctl.planner.cost.roofline import Link, Op, Speed
+from ppctl.planner.search.device_models import stage_divisions
+from ppctl.planner.show.plan_terminal import experts_text
+from ppctl.schedule.mesh_axes import MeshSizes
+from ppctl.schedule.remat import Remat
+from ppctl.training.pipeline.job import assemble
+from ppctl.training.pipeline.mfu import model_flops
+
+D, F, E, K, T, LAYERS = 64, 32, 8, 4, 128, 4
+MODEL = (
+    f"model.num_layers={LAYERS} model.d_model={D} model.num_heads=2 model.activation=swiglu "
+    f"model.mlp_width={F} model.seq_len={T} data=synthetic data.vocab_size=256 data.batch_size=16 "
+    "hardware=h100 run.dtype=bfloat16 schedule=1f1b schedule.num_microbatches=2"
+)
+EXPERTS = f"model.moe.num_experts={E} model.moe.top_k={K}"
+WEIGHT, NUMBER, VALUE = 4, 4, 2  # bytes of a router's weight, of a number, of an activation
+
+
+@cache
+def job(*words, experts=EXPERTS):
+    return assemble(compose([*f"{MODEL} {experts}".split(), *words]), only_planned=True)
+
+
+def layer_of(*words):
+    return step_of(job(*words)).work.layer
+
+
+def flops_of_experts(ops):
+    return sum(op.flops for op in ops if op.kernel == "experts")
+
+
+@pytest.mark.parametrize(
+    ("words", "load"),
+    [
+        ((), 1.0),
+        (("mesh=1x2x1x4",), 1.0),
+        (("mesh=1x2x1x4", "costs.expert_imbalance=1.5"), 1.5),
+        (("mesh=1x2x1x4", "costs.expert_imbalance=1.5", "model.moe.capacity=1.25"), 1.25),
+        (("costs.expert_imbalance=1.5",), 1.0),  # a device alone computes all of its tokens
+        (("mesh=1x2x1x4", "model.moe.dispatch=alltoall"), 1.0),
+    ],
+)
+def test_products_of_experts_count_the_rows_of_the_most_loaded_device(words, load):
+    work = layer_of(*words)
+    for ops in (work.forward, work.input_grad, work.weight_grad):
+        assert flops_of_experts(ops) == pytest.approx(6 * T * K * D * F * load, rel=1e-12)
+    products = [op for op in work.once if op.kernel == "experts"]
+    assert len(products) == 9
+    of_shapes = [
+        2 * o.rows.each * o.columns.fixed * o.depth.fixed * o.number.fixed
+        for o in (op.shape for op in products[:6])
+    ]
+    assert of_shapes == pytest.approx([op.flops for op in products[:6]])
+
+
+def sent_bytes(words, ops):
+    """Bytes that a device sends over ep, of an example."""
+    step = step_of(job(*words))
+    machine = replace(step.machine, link=Link(0.0, 1.0), network=None)
+    one = replace(step, machine=machine, microbatch=replace(step.microbatch, examples=1))
+    assert all(op.axes in ((), ("ep",)) for op in ops)
+    return sum(map(one.sent_s, ops))
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_gather_sends_every_token_to_every_device_and_back(ep):
+    words = (f"mesh=1x2x1x{ep}",)
+    rows = T * D * VALUE  # of a device's tokens
+    routing = T * K * (WEIGHT + NUMBER)
+    assert sent_bytes(words, layer_of(*words).forward) == (ep - 1) * (2 * rows + routing)
+
+
+@pytest.mark.parametrize("capacity", [1.0, 2.0])
+def test_alltoall_sends_each_row_to_its_expert_and_back(capacity):
+    ep = 4
+    words = (f"mesh=1x2x1x{ep}", "model.moe.dispatch=alltoall", f"model.moe.capacity={capacity}")
+    row = 2 * D * VALUE + WEIGHT  # there and back, and its weight
+    found = sent_bytes(words, layer_of(*words).forward)
+    expected = K * T * capacity * row * (ep - 1) / ep
+    assert found == pytest.approx(expected, abs=E * NUMBER)  # and counts by expert
+
+
+def test_between_hosts_an_exchange_uses_a_devices_own_adapter_and_a_gather_all_of_them():
+    """8 devices in two hosts: of an exchange half leaves the host."""
+    machine = Machine(Speed(1.0, 1.0), Link(0.0, 1e30), Link(0.0, 10.0), 4, 0.0)
+    layout = PlannedLayout(MeshSizes(ep=8), 1, 1)
+    step = Step(None, None, layout, Microbatch(1, 1, 0, Remat.NONE), machine)
+    exchange = Op(0.0, 80.0, axes=("ep",), collective="exchange")
+    assert step.sent_s(exchange) == pytest.approx(80 / 2 / 10)
+    gather = Op(0.0, 80.0, axes=("ep",), collective="gather")
+    assert step.sent_s(gather) == pytest.approx(80 * 7 / 8 / (4 * 10))
+
+
+def test_mfu_counts_the_experts_that_a_token_chooses():
+    """As a dense model whose MLP is as wide as all of them, and the router."""
+    dense = job(f"model.mlp_width={K * F}", experts="")
+    router = 3 * 2 * 16 * T * D * E * LAYERS
+    assert model_flops(job()).full == model_flops(dense).full + router
+    assert model_flops(job("mesh=1x2x1x4", "costs.expert_imbalance=3")) == model_flops(job())
+
+
+def test_devices_along_ep_hold_parts_of_the_experts():
+    matrices = 3 * E * D * F * 4
+    of_rank = lambda *words: predict_job(job(*words)).memory[0]
+    whole, halves = of_rank("mesh=1x2"), of_rank("mesh=1x2x1x2")
+    for part, copies, width in (
+        ("parameters", 1, 1),
+        ("optimizer", 2, 1),
+        ("gradients", 1, 1),
+        ("weights", 1, 0.5),
+    ):
+        saved = copies * width * LAYERS / 2 * matrices / 2
+        assert whole[part] - halves[part] == pytest.approx(saved, abs=64), part
+
+
+def test_layers_of_two_kinds_are_balanced_by_their_products():
+    """Two dense layers, much wider than the experts of a token, then two with experts."""
+    kinds = f"{EXPERTS} model.moe.first_dense=2 model.mlp_width={32 * F} model.moe.width={F}"
+    found = job("partition=balanced", "mesh=1x2", experts=kinds)
+    costs = found.pipe.relative_costs
+    assert costs.layers[0] == costs.layers[1] > 3 * costs.layers[2] == 3 * costs.layers[3]
+    assert [*map(len, found.pipe.partition)] == [1, 3]  # with the head the second still is faster
+    mean = step_of(found).work.layer
+    assert flops_of_experts(mean.forward) == pytest.approx(6 * T * K * D * F / 2)
+
+
+def test_half_of_the_layers_send_half_as_much():
+    def sent_s(experts):
+        step = step_of(job("mesh=1x2x1x4", experts=experts))
+        return sum(map(step.sent_s, step.work.layer.forward))
+
+    assert sent_s(f"{EXPERTS} model.moe.first_dense=2") == pytest.approx(sent_s(EXPERTS) / 2)
+
+
+def test_a_plan_says_where_dispatch_takes_longer_than_products(capsys):
+    near = planned(
+        compose(
+            [
+                *f"{MODEL} {EXPERTS} mesh=1x2x1x4 model.d_model=2048 "
+                "model.moe.width=16384 model.num_heads=16".split()
+            ]
+        )
+    )
+    text = experts_text(near.experts)
+    assert text.startswith("8, 4 a token: 1,024 rows a device, room for 2,048; a microbatch in")
+    assert "takes longer" not in text
+    far = planned(compose([*f"{MODEL} {EXPERTS} mesh=1x2x1x8 model.moe.top_k=2".split()]))
+    assert far.experts.sent_s > far.experts.compute_s
+    assert ". Dispatch takes longer than products: use model.moe.dispatch=alltoall with" in (
+        experts_text(far.experts)
+    )
+    words = "mesh=1x1x1x16 model.moe.num_experts=16 data.batch_size=32"
+    over = planned(compose([*f"{MODEL} {EXPERTS} {words}".split()]))
+    assert over.experts.remedy == "use mesh.ep=8, which stays inside a host"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            f"{EXPERTS} mesh=1x1x1x3 data.batch_size=12",
+            "model.moe.num_experts=8 is not a multiple of mesh.ep = 3",
+        ),
+        ("mesh=1x1x1x2", "mesh.ep=2 divides experts, and the model has no expert"),
+        ("costs.expert_imbalance=0.9", "costs.expert_imbalance=0.9 must be a finite number of at"),
+        ("costs.forward_s=2", "costs.forward_s=2: such costs are assumed by `ppctl schedule`"),
+    ],
+)
+def test_a_wrong_request_is_one_line(words, message, capsys):
+    assert cli.main(["plan", *MODEL.split(), *words.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_a_drawing_knows_no_experts():
+    with pytest.raises(ConfigError, match="knows no model with experts"):
+        compose_drawing(["costs.expert_imbalance=2"])
+
+
+# --- tune -----------------------------------------------------------------------------------------
+
+
+def sizes_of_ep(monkeypatch, *words, experts=EXPERTS, devices=16, host=8):
+    """The sizes of ep in the divisions that a search chooses from."""
+    from ppctl.planner.search import tune_layouts
+
+    found = list[MeshSizes]()
+
+    def divisions(*args):
+        found.extend(stage_divisions(*args[:-1], host))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune_layouts, "stage_divisions", divisions)
+    with pytest.raises(KeyboardInterrupt):
+        tune_layouts.tune_layouts(
+            compose([*f"{MODEL} {experts}".split(), f"tune.devices={devices}", *words])
+        )
+    return sorted({division.ep for division in found})
+
+
+def test_a_search_divides_experts_inside_a_host(monkeypatch):
+    assert sizes_of_ep(monkeypatch) == [1, 2, 4, 8]
+    assert sizes_of_ep(monkeypatch, host=4) == [1, 2, 4]
+    assert sizes_of_ep(monkeypatch, experts=EXPERTS.replace("=8", "=6"), devices=12) == [1, 2, 3, 6]
+    assert sizes_of_ep(monkeypatch, "tune.ep=[8]", host=4) == [8]  # over hosts on request
+    assert sizes_of_ep(monkeypatch, "tune.tp=[1]", experts="") == [1]
+
+
+@pytest.mark.parametrize(
+    ("words", "experts", "message"),
+    [
+        ("tune.ep=[16]", EXPERTS, "num_experts=8 is not a multiple of (mesh.)?ep = 16"),
+        ("tune.ep=[2]", "", "ep=2 divides experts, and the model has no expert"),
+        ("tune.ep=[3]", EXPERTS, "tune.ep: 3 does not divide 16 devices"),
+    ],
+)
+def test_a_wrong_size_of_ep_is_refused(monkeypatch, words, experts, message):
+    with pytest.raises(ConfigError, match=message):
+        sizes_of_ep(monkeypatch, words, experts=experts)
+
+
+def test_models_without_experts_are_not_divided_by_them():
+    """A perceptron computes the same on every device along ep: replicas, not parts."""
+    words = "tune.devices=2 tune.ep=[2] model=mlp data=regression hardware=h100 data.batch_size=32"
+    from ppctl.planner.search.tune_layouts import tune_layouts
+
+    with pytest.raises(ConfigError, match="2 divides experts, and the model has no expert"):
+        tune_layouts(compose(words.split()))
