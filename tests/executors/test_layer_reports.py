@@ -143,6 +143,33 @@ def test_counts_are_exact_in_bfloat16(executor):
     np.testing.assert_array_equal(counts, np.round(counts))
 
 
+@pytest.mark.parametrize(
+    ("executor", "schedule", "remat"),
+    [("mpmd", "zb_h1", "none"), ("spmd", "1f1b", "full"), full(("mpmd", "1f1b", "layer"))],
+)
+def test_counts_that_are_constants_are_summed_over_microbatches(executor, schedule, remat):
+    """A constant is a number in a traced program, without astype."""
+
+    def counted(w, x):
+        return jnp.tanh(x @ w["kernel"]) + 0 * ppctl.report(w["seen"], jnp.asarray(float(len(x))))
+
+    stack = ppctl.Stack(
+        NUM_LAYERS,
+        lambda key: {},
+        lambda key, l: {"kernel": jnp.eye(WIDTH), "seen": jnp.zeros(())},
+        lambda _, x: x,
+        counted,
+        lambda _, x, targets: (jnp.square(x - targets).sum(), jnp.asarray(float(targets.size))),
+        ppctl.StackOptions(mixes_examples=False, updates={"seen": jnp.add}),
+    )
+    batch = {name: RNG.standard_normal((16, WIDTH)) for name in ("inputs", "targets")}
+    how = {"executor": executor, "schedule": schedule, "remat": remat, "mesh": {"pp": 2}}
+    pipe = pipe_of(stack, batch=batch, **how)
+    state, _ = pipe.step(pipe.init(seed=0), batch)
+    seen = pipe.to_natural(state)["params"]["layers"]["seen"]
+    np.testing.assert_array_equal(seen, [16.0] * NUM_LAYERS)
+
+
 def lost(w, x):
     _, hot = chosen_of(w["router"]["kernel"], w["router"]["bias"], x)
     ppctl.report(w["router"]["bias"], hot.sum((0, 1)))

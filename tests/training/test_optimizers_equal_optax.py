@@ -203,10 +203,20 @@ def test_an_optimizer_of_each_kind_equals_plain_optax(model, executor):
 
 
 @pytest.mark.parametrize("name", full_except([*OF_ENTRIES], "number"))
-@pytest.mark.parametrize("model", ["Network", full("Stack")])
-def test_an_optimizer_that_counts_or_places_entries_knows_no_padding(name, model):
-    mesh = {"pp": 4, "fsdp": 1 if model == "Stack" else 2}  # 5 layers over 4 ranks
-    assert compared(name, model, "spmd", mesh=mesh) < 1e-10
+@pytest.mark.parametrize(
+    ("model", "executor", "how"),
+    [
+        ("Network", "spmd", {"mesh": {"pp": 4, "fsdp": 2}}),  # 5 layers over 4 ranks
+        full(("Stack", "spmd", {"mesh": {"pp": 4}})),
+        full(("Stack", "mpmd", {"mesh": {"pp": 4}})),
+        # 15 ids over 2 ranks, then over 4 devices
+        full(("transformer", "spmd", {"mesh": {"pp": 2}, "vocab": "parallel"})),
+        full(("transformer", "mpmd", {"mesh": {"pp": 2}, "vocab": "parallel"})),
+        full(("transformer", "spmd", {"mesh": {"pp": 2, "tp": 2}, "vocab": "parallel"})),
+    ],
+)
+def test_an_optimizer_that_counts_or_places_entries_knows_no_padding(name, model, executor, how):
+    assert compared(name, model, executor, **how) < 1e-10
 
 
 @pytest.fixture(scope="module")
