@@ -127,6 +127,19 @@ def test_a_sweep_of_tune_writes_a_recipe_for_each_job():
     assert [job.config.tune.recipe for job in swept] == ["a", None]
 
 
+@pytest.mark.full
+def test_a_sweep_of_tune_tunes_each_job():
+    words = "model.num_layers=2 model.d_model=32 model.num_heads=2 model.seq_len=32 data=synthetic"
+    words += " hardware=h100 tune.devices=2 data.batch_size=16,32 tune.recipe=mine"
+    command = [PPCTL, "tune", "-m", *words.split()]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "2 jobs: 2 finished" in ended.stderr
+    for number, size in enumerate((16, 32)):
+        found = compose([f"recipes=mine-{number}"], Path.cwd())
+        assert (found.data.batch_size, found.hardware.name) == (size, "h100")
+
+
 @pytest.mark.parametrize(
     ("command", "seeds"),
     [("verify", [1, 2]), ("train hydra.launcher.jobs=2", [2, 1]), ("train", [1, 2])],

@@ -5,7 +5,9 @@ that others load.
 import importlib.util
 import json
 from functools import partial
+from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -154,6 +156,17 @@ def test_adapters_at_the_attention_of_a_mixture(name, tmp_path, monkeypatch, cap
     assert cli.main(words) == 0
     loss = json.loads(capsys.readouterr().out)["loss"]
     assert loss < 5
+
+
+@pytest.mark.full
+def test_the_page_of_a_run_of_adapters_draws_its_costs(base, capsys):
+    """It drew F = I = W; W is the trained share of the matrices."""
+    assert train(*LORA, "mesh=1x2", "schedule=zb_h1", "run.num_steps=1") == 0
+    layers = open_language_model(Path("runs/base-trained")).adapters[2]["layers"]
+    matrices = [(k, a.size) for k, a in jax.tree.leaves_with_path(layers) if a.ndim == 3]
+    share = sum(n for k, n in matrices if "lora_" in str(k)) / sum(n for _, n in matrices)
+    assert cli.main(["report", "base-trained", "--out", "page.html"]) == 0
+    assert f"takes F 1 s, I 1 s, W {share:.5g} s" in Path("page.html").read_text()
 
 
 @pytest.mark.full

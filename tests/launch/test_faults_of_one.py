@@ -2,9 +2,12 @@
 
 import json
 import re
+import shutil
 
 import pytest
-from support.processes import processes
+from support.processes import WORDS, processes
+
+from ppctl import cli
 
 NUM_STEPS = 8
 SETTINGS = (  # each process saves megabytes; the records of steps are far from 100 kB
@@ -53,6 +56,8 @@ Checkpoints._probe = probe
 cli.console_script()
 """
 )
+# The process has a directory of its own, as a machine that does not share it.
+ELSEWHERE = "import os; from ppctl import cli; os.chdir('elsewhere'); cli.console_script()"
 # The process cannot read its examples of the batch of step 6, and cannot tell before.
 BAD_BATCH = (
     QUICK
@@ -171,3 +176,20 @@ def test_a_batch_that_one_cannot_read_ends_both_after_a_save_of_the_step_before(
     with processes(2, run_dir, *settings) as started:
         assert [process.end(timeout_s=200) for process in started] == [0, 0]
     assert len(said_of(started, "resuming after step 5")) == 1
+
+
+@pytest.mark.full
+def test_parameters_to_start_from_are_of_one_step(tmp_path, monkeypatch):
+    """Each process reads the newest checkpoint that it sees of run.start_from."""
+    monkeypatch.chdir(tmp_path)
+    words = [*WORDS, "mesh=1x2", "model.num_layers=2", "run.checkpoint.every=1", "run.num_steps=2"]
+    assert cli.main(["train", *words, "run.dir=base"]) == 0
+    shutil.copytree("base", "elsewhere/base", ignore=shutil.ignore_patterns("2"))
+    settings = ("mesh=1x2", "model.num_layers=2", "run.start_from=base", "run.num_steps=1")
+    with processes(2, tmp_path / "run", *settings, programs={1: ELSEWHERE}) as started:
+        assert [process.end(timeout_s=200) for process in started] == [2, 2]
+    [line] = said_of(started, "ppctl: ")
+    assert line == (
+        "ppctl: the step of run.start_from is 2 on process 0 and 1 on process 1. All processes "
+        "need the same settings, data and versions.\n"
+    )

@@ -211,7 +211,6 @@ def test_an_optimizer_of_each_kind_equals_plain_optax(model, executor):
         full(("Stack", "mpmd", {"mesh": {"pp": 4}})),
         # 15 ids over 2 ranks, then over 4 devices
         full(("transformer", "spmd", {"mesh": {"pp": 2}, "vocab": "parallel"})),
-        full(("transformer", "mpmd", {"mesh": {"pp": 2}, "vocab": "parallel"})),
         full(("transformer", "spmd", {"mesh": {"pp": 2, "tp": 2}, "vocab": "parallel"})),
     ],
 )
@@ -247,6 +246,11 @@ def refused(optimizer, match, **how):
     given = {"batch": batch, "optimizer": optimizer, "schedule": "1f1b", "num_microbatches": 4}
     with pytest.raises(ppctl.PpctlError, match=match):
         ppctl.pipeline(make(jnp.float64), mesh=ppctl.mesh(pp=2), **given, **how)
+
+
+def test_an_optimizer_of_whole_parameters_is_refused_where_each_rank_updates_its_part():
+    with pytest.raises(ppctl.PpctlError, match=r"needs whole parameters .* Use vocab=whole, or"):
+        compared("number", "transformer", "mpmd", mesh={"pp": 2}, vocab="parallel")
 
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))

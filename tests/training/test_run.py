@@ -22,13 +22,16 @@ from orbax.checkpoint import v1 as ocp
 from support.small_runs import ROWS, TOKENS, checkpoints, losses, records
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import ppctl
 from ppctl import cli
 from ppctl.cli.compose import compose
 from ppctl.config import Run
 from ppctl.config.groups.run_settings import Checkpoint
 from ppctl.data import token_windows
 from ppctl.errors import ConfigError, DataError
+from ppctl.language.language_model import open_language_model
 from ppctl.launch.supervisor import STOP_SIGNALS
+from ppctl.training.pipeline import known_hardware
 from ppctl.training.pipeline.engines.train_states import PlacedBatches
 from ppctl.training.pipeline.job import open_data
 from ppctl.training.run import loop
@@ -191,6 +194,19 @@ def test_a_disk_that_fills_up_ends_the_run_with_one_line(train, tmp_path, monkey
     )
     last = records(tmp_path / "run", "status.jsonl")[-1]
     assert (last["status"], last["reason"]) == ("failed", err.removeprefix("ppctl: ").strip())
+
+
+def test_the_dtype_that_devices_decided_is_the_runs_elsewhere_too(train, monkeypatch, tmp_path):
+    """As of a run on accelerators, in bfloat16, that is read and goes on on CPUs."""
+    words = ("run.dtype=null", "run.checkpoint.every=2")
+    with monkeypatch.context() as accelerators:
+        accelerators.setattr(known_hardware, "default_dtype", lambda *_: "bfloat16")
+        assert train(*words, "run.num_steps=2", tiny=TOKENS)[0] == 0
+    saved = ppctl.load_run(tmp_path / "run")
+    assert (saved.settings["run"]["dtype"], saved.dtype) == (None, "bfloat16")
+    assert open_language_model(saved.directory).dtype == "bfloat16"  # of generate and evaluate
+    code, out, _ = train(*words, "run.num_steps=3", tiny=TOKENS)
+    assert (code, "changed   since step 2: run.dtype bfloat16 -> float32\n" in out) == (0, True)
 
 
 def test_a_finished_run_started_again_changes_nothing(train, copy):

@@ -175,7 +175,8 @@ def state_from(job: TrainingJob) -> Tree | None:
             )
         return step
 
-    def read(step: int) -> tuple[int, Tree, bool]:
+    def read(step: int) -> tuple[Tree, bool]:
+        compare({"the step of run.start_from": step})  # processes read parts of one array
         stored, is_base = stored_lora(checkpoints, step), False
         if stored is None:
             is_base = lora is not None
@@ -190,11 +191,10 @@ def state_from(job: TrainingJob) -> Tree | None:
         fault = start_fault(checkpoints.param_types(step), array_types(wanted))
         if fault is not None:
             raise CheckpointError(f"run.start_from={directory} is of {fault}")
-        return step, checkpoints.restore_params(step, wanted), is_base
+        return checkpoints.restore_params(step, wanted), is_base
 
     with Checkpoints(Path(directory) / "checkpoints", keep=None) as checkpoints:
-        step, params, is_base = read_newest(newest, read)
-    compare({"the step of run.start_from": step})
+        params, is_base = read_newest(newest, read)
 
     # 2. the state that starts with them
     def fresh(params: Tree) -> Tree:
