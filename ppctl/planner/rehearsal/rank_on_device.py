@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError
-from ppctl.executors.compiler_options import cpu_options, temp_bytes
+from ppctl.executors.compiler_options import CompilerPreset, cpu_options, temp_bytes
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, last_uses
 from ppctl.executors.mpmd.program_library import ProgramLibrary
@@ -116,8 +116,7 @@ class RankOnDevice:
         self.model = replace(pipe.model, stack=stack, layer_specs=None)  # whole layers
         self.on, self.entries = on, entries
         self.library = ProgramLibrary(self.model, {})
-        self.options = dict(pipe.execution.xla_flags)
-        self.has_presets = pipe.execution.engine.dispatches_tasks and on.platform == "cpu"
+        self.options = partial(_options, job, on)
         read = (key for entry in entries for key in entry.reads)
         given = {key for key in read if key[0] in ("inputs", "targets", *NUMBERS)}
         self.freed = last_uses(entries, keep={*prepare.writes, *given})
@@ -225,8 +224,7 @@ class RankOnDevice:
 
         # 2. compiled in threads
         def compiled(program: ProgramId) -> jax.stages.Compiled:
-            preset = cpu_options(self.library.preset(program)) if self.has_presets else {}
-            return lowered[program].compile(preset | self.options)
+            return lowered[program].compile(self.options(self.library.preset(program)))
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             return dict(zip(lowered, threads.map(compiled, lowered), strict=True))
@@ -243,7 +241,7 @@ def time_update(job: TrainingJob, part: RankPart, runs: int, on: Replicas) -> Ti
     shapes = job.pipe.engine.share(part.prepare.rank)
     trained = trained_part(shapes["params"], job.pipe.stack.options.trainable)
     values = on.put((zeros_like(shapes), zeros_like(trained)))
-    program = on.lowered(update, values, (0, 1)).compile(dict(job.pipe.execution.xla_flags) or None)
+    program = on.lowered(update, values, (0, 1)).compile(_options(job, on, "once"))
 
     def run() -> None:
         nonlocal values
@@ -263,8 +261,15 @@ def time_in_ticks(
     of_rank = rank_arrays(pipe.layout, pipe.ticks, part.prepare.rank)
     arguments = on.put((params, dict(batch), *of_rank))
     function = alone(spmd_of_rank(model, pipe.layout, pipe.ticks), model.axes)
-    program = on.lowered(function, arguments).compile(dict(pipe.execution.xla_flags) or None)
+    program = on.lowered(function, arguments).compile(_options(job, on, "full"))
     return median([on.timed(lambda: program(*arguments)) for _ in range(runs + 1)][1:])
+
+
+def _options(job: TrainingJob, on: Replicas, preset: CompilerPreset) -> dict[str, Any]:
+    """Return the compiler's options of the step; preset: of a program that is dispatched alone."""
+    execution = job.pipe.execution
+    has_presets = execution.engine.dispatches_tasks and on.platform == "cpu"
+    return (cpu_options(preset) if has_presets else {}) | dict(execution.xla_flags)
 
 
 def staged_layers(model: Model, here: RankRole) -> Tree:
