@@ -7,9 +7,21 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from support.cases import make_params
-from support.mixtures import MIXTURES, OPTIMIZER, SIZES, TOLERANCE, check, error, make_batch
+from support.mixtures import (
+    MIXTURES,
+    OPTIMIZER,
+    RATE,
+    SIZES,
+    TOLERANCE,
+    check,
+    error,
+    make_batch,
+    set_bias,
+)
+from support.selection import full
 from support.spmd_cases import covering_array
 
 import ppctl
@@ -103,6 +115,19 @@ def test_a_mixture_trains_as_one_whose_experts_compute_all_tokens(mesh, how):
     check(mesh, steps_only="executor" not in how, **how)  # spmd compiles gradients by themselves
 
 
+@pytest.mark.parametrize(
+    ("mesh", "num_microbatches"),
+    [
+        ({"dp": 4, "pp": 2}, 8),  # an example each
+        full(({"pp": 1, "ep": 2}, 1)),
+        full(({"dp": 2, "pp": 2, "tp": 2}, 2)),
+        full(({"pp": 2, "cp": 2}, 16)),
+    ],
+)
+def test_its_losses_do_not_depend_on_microbatches_and_replicas(mesh, num_microbatches):
+    check(mesh, num_microbatches=num_microbatches, schedule="1f1b")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("mesh", "how"), [*pairwise()])
 def test_it_does_for_every_pair_of_settings(mesh, how):
@@ -163,3 +188,46 @@ def test_adapters_of_a_mixture_have_the_references_gradients(executor):
     assert error(found, wanted) <= TOLERANCE
     adapters = found[1]["layers"]["attention"]["query"]
     assert np.abs(adapters["lora_a"]).max() > 0
+
+
+NUM_STEPS = 30
+
+
+def skewed_counts(mesh, schedule, bias_update, **how):
+    """[steps, layers, experts] of weights that do not change, whose tokens like the first experts."""
+    moe = {"num_experts": 8, "top_k": 2, "score": "sigmoid", "choice_bias": True}
+    stack = ppctl.transformer(**SIZES | {"num_layers": 2}, moe=moe | {"bias_update": bias_update})
+    batch, how = make_batch(), {"num_microbatches": 4, "dtype": jnp.float64} | how
+    mesh, still = ppctl.mesh(**mesh), optax.sgd(0.0)
+    pipe = ppctl.pipeline(stack, mesh, schedule, batch=batch, optimizer=still, **how)
+    params = jax.tree.map(jnp.asarray, make_params(stack))
+    table = params["embed_head"]["embedding"]
+    params["embed_head"]["embedding"] = table.at[:, 0].set(jnp.abs(table).max())
+    router = params["layers"]["router"]
+    kernel = router["kernel"].at[:, 0].add(jnp.linspace(0.5, 0, 8))
+    params = set_bias(params, jnp.zeros_like(router["bias"]))
+    params["layers"]["router"]["kernel"] = kernel
+    state, counts = state_of(pipe, params), []
+    for _ in range(NUM_STEPS):
+        state, metrics = pipe.step(state, batch)
+        counts.append(np.asarray(metrics["counts"]["router/bias"]))
+    return np.array(counts)
+
+
+@pytest.mark.parametrize(
+    ("executor", "mesh", "schedule"),
+    [
+        ("spmd", {"pp": 2, "ep": 2}, "1f1b"),
+        full(("mpmd", {"dp": 2, "pp": 2}, "zb_h1")),
+        full(("mpmd", {"pp": 2, "tp": 2, "fsdp": 2}, "1f1b")),
+    ],
+)
+def test_the_bias_of_choices_evens_the_load_alike_in_every_layout(executor, mesh, schedule):
+    whole = {"mesh": {}, "schedule": "gpipe", "executor": "reference"}
+    counts = skewed_counts(bias_update=RATE, **whole)
+    load = counts.max(-1) / counts.mean(-1)
+    assert load[0].min() >= 2.5
+    assert load[-1].max() <= 1.5
+    np.testing.assert_array_equal(skewed_counts(bias_update=0.0, **whole)[-1], counts[0])
+    found = skewed_counts(mesh, schedule, RATE, executor=executor)
+    np.testing.assert_array_equal(found, counts)
