@@ -62,6 +62,11 @@ def test_a_mixture_goes_on_over_other_axes_and_processes_as_the_reference_would(
         [record["balance_loss"] for record in records(path)] for path in (run_dir, whole_dir)
     )
     np.testing.assert_allclose(found, expected, rtol=1e-9)
+    for name in "expert_load", "expert_entropy_nats":
+        found, expected = (
+            [record[name] for record in records(path)] for path in (run_dir, whole_dir)
+        )
+        assert found == expected
     np.testing.assert_array_equal(bias_of(run_dir), bias_of(whole_dir))
     assert np.abs(bias_of(run_dir)).max() >= 0.01
 
