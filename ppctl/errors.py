@@ -2,8 +2,9 @@
 remedy.
 """
 
+import difflib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,6 +67,20 @@ def written_as(writer: Writer) -> Iterator[None]:
 
 
 # --- errors --------------------------------------------------------------------------------------
+
+
+def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Return up to three of `names` that look like `word`, nearest first."""
+    return difflib.get_close_matches(word, list(names), n=3, cutoff=cutoff)
+
+
+def suggested(names: Sequence[str]) -> str:
+    """Return ' Did you mean ...?' with these names, or nothing without any.
+
+    >>> suggested(nearest("trian", ["train", "verify"])), suggested([])
+    (' Did you mean train?', '')
+    """
+    return f" Did you mean {' or '.join(names)}?" if names else ""
 
 
 def one_line(error: object) -> str:

@@ -19,6 +19,7 @@ from ppctl.config.changed_settings import shown
 from ppctl.config.config_dirs import ROOT
 from ppctl.config.groups.command_settings import Combinations, Search, SideBySide, SubmititSlurm
 from ppctl.config.groups.model_settings import lacking
+from ppctl.errors import nearest, suggested
 from ppctl.schedule.families.registry import also_called
 from ppctl.schedule.mesh_axes import AXES, TEXT_AXES
 
@@ -134,11 +135,6 @@ def all_settings() -> dict[str, Setting]:
 # --- messages -----------------------------------------------------------------------------------
 
 
-def nearest(word: str, names: Iterable[str], cutoff: float = 0.5) -> list[str]:
-    """Return those of `names` that look like `word`, nearest first."""
-    return difflib.get_close_matches(word, list(names), n=3, cutoff=cutoff)
-
-
 def did_you_mean(word: str, names: Iterable[str], before: str = "") -> str:
     """Return ' Did you mean ...?' with the names also called `word`, or the nearest, or nothing.
 
@@ -146,8 +142,8 @@ def did_you_mean(word: str, names: Iterable[str], before: str = "") -> str:
     ' Did you mean train?'
     """
     names = list(names)
-    found = [name for name in also_called(word) if name in names] or nearest(word, names)[:1]
-    return f" Did you mean {' or '.join(before + name for name in found)}?" if found else ""
+    found = [name for name in also_called(word) if name in names]
+    return suggested([before + name for name in found or nearest(word, names, 0.5)[:1]])
 
 
 def wrong_option(group: str, option: str, names: Iterable[str]) -> str:
@@ -163,7 +159,7 @@ def wrong_option(group: str, option: str, names: Iterable[str]) -> str:
             f"{'x'.join(map(str.upper, TEXT_AXES))} with sizes of at least 1, for example "
             f"mesh=2x4 or mesh=2x4x2, or set {', '.join(axes[:-1])} and {axes[-1]}."
         )
-    near = nearest(option, names := list(names))
+    near = nearest(option, names := list(names), 0.5)
     lacks = lacking(option) if group == "model" else None
     if lacks is not None:
         return f"model={option}: ppctl's transformer has no {lacks}. Use another model."
@@ -230,8 +226,8 @@ def _alike(key: str, known: Iterable[str]) -> str:
     """Return ' Did you mean ...?' with a setting of a similar last word, of `known` if any."""
     last = lambda names: {name.rpartition(".")[2]: name for name in names}  # noqa: E731
     bad, own, others = key.rpartition(".")[2], last(known), last(all_settings())
-    found = [bad] * (bad in others) or nearest(bad, own) or nearest(bad, others, cutoff=0.75)
-    return f" Did you mean {(own | others)[found[0]]}?" if found else ""
+    found = [bad] * (bad in others) or nearest(bad, own, 0.5) or nearest(bad, others, cutoff=0.75)
+    return suggested([(own | others)[name] for name in found[:1]])
 
 
 # --- the command line of a composed config -------------------------------------------------------

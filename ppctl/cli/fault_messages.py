@@ -25,7 +25,7 @@ from ppctl.cli.text_settings import as_typed
 from ppctl.config import Costs, Mesh
 from ppctl.config.changed_settings import shown
 from ppctl.config.groups.data_settings import Part
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, suggested
 from ppctl.schedule.mesh_axes import mesh_text
 from ppctl.user_files import check_text
 
@@ -53,8 +53,7 @@ def parse_override(text: str) -> Override:
             found = [f"{group}={text}" for group in GROUPS if text in options(group)]
             if text in GROUPS:
                 found.append(f"{text}={choices.default_option(text)}")
-            hint = f" Did you mean {found[0]}?" if found else ""
-            raise ConfigError(f"{text!r} is not KEY=VALUE.{hint}") from error
+            raise ConfigError(f"{text!r} is not KEY=VALUE.{suggested(found[:1])}") from error
         why = str(error).partition(" expecting")[0]
         raise ConfigError(
             f"{text} cannot be read ({why}). A value with spaces, commas, quotes, brackets or '=' "

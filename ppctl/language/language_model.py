@@ -19,7 +19,7 @@ from ppctl.model.stack import Stack
 from ppctl.model.transformer import transformer
 from ppctl.training.checkpoint.checkpoint import Checkpoints, merged_params, stored_lora
 from ppctl.training.pipeline.built_in_models import architecture
-from ppctl.training.pipeline.jax_start import set_width
+from ppctl.training.pipeline.jax_start import set_arithmetic
 from ppctl.training.run.kept_tokenizer import (
     MODEL_CONFIG,
     POSITIONS,
@@ -196,5 +196,5 @@ def open_language_model(
     # 2. the checkpoint
     run.step(step)  # raises without it
     name = dtype or run.dtype
-    set_width(name)
+    set_arithmetic(name)
     return LanguageModel(run, step, config.model, config, jnp.dtype(name))

@@ -9,18 +9,22 @@ SET_BY = {
     "srun": [f"SLURM_{name}" for name in SLURM.split()],
     "mpirun of Open MPI 4": [f"OMPI_{name}" for name in OPEN_MPI.split()],
 }
+NUMBERS = ("NTASKS", "ID", "SIZE", "RANK")  # endings of variables whose values are numbers
 # variables that gRPC reads, by which processes meet: the first that is set
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 NO_PROXY = ("no_grpc_proxy", "no_proxy")
 
 
 def cluster_fault(environ: Mapping[str, str]) -> str | None:
-    """Return which variables of a cluster are missing where only some are set, else None.
+    """Return which variables of a cluster are no numbers, or missing where some are set, or None.
 
     >>> cluster_fault({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"})
     'SLURM_STEP_NODELIST and SLURM_LOCALID, which srun sets, are missing'
     """
     for command, names in SET_BY.items():
+        for name in (each for each in names if each in environ and each.endswith(NUMBERS)):
+            if not environ[name].isdecimal():
+                return f"{name}={environ[name]!r}, which {command} sets, is no number"
         missing = [name for name in names if name not in environ]
         if 0 < len(missing) < len(names):
             plural = "are" if len(missing) > 1 else "is"

@@ -111,9 +111,10 @@ def known_count(num_processes: int | None, *, is_cpu: bool) -> int | None:
             return int(os.environ[name])
     if not is_cpu:
         return None
+    lacks = f"neither {' nor '.join(COUNTED_BY)} gives the number of processes"
     raise ConfigError(
-        f"run.distributed=auto: neither {' nor '.join(COUNTED_BY)} gives the number of processes, "
-        "which divide simulated CPU devices. Use run.num_processes=N, or run.platform=cuda or tpu."
+        f"run.distributed=auto: {cluster_fault(os.environ) or lacks}. It divides simulated CPU "
+        "devices. Use run.num_processes=N, or run.platform=cuda or tpu."
     )
 
 

@@ -60,6 +60,15 @@ class RunSummary(NamedTuple):
         """Return steps as in `3 of 10`."""
         return f"{self.step} of {'?' if self.num_steps is None else self.num_steps}"
 
+    @property
+    def resume_note(self) -> str:
+        """Return a note to read before resuming, or ""."""
+        if self.status == RUNNING:
+            return "running: resume it when it has ended"
+        if self.status == run_status.FINISHED:
+            return "finished: it goes on with a larger run.num_steps"
+        return "" if self.checkpoints else "no checkpoint: it starts anew"
+
 
 class _Tail(NamedTuple):
     record: dict[str, Any] | None = None  # the last one

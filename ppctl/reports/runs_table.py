@@ -1,6 +1,5 @@
 """`ppctl runs`: past and present runs as a table, and one of them in detail. Loads no JAX."""
 
-import difflib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -10,10 +9,9 @@ from typing import Any
 
 from rich.markup import escape
 
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, nearest, suggested
 from ppctl.reports.foreign_files import printable
 from ppctl.reports.run_files import (
-    RUNNING,
     RunSummary,
     disk_bytes,
     find_runs,
@@ -24,7 +22,6 @@ from ppctl.reports.run_files import (
 from ppctl.reports.run_page.one_run_page import warnings_of
 from ppctl.reports.run_page.read_run import TIMED, RecordedRun, versions_of
 from ppctl.reports.run_page.recorded_curves import Points
-from ppctl.reports.run_status import FINISHED
 from ppctl.reports.terminal_output import (
     SPEEDS,
     OutputConsole,
@@ -107,8 +104,7 @@ def find_run(name: str, tops: Sequence[Path]) -> tuple[str, Path]:
     if not names:
         remedy = f"Name the directory: ppctl runs show {name} DIR."
         raise ConfigError(f"{name}: no run is in {listed(tops)}. {remedy}")
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]}?" if near else f" (runs: {few(list(names))})"
+    hint = suggested(nearest(name, names, cutoff=0.4)[:1]) or f" (runs: {few(list(names))})"
     raise ConfigError(f"{name} is no run in {listed(tops)}.{hint}")
 
 
@@ -141,7 +137,7 @@ def show_run(run: RecordedRun, *, as_json: bool) -> int:
         ("profile", found.get("profile", "")),
         ("timeline", found.get("timeline", "")),
         *(("note", problem) for problem in run.problems),
-        ("note", _hint(summary)),
+        ("note", summary.resume_note),
         ("resume", run.command),
     ]
     console = OutputConsole()
@@ -175,15 +171,6 @@ def run_document(run: RecordedRun) -> dict[str, Any]:
         "problems": list(run.problems),
         "warnings": warnings_of(run),
     }
-
-
-def _hint(run: RunSummary) -> str:
-    """Return a note to read before resuming, or ""."""
-    if run.status == RUNNING:
-        return "running: resume it when it has ended"
-    if run.status == FINISHED:
-        return "finished: it goes on with a larger run.num_steps"
-    return "" if run.checkpoints else "no checkpoint: it starts anew"
 
 
 def summary_document(run: RunSummary, now_s: float) -> dict[str, Any]:

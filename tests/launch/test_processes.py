@@ -237,6 +237,12 @@ SOME_OF_SLURM = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
             "srun sets, are missing. Use run.distributed=explicit with",
         ),
         (
+            SOME_OF_SLURM | {"SLURM_NTASKS": "2(x2)"},
+            None,
+            "cannot join by the cluster's variables: SLURM_NTASKS='2(x2)', which srun sets, is no "
+            "number. Use run.distributed=explicit with",
+        ),
+        (
             {},
             None,
             "cannot join by the cluster's variables: coordinator_address should be defined.",
@@ -252,7 +258,7 @@ SOME_OF_SLURM = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
             "not all 2 processes came. Start every process",
         ),
     ],
-    ids=["some of Slurm's", "no cluster", "proxy", "no proxy"],
+    ids=["some of Slurm's", "no number", "no cluster", "proxy", "no proxy"],
 )
 def test_variables_that_keep_processes_apart_are_named(monkeypatch, environ, coordinator, message):
     def initialize(address, *_, **__):

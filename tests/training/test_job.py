@@ -46,7 +46,7 @@ from ppctl.schedule.schedule_text import to_csv
 from ppctl.schedule.tick_lowering import ticks
 from ppctl.training.pipeline.built_in_models import make_stack
 from ppctl.training.pipeline.engines.train_states import PlacedBatches
-from ppctl.training.pipeline.jax_start import CPU_FLAGS
+from ppctl.training.pipeline.jax_start import CPU_FLAGS, DEFAULTS
 from ppctl.training.pipeline.job import assemble, partition_text, plan, without_pipeline
 from ppctl.training.pipeline.known_hardware import known
 from ppctl.training.pipeline.mfu import model_flops
@@ -407,5 +407,11 @@ def test_the_width_of_jax_and_initial_weights_are_of_the_request_not_of_the_envi
         assert job.pipe.lr_schedule is not None
         assert job.pipe.lr_schedule(3).dtype == rate
     weights = init(job.pipe.stack, 2**31)
+    others = "bfloat16", False, 7  # as of JAX_DEFAULT_MATMUL_PRECISION and the like
+    for name, value in zip(DEFAULTS, others, strict=True):
+        jax.config.update(name, value)
+    again = assemble(transformer_config(run=Run(dtype="float64")))
+    assert {name: getattr(jax.config, name) for name in DEFAULTS} == DEFAULTS
+    jax.tree.map(np.testing.assert_array_equal, weights, init(again.pipe.stack, 2**31))
     with jax.default_prng_impl("rbg"):
         jax.tree.map(np.testing.assert_array_equal, weights, init(job.pipe.stack, 2**31))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ppctl.errors import ConfigError, DeclinedError
+from ppctl.errors import ConfigError, DeclinedError, suggested
 from ppctl.launch.sweep.sweep_jobs import LOG, SUBMITTED, SUBMITTED_LOG
 from ppctl.reports.foreign_files import printable
 from ppctl.reports.run_files import (
@@ -73,7 +73,7 @@ def _find(name: str, top: Path) -> _Run:
             path = Path(os.path.normpath(path))
             return _Run(name, path, top if _is_below(path, top) else path.parent)
     found, _ = find_run(name, [top])
-    raise ConfigError(f"{name} is no run. Did you mean {found}? Here a name has to be whole.")
+    raise ConfigError(f"{name} is no run.{suggested([found])} Here a name has to be whole.")
 
 
 def _is_below(path: Path, top: Path) -> bool:

@@ -4,13 +4,12 @@ The ideal bubble follows from the schedule and its executor: equal stages at `ta
 else takes time. The predicted one is by the seconds of layers, embedding, head and transfers.
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ppctl.config import AutoHardware, Hardware, Plan
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, nearest, suggested
 from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
 from ppctl.executors.mpmd.plan_tasks import JOINS, TASKS
@@ -145,9 +144,9 @@ def hardware_named(name: str) -> Hardware | AutoHardware:
     if name == "auto":
         return AutoHardware()
     if name not in known():
-        near = difflib.get_close_matches(name, known(), n=1)
-        remedy = f"Did you mean {near[0]}?" if near else f"Use one of auto, {', '.join(known())}."
-        raise ConfigError(f"hardware={name} is not described. {remedy}")
+        remedy = f" Use one of auto, {', '.join(known())}."
+        remedy = suggested(nearest(name, known())[:1]) or remedy
+        raise ConfigError(f"hardware={name} is not described.{remedy}")
     return known()[name]
 
 

@@ -119,7 +119,8 @@ def warnings_of(run: RecordedRun) -> list[str]:
 def _request(run: RecordedRun) -> str:
     words = " ".join(f"<code>{kit.text(word)}</code>" for word in run.words)
     no_words = "the defaults" if run.summary.config else "not known: its settings cannot be read"
-    resume = f"<p>To resume it:</p>{kit.command(run.command)}" if run.command else ""
+    note = f" ({run.summary.resume_note})" if run.summary.resume_note else ""
+    resume = f"<p>To resume it{note}:</p>{kit.command(run.command)}" if run.command else ""
     return f'<p class="words">{words or no_words}</p>{resume}'
 
 

@@ -7,7 +7,6 @@ Left out: Chimera and DualPipe, which hold each stage on two ranks. `rank_of` gi
 a second copy would be a special case in validation, transfers and memory. DualPipeV needs none.
 """
 
-import difflib
 import inspect
 import pkgutil
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from importlib import import_module
 from numbers import Integral, Real
 from typing import Any
 
-from ppctl.errors import ScheduleError
+from ppctl.errors import ScheduleError, nearest, suggested
 from ppctl.schedule import families
 from ppctl.schedule.families.family import Family
 from ppctl.schedule.families.formulas import require_at_least
@@ -81,8 +80,7 @@ def family(name: str, **knobs: Any) -> FamilyWithKnobs:
     known = FAMILIES[name].knobs
     for knob, value in knobs.items():
         if knob not in known:
-            near = difflib.get_close_matches(knob, known, n=1)
-            remedy = f" Did you mean {near[0]}?" if near else ""
+            remedy = suggested(nearest(knob, known)[:1])
             what = f"{knob}={value} is no setting of schedule={name}"
             raise ScheduleError(f"{what} (settings: {', '.join(known) or 'none'}).{remedy}")
         parameter = inspect.signature(FAMILIES[name].generate, eval_str=True).parameters[knob]

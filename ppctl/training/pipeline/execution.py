@@ -1,6 +1,5 @@
 """How a schedule is run: by which executor, and with which of its settings."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -10,7 +9,7 @@ from jax.sharding import Mesh
 from ppctl.config import Mpmd, Reference, Spmd
 from ppctl.config.field_checks import domains
 from ppctl.config.groups.layout_settings import Pipelined
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, nearest, suggested
 from ppctl.executors.compiler_options import Flags, flags_for
 from ppctl.executors.reference import MOST_UNROLLED
 from ppctl.model.parallel import WHOLE, StageAxes
@@ -89,9 +88,8 @@ def _with_options(executor: type[T], options: Mapping[str, Any]) -> T:
     known = _options_of(executor)
     for name, value in options.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            remedy = f"Did you mean {near[0]}?" if near else f"It has {', '.join(known)}."
-            raise ConfigError(f"{name}={value} is no option of executor={executor.name}. {remedy}")
+            remedy = suggested(nearest(name, known)[:1]) or f" It has {', '.join(known)}."
+            raise ConfigError(f"{name}={value} is no option of executor={executor.name}.{remedy}")
         if type(value) is not type(known[name]):
             usual = f"{name}={known[name]!r}"
             raise ConfigError(f"{name}={value!r} is of another type than the default, {usual}.")
@@ -152,10 +150,9 @@ def _configured(
         what = f"{', '.join(foreign)} does not apply to executor={executor}"
         raise ConfigError(f"{what}. Leave it out.")
     for name, value in rest.items():
-        near = difflib.get_close_matches(name, of_any, n=1)
-        if near:
+        if near := nearest(name, of_any):
             what = f"{name}={value} is no option of executor={executor} or of a schedule"
-            raise ConfigError(f"{what}. Did you mean {near[0]}?")
+            raise ConfigError(f"{what}.{suggested(near[:1])}")
     return _with_options(EXECUTORS[executor], named), rest
 
 

@@ -21,6 +21,11 @@ JAX_MEMORY_FRACTION = 0.75  # JAX's default, and that of memory_gib of GPUs in c
 VARIABLE = "XLA_CLIENT_MEM_FRACTION"
 OLDER_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # jaxlib refuses both
 MOST_SIMULATED = 4096  # devices of one process: JAX starts them in seconds, 16,384 in minutes
+DEFAULTS = {  # of JAX, which change a run's digits, by default read from the environment
+    "jax_default_matmul_precision": None,
+    "jax_threefry_partitionable": True,
+    "jax_random_seed_offset": 0,
+}
 CPU_FLAGS = (  # by default XLA aborts when a simulated device is 40 s late at a collective
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     "--xla_cpu_collective_timeout_seconds=600",
@@ -62,7 +67,7 @@ def start_jax(run: Run, dtype: str, num_devices: int, *, is_away: bool = False) 
     if platform is not None:
         jax.config.update("jax_platforms", platform)
     set_memory_fraction(run.memory_fraction)
-    set_width(dtype)
+    set_arithmetic(dtype)
     if run.distributed != "off":
         _join(run, num_devices)
     elif not is_away:
@@ -70,11 +75,13 @@ def start_jax(run: Run, dtype: str, num_devices: int, *, is_away: bool = False) 
     all_devices()
 
 
-def set_width(dtype: str) -> None:
-    """Let JAX compute in 64 bits for float64 only: not as JAX_ENABLE_X64 states, which would give
-    optimizers that count in JAX's default dtype other last digits.
+def set_arithmetic(dtype: str) -> None:
+    """Let JAX compute in 64 bits for float64 only, and as it does by default: not as variables such
+    as JAX_ENABLE_X64 or JAX_DEFAULT_MATMUL_PRECISION state, with which a run has other digits.
     """
     jax.config.update("jax_enable_x64", dtype == "float64")
+    for name, value in DEFAULTS.items():
+        jax.config.update(name, value)
 
 
 def simulate(num_devices: int) -> None:
