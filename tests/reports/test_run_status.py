@@ -12,6 +12,7 @@ import sys
 
 import pytest
 from support.files import full_disk
+from support.run_pages import make, write
 
 from ppctl import cli
 from ppctl.reports import run_files, run_status
@@ -272,3 +273,15 @@ def test_a_line_that_a_full_disk_cuts_is_an_error_and_not_a_torn_line_in_the_mid
         with pytest.raises(OSError, match="File too large"):
             run_status.append(file, b"0123456789abcdef\n")
     assert (tmp_path / "lines").read_bytes() == b"0123456789"
+
+
+def test_the_page_of_a_running_run_says_when_to_resume_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    status = RunStatus(make("long"))
+    status.begin(0, overrides=["run.name=long"], directory=str(tmp_path))
+    page = write(capsys, "long", "--out", "page.html")[0]
+    assert "To resume it (running: resume it when it has ended):" in page
+    status.end(FINISHED, step=9)
+    status.__exit__(None, None, None)
+    page = write(capsys, "long", "--out", "page.html")[0]
+    assert "To resume it (finished: it goes on with a larger run.num_steps):" in page
