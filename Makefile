@@ -69,7 +69,7 @@ bench: $(INSTALLED) ## CPU seconds of a pipelined step compared with the un-pipe
 bench-gpu: $(DEV) ## on one accelerator: steps, predictions, ranks, traces and kernels next to their bars; half an hour
 	$(BIN)/python tests/benchmarks/accelerator.py
 
-bench-plan: $(DEV) ## rehearsed and measured steps of 26 layouts: errors, ranking, regret; about 10 minutes
+bench-plan: $(DEV) ## rehearsed and measured steps of 26 layouts: errors, ranking, regret; about 20 minutes
 	$(BIN)/python tests/benchmarks/bench_plan.py
 
 bench-vocabulary: $(DEV) ## a large head whole, balanced, and divided over the ranks: makespan, CPU seconds, memory of each rank
