@@ -25,10 +25,24 @@ SIZES = {  # key of config.json: key of the file, after its architecture
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
     "max_position_embeddings": "context_length",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "norm_topk_prob": "expert_weights_norm",
 }
 TOKENS = {f"{name}_token_id": f"{name}_token_id" for name in ("bos", "eos")}
 TOKENS["pad_token_id"] = "padding_token_id"
-ARCHITECTURES = "llama", "qwen2", "qwen3"  # not Gemma: the file rounds 1 + scale of its norms
+ARCHITECTURES = {  # general.architecture: model_type; no Gemma: its norms' 1 + scale are rounded
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "olmoe": "olmoe",
+}
+MIXTRAL = "mixtral"  # model_type of files of llama with experts
+NORMED = {"norm_topk_prob": True}  # llama.cpp's rule for qwen3moe, stated in no file
 PERMUTED = "llama"  # architecture whose rows of q and k llama.cpp stores as rotated neighbours
 OF_ANGLES = "rope_freqs.weight"  # factors of rotary wavelengths, as Llama 3.1's
 CONTROL = 3  # type of tokens that no text becomes
@@ -68,7 +82,9 @@ def _opened(path: Path) -> tuple[dict[str, Any], Tensors, dict[str, str], tuple[
         )
     # 2. config.json
     sizes = {key: f"{kind}.{name}" for key, name in SIZES.items()}
-    model_config: dict[str, Any] = {"model_type": kind, "dtype": "float32"}
+    model_type = MIXTRAL if found.get("llama.expert_count") else ARCHITECTURES[kind]
+    model_config: dict[str, Any] = {"model_type": model_type, "dtype": "float32"}
+    model_config |= NORMED if kind == "qwen3moe" else {}
     model_config |= {key: found[name] for key, name in sizes.items() if name in found}
     for key, number in (("num_hidden_layers", int), ("rms_norm_eps", float)):
         if not isinstance(model_config.get(key), number):
@@ -88,7 +104,7 @@ def _opened(path: Path) -> tuple[dict[str, Any], Tensors, dict[str, str], tuple[
         tokens = {key: model_config[key] for key in TOKENS if key in model_config}
         tokens["eos_token_id"] = ends
         texts["generation_config.json"] = json.dumps(tokens, indent=2) + "\n"
-    return model_config, _tensors(path, reader, model_config), texts, notes
+    return model_config, _tensors(path, reader, model_config, kind), texts, notes
 
 
 def _reader(path: Path) -> Any:
@@ -133,20 +149,22 @@ def _token(path: Path, reader: Any, name: str, vocab_size: int) -> int | None:
     return token
 
 
-def _tensors(path: Path, reader: Any, model_config: Mapping[str, Any]) -> Tensors:
-    from gguf import MODEL_ARCH, get_tensor_name_map
+def _tensors(path: Path, reader: Any, model_config: Mapping[str, Any], kind: str) -> Tensors:
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     from gguf.quants import dequantize
 
     # 1. the tensors by the names of transformers
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     stated = model_config.get("num_hidden_layers")
     num_layers = min(stated, len(tensors)) if isinstance(stated, int) else 0
-    arch = MODEL_ARCH[model_config["model_type"].upper()]
+    arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == kind)
     to_gguf, by_name = get_tensor_name_map(arch, num_layers), dict[str, Any]()
     layers = (f"model.layers.{l}.{name}" for l in range(num_layers) for name in LAYER.values())
     for name in (*EMBED_HEAD.values(), *layers):
-        if (tensor := tensors.pop(to_gguf.get_name(name, (".weight", ".bias")), None)) is not None:
-            by_name[name] = tensor
+        whole = name.replace(".{}", "")  # all experts of a layer are one tensor, for `by_expert`
+        in_file = to_gguf.get_name(whole, (".weight", ".bias"))
+        if (tensor := tensors.pop(in_file, None)) is not None:
+            by_name[name if whole == name else whole.removesuffix(".weight")] = tensor
     if tensors:
         what = f"{next(iter(tensors))} in {path} is no tensor of a model that ppctl has"
         raise ConfigError(f"{what}. It cannot be imported.")
@@ -164,7 +182,7 @@ def _tensors(path: Path, reader: Any, model_config: Mapping[str, Any]) -> Tensor
         values = values.reshape([int(size) for size in tensor.shape[::-1]])
         of_module = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         heads = of_module.get(name.split(".")[-2])
-        if model_config["model_type"] != PERMUTED or heads is None:
+        if kind != PERMUTED or heads is None:
             return values
         return halves(values, model_config.get(heads) or model_config["num_attention_heads"])
 

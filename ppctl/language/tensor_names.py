@@ -65,7 +65,12 @@ OTHERS = {  # model_type: other names in its layers
         "shared/down/kernel": "mlp.shared_experts.down_proj.weight",
     },
 }
-FUSED = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}  # [E, out, in] of all experts
+FUSED = {  # tensors [E, out, in] of all experts, in fused files and in GGUF
+    "gate_up_proj": ("gate", "up"),
+    "gate_proj": ("gate",),
+    "up_proj": ("up",),
+    "down_proj": ("down",),
+}
 PEFT = {A: "lora_A", B: "lora_B"}
 PEFT_MODEL = "base_model.model."  # begins PEFT's names
 TRANSPOSED = ("kernel", "head")  # last names of matrices [in, out], which torch has [out, in]

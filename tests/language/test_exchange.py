@@ -5,6 +5,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import tracemalloc
 
@@ -615,3 +616,46 @@ def test_a_gguf_file_is_the_model_that_was_written(copy, tmp_path):
         2,
         5,
     ]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
+def test_a_gguf_file_of_a_mixture_is_the_model_that_was_written(name, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    kind = {"mixtral": "llama"}.get(name, name.replace("_", ""))
+    config, before, after = config_of(name), tensors_of(FOLDER / name), dict[str, list]()
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", kind)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config.get("head_dim") or 8)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_context_length(64)
+    writer.add_expert_count(next(config[key] for key in NUM_EXPERTS if key in config))
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    arch = next(arch for arch, each in gguf.MODEL_ARCH_NAMES.items() if each == kind)
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    for key, tensor in sorted(before.items()):
+        values = tensor.astype(np.float32)
+        if kind == "llama" and ("q_proj" in key or "k_proj" in key):
+            values = values.reshape(-1, 2, 4, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        after.setdefault(re.sub(r"experts\.\d+", "experts", key), []).append(values)
+    for key, parts in after.items():
+        values = np.stack(parts) if ".experts." in key else parts[0]
+        writer.add_tensor(names.get_name(key, (".weight", ".bias")), values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    import_model(tmp_path / "model.gguf", tmp_path / "run")
+    import_model(FOLDER / name, tmp_path / "other")
+    runs = [ppctl.load_run(tmp_path / each) for each in ("run", "other")]
+    jax.tree.map(np.testing.assert_array_equal, *(run.params() for run in runs))
+    assert runs[0].settings["model"] == runs[1].settings["model"]
