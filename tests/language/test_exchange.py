@@ -29,7 +29,8 @@ from ppctl.language.export_model import BFLOAT16, _write_tensors, export_model
 from ppctl.language.import_model import import_model
 from ppctl.language.language_model import open_language_model
 from ppctl.language.tensor_names import named_parameters
-from ppctl.language.transformers_config import NUM_EXPERTS, model_config, model_settings
+from ppctl.language.transformers_config import model_config, model_settings
+from ppctl.language.transformers_members import NUM_EXPERTS
 from ppctl.model.stack import init
 from ppctl.model.transformer import transformer
 from ppctl.training.checkpoint.checkpoint import Checkpoints
