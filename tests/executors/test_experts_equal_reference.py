@@ -231,3 +231,18 @@ def test_the_bias_of_choices_evens_the_load_alike_in_every_layout(executor, mesh
     np.testing.assert_array_equal(skewed_counts(bias_update=0.0, **whole)[-1], counts[0])
     found = skewed_counts(mesh, schedule, RATE, executor=executor)
     np.testing.assert_array_equal(found, counts)
+
+
+@pytest.mark.parametrize("executor", ["spmd", full("mpmd")])
+def test_dropped_tokens_are_those_beyond_the_rows_of_a_device(executor):
+    moe = {"num_experts": 8, "top_k": 2, "capacity": 1.0}
+    stack, batch = ppctl.transformer(**SIZES, moe=moe), make_batch()
+    mesh, how = ppctl.mesh(pp=2, ep=2), {"executor": executor, "num_microbatches": 1}
+    how |= {"optimizer": OPTIMIZER, "dtype": jnp.float64}
+    pipe = ppctl.pipeline(stack, mesh, "gpipe", batch=batch, **how)
+    counts = pipe.step(pipe.init(seed=0), batch)[1]["counts"]
+    of_devices = np.asarray(counts["router/bias"]).reshape(SIZES["num_layers"], 2, -1).sum(-1)
+    most = batch["targets"].size * moe["top_k"] / 2  # rows of a device, its even share
+    dropped = np.maximum(of_devices - most, 0).sum(-1)
+    np.testing.assert_array_equal(np.asarray(counts["router/dropped"])[:, 0], dropped)
+    assert dropped.sum() > 0

@@ -30,9 +30,9 @@ def balance(counts: Mapping[str, Any]) -> dict[str, list[float | None]]:
 
     shares_LE = counts_LE / np.maximum(counts_LE.sum(1, keepdims=True), 1)
     logs_LE = np.log(np.where(shares_LE > 0, shares_LE, 1))
-    found = {LOAD: of_layers(shares_LE.max(1) * shares_LE.shape[1])}
-    found[ENTROPY] = of_layers(-(shares_LE * logs_LE).sum(1))
+    numbers = {LOAD: of_layers(shares_LE.max(1) * shares_LE.shape[1])}
+    numbers[ENTROPY] = of_layers(-(shares_LE * logs_LE).sum(1))
     dropped_L1 = counts.get("/".join(DROPPED))
     if dropped_L1 is not None:
-        found[LOST] = of_layers(np.asarray(dropped_L1, float)[:, 0])
-    return found
+        numbers[LOST] = of_layers(np.asarray(dropped_L1, float)[:, 0])
+    return numbers

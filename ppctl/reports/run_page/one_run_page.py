@@ -177,10 +177,10 @@ def _memory(run: RecordedRun) -> str:
 def _experts(run: RecordedRun) -> Iterator[str]:
     """Yield heat maps of models with experts, and the most loaded layer in words."""
     drawn = []
-    for name, found in run.layers.items():
+    for name, blocks in run.layers.items():
         title, least = HEAT[name]
-        if name == LOAD or any(value > 0 for row in found.values for value in row):
-            drawn.append(kit.figure(title, heat_svg(*found, title=title, least=least)))
+        if name == LOAD or any(value > 0 for row in blocks.values for value in row):
+            drawn.append(kit.figure(title, heat_svg(*blocks, title=title, least=least)))
     yield kit.figures(drawn)
     if LOAD in run.layers:
         blocks = run.layers[LOAD]
