@@ -103,3 +103,20 @@ def test_memory_is_what_the_compiler_plans(executor, remat, mesh, schedule):
     assert predicted / 2**30 == pytest.approx(
         COMPILED_GIB[executor, remat, mesh, schedule], rel=0.05
     )
+
+
+# a mixture on 32 devices, plan.topology=h100:4x8 (2026-11-26)
+MIXTURE = (
+    "model=qwen3_30b_a3b model.num_layers=8 model.seq_len=4096 data=synthetic "
+    "data.vocab_size=151936 data.batch_size=64 schedule=1f1b schedule.num_microbatches=8 "
+    "mesh=1x4x2x4 hardware=h100"
+)
+COMPILED_MIXTURE_GIB = {"none": 15.27, "layer": 11.17, "full": 12.36}
+
+
+@pytest.mark.parametrize("remat", full_except([*COMPILED_MIXTURE_GIB], "layer"))
+def test_memory_of_a_mixture_is_what_the_compiler_plans(remat):
+    """Experts over ep, the other parameters over fsdp; rows of the worst case."""
+    words = [*MIXTURE.split(), f"executor.remat={remat}"]
+    predicted = predict_step(assemble(compose(words), only_planned=True)).memory_bytes
+    assert predicted / 2**30 == pytest.approx(COMPILED_MIXTURE_GIB[remat], rel=0.05)

@@ -168,6 +168,12 @@ class Step:
         return layout.rank_layers * layer / mesh.fsdp + embed_head
 
     @property
+    def expert_bytes(self) -> float:
+        """The values of experts' rows in the backward of a layer, besides its residuals."""
+        peak = self.work.expert_bytes.get(self.microbatch.remat)
+        return 0.0 if peak is None else max(0.0, peak.of(self.microbatch.examples))
+
+    @property
     def head_bytes(self) -> float:
         """The peak of the head on a microbatch."""
         return max(0.0, self.work.head_bytes.of(self.microbatch.examples))

@@ -8,7 +8,7 @@ IJHPCA 19). Standard library only.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from typing import Literal
 
@@ -199,3 +199,5 @@ class ModelWork:
     pending_bytes: dict[str, int]  # handed from a layer's I to W, by remat
     residual_bytes: float = 0.0  # a layer's, read by its backward after recomputation
     head_bytes: Extent = Extent()  # the head's peak
+    # by remat, of a layer with experts: the peak of its I, of all examples, besides its residuals
+    expert_bytes: dict[str, Extent] = field(default_factory=dict[str, Extent])

@@ -47,16 +47,20 @@ def workspace_bytes(step: Step) -> int:
 
     The larger counts. A forward holds its stash before that is in its slot, and the last one the
     head's logits. A backward holds recomputed residuals (with remat=full the head's too), and the
-    gradients of a chunk before they are added, unless products add them (`Step.adds`).
+    gradients of a chunk before they are added, unless products add them (`Step.adds`). Of layers
+    with experts it also holds several values of all rows for which there is room, and a copy of the
+    stash that it reads from a slot.
     """
     work, layers, remat = step.work, step.layout.chunk_layers, step.microbatch.remat
     examples, gradients = step.microbatch.examples, 0.0
     if not step.adds_in_place(step.layout.rank_layers):
         gradients = layers * step.params.trained_layer * step.params.compute_ratio
     recomputed = remat.live_residual_layers(layers) * work.residual_bytes * examples
-    if remat.keeps_input_only:
-        return round(recomputed + max(step.head_bytes, gradients))
     kept = layers * work.stash_bytes[remat] * examples
+    experts = step.expert_bytes + (kept if step.expert_bytes else 0.0)
+    if remat.keeps_input_only:
+        return round(recomputed + max(step.head_bytes, gradients + experts))
+    gradients += experts
     return round(max(kept + step.head_bytes, recomputed + _elementwise_bytes(step) + gradients))
 
 
@@ -83,7 +87,7 @@ def task_bytes(step: Step, kind: str, layers: int, *, has_head: bool) -> int:
     if kind == "I" and remat.recomputes:
         return round(logits)  # recomputed residuals are handed to W
     live = remat.live_residual_layers(layers) * step.work.residual_bytes * step.microbatch.examples
-    return round(live + max(rest + gradients, logits))
+    return round(live + max(rest + gradients + step.expert_bytes, logits))
 
 
 def _elementwise_bytes(step: Step) -> float:

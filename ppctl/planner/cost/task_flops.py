@@ -65,20 +65,26 @@ def _counted_work(model: Model) -> ModelWork:
     # 1. a layer: each distinct function is traced once
     few, many = CountedModel(model, FEW[0]), CountedModel(model, 2 * FEW[0])
     work_of_layer: dict[int, PieceWork] = {}
-    layers = list[PieceWork]()
+    layers, with_experts = list[PieceWork](), 0
     for l in range(model.stack.num_layers):
         function = id(model.stack.layer_of(l))
         if function not in work_of_layer:
             work_of_layer[function] = _piece(
                 model, lambda counted, l=l: counted.layer(l), few, many
             )
+            if any(op.kernel == "experts" for op in work_of_layer[function].forward):
+                with_experts = l
         layers.append(work_of_layer[function])
+    has_experts = any(op.kernel == "experts" for op in layers[with_experts].forward)
 
     # 2. its residuals, by remat
-    stash, pending = {}, {}
+    stash, pending, experts = {}, {}, {}
     for remat in Remat:
         sizes = zip(few.kept_bytes(remat), many.kept_bytes(remat), strict=True)
         stash[remat], pending[remat] = ((high - low) // FEW[0] for low, high in sizes)
+        if has_experts:
+            peaks = (counted.expert_bytes(remat, with_experts) for counted in (few, many))
+            experts[remat] = _extent(*peaks)
     return ModelWork(
         **_embed_head(model, few, many),
         layer=layers[0] if model.stack.are_alike else _mean(layers),
@@ -86,6 +92,7 @@ def _counted_work(model: Model) -> ModelWork:
         stash_bytes=stash,
         pending_bytes=pending,
         residual_bytes=_extent(few.residual_bytes(), many.residual_bytes()).each,
+        expert_bytes=experts,
     )
 
 
@@ -155,6 +162,20 @@ class CountedModel:
             return bytes_to_make(lambda w, x: layer.save(w, x)[1], self.weights[0], self.model.x)
 
         return sum(map(bytes_of, layers)) // len(layers)
+
+    def expert_bytes(self, remat: Remat, l: int) -> int:
+        """Return the peak of I of layer l, which has experts, besides the layer's residuals."""
+        stage, w = self.stages[Remat.LAYER if remat.recomputes else remat], self.weights
+        slots = None if self.model.stack.are_alike else LayerSlots(numbers=range(l, l + 1))
+        counted = self.residual_bytes()
+        if not remat.recomputes:
+            counted -= self.kept_bytes(remat)[0]
+
+        def input_grad(w: Tree, stash: Tree, gy: jax.Array) -> tuple[jax.Array, Tree]:
+            return stage.input_grad(w, slots, stash, lambda _: (gy, None))[:2]
+
+        peak = peak_bytes(input_grad, w, stage.stash_shapes(w, slots), self.model.x)
+        return max(0, peak - counted)
 
     def head_bytes(self) -> int:
         return peak_bytes(*self._head_grads)
