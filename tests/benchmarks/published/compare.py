@@ -121,6 +121,7 @@ def layout_text(request: Request) -> str:
     """Return a layout in a few words: tp8 pp12 dp4, m=512 of 1."""
     row = request.row
     sizes = {"tp": row.tp, "pp": row.pp, "dp": request.dp, "fsdp": request.fsdp, "cp": row.cp}
+    sizes["ep"] = request.ep
     axes = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
     chunks = f" x{request.num_chunks}" if request.num_chunks > 1 else ""
     redone = f", {request.redone:.0%} recomputed" if request.redone else ""

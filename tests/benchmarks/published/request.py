@@ -45,6 +45,7 @@ class Request:
     sizes: tuple[int, ...]  # layers of each stage
     dp: int
     fsdp: int
+    ep: int  # replicas but for experts, which they divide together with tp
     micro_batch: int
     num_microbatches: float  # no whole number where the source rounds its batch
     redone: float  # 0..1: of a layer's forward that the backward runs again
@@ -53,6 +54,10 @@ class Request:
 
     @property
     def replicas(self) -> int:
+        return self.dp * self.ep * self.row.cp
+
+    @property
+    def expert_replicas(self) -> int:
         return self.dp * self.row.cp
 
     @property
@@ -80,25 +85,29 @@ def requests_of(row: Row) -> list[Request]:
     """
     if row.model is None:
         raise ConfigError(row.why_none)
-    if row.ep > 1:
-        raise ConfigError(f"ep={row.ep}: ppctl has no expert parallelism")
+    if row.ep > 1 and row.model.experts is None:
+        raise ConfigError(f"ep={row.ep} divides experts, and the model has no expert")
     precision = row.precision.lower()
     if not re.search("bf16|fp16|float16|half", precision) or re.search(
         "fp4|fp8|float8|int8", precision
     ):
         raise ConfigError(f"{row.precision}: only bfloat16 and float16 are predicted")
     model, assumed = row.model, list[str]()
-    if model.hidden % model.heads:
+    if model.head_dim is None and model.hidden % model.heads:
         raise ConfigError(f"hidden={model.hidden} is not a multiple of heads={model.heads}")
     hardware, how = hardware_of(row)
     assumed += how
-    dp, fsdp = _replicas(row)
-    if dp * fsdp * row.pp * row.tp * row.cp != row.gpus:
+    dp, fsdp, ep = _replicas(row)
+    if dp * fsdp * ep * row.pp * row.tp * row.cp != row.gpus:
         raise ConfigError(
             f"dp*fsdp*pp*tp*cp = {dp}*{fsdp}*{row.pp}*{row.tp}*{row.cp} is not gpus={row.gpus}"
         )
     micro, number = row.micro_batch, row.num_microbatches
-    examples = row.global_batch / (dp * fsdp)
+    if micro is not None and _is_apart(row) and micro % ep == 0:
+        micro //= ep
+    examples = row.global_batch / (dp * fsdp * ep)
+    if model.experts is not None:
+        assumed.append("experts loaded evenly")
     if micro is None and fsdp == 1 and number is not None and examples % number == 0:
         micro = int(examples // number)
     if examples < (micro or 1):
@@ -132,6 +141,7 @@ def requests_of(row: Row) -> list[Request]:
             sizes,
             dp,
             fsdp,
+            ep,
             examples_each,
             examples / examples_each,
             share,
@@ -217,12 +227,29 @@ def _network_bytes_per_s(text: str) -> float | None:
     return int(found[1] or 1) * rate / HOST_DEVICES if is_of_host else rate
 
 
-def _replicas(row: Row) -> tuple[int, int]:
-    """Return (dp, fsdp); some sources state replicas that FSDP makes among them as dp."""
+def _is_apart(row: Row) -> bool:
+    """Return whether ep multiplies the devices; otherwise it lies in dp, fsdp and tp."""
+    return (row.dp or 1) * row.fsdp * row.pp * row.tp * row.cp * row.ep == row.gpus
+
+
+def _replicas(row: Row) -> tuple[int, int, int]:
+    """Return (dp, fsdp, ep); some sources state replicas that FSDP makes among them as dp.
+
+    Experts are divided over tp too. The rest of ep is taken out of fsdp, or else out of dp.
+    """
     dp, fsdp = row.dp or 1, row.fsdp
+    if _is_apart(row):
+        return dp, fsdp, row.ep
     if dp * fsdp * row.pp * row.tp * row.cp != row.gpus and dp % fsdp == 0:
         dp //= fsdp
-    return dp, fsdp
+    ep, left = divmod(row.ep, row.tp)
+    if row.ep == 1 or left:
+        ep = row.ep
+    if fsdp % ep == 0:
+        return dp, fsdp // ep, ep
+    if dp % ep:
+        raise ConfigError(f"ep={row.ep} divides neither dp*tp = {dp}*{row.tp} nor fsdp={fsdp}")
+    return dp // ep, fsdp, ep
 
 
 def _redone(row: Row) -> tuple[float, bool]:

@@ -39,6 +39,15 @@ class Model:
     vocab: int
     gated: bool
     tied: bool
+    head_dim: int | None = None
+    experts: int | None = None  # in every layer; ffn is then that of dense layers, if any
+    top_k: int = 1
+    expert_ffn: int = 0
+    shared_ffn: int = 0  # of the experts of all tokens, together
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.hidden // self.heads
 
     def flops_of_token(self, seq: int, *, causal: bool) -> float:
         """Return the FLOPs of a token forward and back, nothing recomputed; causal: pairs that are
@@ -50,11 +59,12 @@ class Model:
         >>> round(Model(32, 4096, 32, 8, 14336, 128256, True, False).flops_of_token(8192, causal=False) / 1e9, 1)
         57.9
         """
-        kv = self.hidden // self.heads * self.kv_heads
-        layer = (
-            2 * self.hidden * (self.hidden + kv) + (3 if self.gated else 2) * self.hidden * self.ffn
-        )
-        pairs = 12 * self.layers * self.hidden * seq * (0.5 if causal else 1.0)
+        q, kv = self.head_width * self.heads, self.head_width * self.kv_heads
+        active, router = self.ffn, 0
+        if self.experts is not None:
+            active, router = self.top_k * self.expert_ffn + self.shared_ffn, self.experts
+        layer = self.hidden * (2 * (q + kv) + (3 if self.gated else 2) * active + router)
+        pairs = 12 * self.layers * q * seq * (0.5 if causal else 1.0)
         return 6 * (self.layers * layer + self.hidden * self.vocab) + pairs
 
 
@@ -294,11 +304,11 @@ def _model(given: Any) -> tuple[Model | None, str]:
     """Return the sizes of a model, or why it cannot be expressed."""
     if not isinstance(given, dict):
         raise ConfigError(f"model={json.dumps(given)} is no object with sizes")
-    if given.get("experts"):
-        return None, "a mixture of experts, which ppctl does not have"
     sizes = {key: size for key in SIZES if (size := _whole(given, key)) is not None}
     if "heads" in sizes:
         sizes.setdefault("kv_heads", sizes["heads"])  # without groups of queries
+    if given.get("experts") is not None and "expert_ffn" in given:
+        sizes.setdefault("ffn", given["expert_ffn"])  # of no layer
     missing = [
         key
         for key in (*SIZES, "gated")
@@ -306,9 +316,11 @@ def _model(given: Any) -> tuple[Model | None, str]:
     ]
     if missing:
         return None, f"the row has no model.{missing[0]}"
-    width = _whole(given, "head_dim")
-    if width is not None and width * sizes["heads"] != sizes["hidden"]:
-        return None, f"head_dim*heads = {width}*{sizes['heads']} is not hidden={sizes['hidden']}"
+    sizes["head_dim"] = _whole(given, "head_dim")
+    if given.get("experts") is not None:
+        needed = ("experts", "top_k", "expert_ffn")
+        sizes |= {key: _required(given, key) for key in needed}
+        sizes["shared_ffn"] = _whole(given, "shared_ffn", least=0) or 0
     return Model(**sizes, gated=bool(given.get("gated")), tied=bool(given.get("tied"))), ""
 
 

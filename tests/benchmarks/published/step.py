@@ -18,6 +18,7 @@ from benchmarks.published.request import DTYPE, HOST_DEVICES, Request
 from benchmarks.published.rows import Model
 from benchmarks.published.systems import System
 from ppctl import config as settings
+from ppctl.config.groups.moe_settings import Experts
 from ppctl.executors.model_shapes import Model as CountedModel
 from ppctl.executors.model_shapes import tree_bytes
 from ppctl.executors.parameter_bytes import ParamBytes
@@ -25,7 +26,7 @@ from ppctl.executors.parameter_layout import shapes_on_device
 from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import init
 from ppctl.planner.cost import step_time as timing
-from ppctl.planner.cost.planned_step import Machine, Microbatch, PlannedLayout, Step
+from ppctl.planner.cost.planned_step import Machine, Microbatch, PlannedLayout, Ring, Step
 from ppctl.planner.cost.roofline import Link, ModelWork, Op, PieceWork
 from ppctl.planner.cost.step_time import StepTime
 from ppctl.planner.cost.target_devices import speed_of
@@ -81,11 +82,12 @@ class DeviceWork:
     work: ModelWork
     layer_bytes: int  # of parameters in float32
     embed_head_bytes: int  # of embedding and head
+    expert_bytes: int = 0  # of a layer, its experts
 
 
 @lru_cache(256)
 def device_work(
-    model: Model, seq: int, tp: int, cp: int, rows: bool, flash: bool, gpu: str
+    model: Model, seq: int, ep: int, tp: int, cp: int, rows: bool, flash: bool, gpu: str
 ) -> DeviceWork:
     """Return what one device of a stage computes for an example: traced, nothing runs. ConfigError
     where it cannot.
@@ -101,21 +103,39 @@ def device_work(
         seq_len=seq,
         tied=model.tied,
         attention="cudnn" if flash else "xla",
+        head_dim=model.head_dim,
+        moe=_experts(model),
     )
     transformer.check()
     hardware, dtype = known()[gpu], jnp.dtype(DTYPE)
     data = settings.Synthetic(batch_size=1, vocab_size=model.vocab)
     config = settings.Config(model=transformer, data=data, hardware=hardware)
     stack = stack_for(config, open_data(config, sizes_only=True), dtype, described_device(hardware))
+    stack = stack.counted()
     params = jax.eval_shape(lambda: init(stack, 0))
     batch = {name: jax.ShapeDtypeStruct((1, seq), jnp.int32) for name in ("inputs", "targets")}
-    axes = StageAxes(tp=tp, cp=cp, sequence_parallel=rows)
+    axes = StageAxes(ep=ep, tp=tp, cp=cp, sequence_parallel=rows)
     divided = divided_stack(stack, axes, batch)
     held = shapes_on_device(params, shards_in_stages(stack, divided, axes)[0])
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), held["layers"])
     shapes, how = (held["embed_head"], layer, batch), (1, Remat.NONE, 0, dtype, axes)
     counted = CountedModel(stack.in_shards(divided), *shapes, *how, parts=divided.parts)
-    return DeviceWork(work_of(counted), tree_bytes(layer), tree_bytes(held["embed_head"]))
+    sizes = tree_bytes(layer), tree_bytes(held["embed_head"]), tree_bytes(layer.get("experts", ()))
+    return DeviceWork(work_of(counted), *sizes)
+
+
+def _experts(model: Model) -> Experts:
+    """Return a model's experts, each of which computes only its tokens, sent by all-to-all."""
+    if model.experts is None:
+        return Experts()
+    return Experts(
+        model.experts,
+        model.top_k,
+        model.expert_ffn,
+        shared_width=model.shared_ffn or None,
+        dispatch="alltoall",
+        capacity=1.0,
+    )
 
 
 def work_of_request(request: Request) -> DeviceWork:
@@ -126,6 +146,7 @@ def work_of_request(request: Request) -> DeviceWork:
     return device_work(
         alone,
         row.seq,
+        request.ep,
         row.tp,
         row.cp,
         system.sequence_parallel,
@@ -140,7 +161,7 @@ def _with_heads_of_cudnn(model: Model, tp: int) -> Model:
 
     FlashAttention-2 has heads of up to 256; counts differ by the statistics of each row alone.
     """
-    width = model.hidden // model.heads
+    width = model.head_width
     if width <= 128 and width % 8 == 0:
         return model
     for wide in (128, 64):
@@ -180,7 +201,7 @@ def machine_of(request: Request, constants: Constants) -> Machine:
 def layout_of(request: Request) -> PlannedLayout:
     row = request.row
     sizes = request.rank_layers, max(request.sizes)
-    mesh = MeshSizes(request.dp, row.pp, request.fsdp, tp=row.tp, cp=row.cp)
+    mesh = MeshSizes(request.dp, row.pp, request.fsdp, ep=request.ep, tp=row.tp, cp=row.cp)
     return PlannedLayout(mesh, *sizes)
 
 
@@ -231,8 +252,9 @@ def op_times_of(request: Request, constants: Constants) -> OpTimes:
         scatter_s = ring_of(["fsdp"]).link.gather_s(
             found.layer_bytes * system.reduce_bytes / FLOAT32, request.fsdp
         )
-        shard = found.layer_bytes * system.reduce_bytes / FLOAT32 / request.fsdp
-        scatter_s += ring_of(COPY_AXES).link.sum_s(shard, request.replicas)
+        for size, _, ring in _parts(request, step, found.layer_bytes, found.expert_bytes):
+            shard = size * system.reduce_bytes / FLOAT32 / request.fsdp
+            scatter_s += ring.link.sum_s(shard, ring.size)
         beside = _beside_s if system.hides_replicas else operator.add
         forward_s = beside(layer.forward_s, gather_s)
         backward_s = beside(layer.input_grad_s + layer.weight_grad_s, gather_s + scatter_s)
@@ -289,21 +311,31 @@ def _embed_head_bytes(request: Request, found: DeviceWork) -> float:
     return found.embed_head_bytes / 2 if has_half else found.embed_head_bytes
 
 
+def _parts(
+    request: Request, step: Step, whole: float, experts: float
+) -> list[tuple[float, int, Ring]]:
+    """Return (bytes, copies, their ring) of parameters that ep does not divide, and of experts."""
+    axes = [axis for axis in COPY_AXES if axis != "ep"]
+    parts = (whole - experts, request.replicas, step.ring(COPY_AXES))
+    return [parts, (experts, request.expert_replicas, step.ring(axes))]
+
+
 def _overhead_s(request: Request, found: DeviceWork, step: Step, layer: PieceTimes) -> float:
     """Return the seconds after, and before, all tasks: sums over replicas that nothing hides, and
     the optimizer.
     """
     system, replicas = request.system, request.replicas
     held = request.rank_layers * found.layer_bytes + _embed_head_bytes(request, found)
-    link = step.ring(COPY_AXES).link
     updated, exposed_s = held / request.fsdp, 0.0
     if request.fsdp == 1 and replicas > 1:
-        scatter_s = link.gather_s(held * system.reduce_bytes / FLOAT32, replicas)
-        gather_s = link.gather_s(held / 2, replicas)
+        parts = _parts(request, step, held, request.rank_layers * found.expert_bytes)
+        share = system.reduce_bytes / FLOAT32
+        scatter_s = sum(ring.link.gather_s(size * share, ring.size) for size, _, ring in parts)
+        gather_s = sum(ring.link.gather_s(size / 2, ring.size) for size, _, ring in parts)
         if system.shards == "nothing":
             gather_s = scatter_s
         else:
-            updated = held / replicas
+            updated = sum(size / copies for size, copies, _ in parts)
         if (
             system.hides_replicas
         ):  # but for one layer, beside the last backward and the next forward
@@ -394,8 +426,12 @@ def memory_gib(request: Request) -> float:
     """Return the GiB that a device of the fullest rank needs: state, activations, temporaries."""
     system, found, row = request.system, work_of_request(request), request.row
     held = (request.rank_layers * found.layer_bytes + _embed_head_bytes(request, found)) / FLOAT32
-    state = 12 / request.replicas if system.shards == "optimizer" else 12
+    experts = request.rank_layers * found.expert_bytes / FLOAT32
+    state, of_experts = 12.0, 12.0
+    if system.shards == "optimizer":
+        state, of_experts = 12 / request.replicas, 12 / request.expert_replicas
     bytes_of_state = held * (2 + system.stored_gradient_bytes + state)
+    bytes_of_state += experts * (of_experts - state)
     if request.fsdp > 1:
         bytes_of_state = (
             held * (2 + system.stored_gradient_bytes + 12) / request.fsdp + 2 * found.layer_bytes

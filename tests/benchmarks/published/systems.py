@@ -61,6 +61,8 @@ SYSTEMS = (
         gradient_bytes=12,
         reduce_bytes=4,
     ),
+    # XLA fuses element-wise work, as counted; bfloat16 parameters and gradients
+    System("Marin's trainer", r"Marin", shards="nothing", stored_gradient_bytes=2, logit_bytes=0),
     # Reducing Activation Recomputation (Korthikanti et al. 2022): sequence parallelism, fused sums
     # of gradients
     System(
