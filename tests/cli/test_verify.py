@@ -13,6 +13,7 @@ import pytest
 
 from ppctl import config
 from ppctl.cli.commands import bench, verify
+from ppctl.config.groups.moe_settings import Experts
 from ppctl.training.pipeline import job
 from ppctl.training.pipeline.unpipelined import verification
 
@@ -135,3 +136,31 @@ def test_bench_compares_every_remat_setting_with_the_reference(monkeypatch, caps
     ]
     assert found["steps"][0]["cpu_ratio"] == 1
     assert all(row["cpu_s"] > 0 and row["temp_bytes"] > 0 for row in found["steps"])
+
+
+MIXTURE = config.Transformer(
+    num_layers=2,
+    d_model=8,
+    num_heads=2,
+    seq_len=4,
+    moe=Experts(num_experts=4, top_k=2, width=6, shared_width=5),
+)
+
+
+def test_bench_compares_experts_with_an_mlp_of_as_many_products():
+    data = config.Synthetic(vocab_size=8, batch_size=4)
+    mixture = replace(TINY, model=MIXTURE, data=data)
+    dense = bench.without_experts(mixture)
+    assert dense == replace(mixture, model=replace(MIXTURE, moe=Experts(), mlp_width=2 * 6 + 5))
+    assert bench.without_experts(dense) is None
+    assert bench.without_experts(TINY) is None
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_bench_has_a_row_without_experts(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "ROUNDS", 1)
+    data = config.Synthetic(vocab_size=8, batch_size=8)
+    assert bench.bench(replace(TINY, model=MIXTURE, data=data), as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["steps"][-1]["name"].startswith("no experts, remat=")

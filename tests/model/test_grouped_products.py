@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 from support.cuda_plugin import needs_cuda_plugin
 from support.selection import full, full_except
 
@@ -45,6 +47,7 @@ CASES = {  # rows, D, F, rows of each expert
     "fewer rows than a block": (5, 17, 9, (1, 2)),
     "no row of any expert": (40, 8, 8, (0, 0, 0)),
     "more than a tile of columns": (150, 130, 140, (149, 1)),
+    "more tiles than follow each other": (200, 8, 140, (17,) * 11 + (5,)),
 }
 
 
@@ -208,6 +211,33 @@ def test_a_stage_runs_each_product_once_and_weights_have_a_half_by_themselves(re
     assert kernels(input_grad, w, stash, x) == (3 + again, 0)
     pending = stage.pending_shapes([w])
     assert kernels(lambda w, p: stage.weight_grad([w], None, p), w, pending) == (0, 3)
+
+
+def test_kernels_lower_for_devices_that_are_not_here_in_scans_branches_and_loops(monkeypatch):
+    monkeypatch.undo()
+    mesh = AbstractMesh((2, 2), ("pp", "ep"))
+    times, sizes = product("triton"), jnp.asarray([3, 2], jnp.int32)
+
+    def gradients(x, w):
+        y, pull = jax.vjp(lambda x, w: times(x, w, sizes), x, w)
+        return pull(y)
+
+    def step(w, x):
+        keep = lambda x, w: (x, w)
+        _, dw = jax.lax.cond(x.sum() > 0, gradients, keep, x, w)
+        turns = jax.lax.axis_index("ep")
+        return jax.lax.fori_loop(0, turns, lambda _, w: w + gradients(x, w)[1], dw), None
+
+    def run(w, xs):
+        return jax.lax.psum(jax.lax.scan(step, w, xs)[0], "ep")
+
+    divided = jax.shard_map(
+        run, mesh=mesh, in_specs=(P(), P("pp", "ep")), out_specs=P(), check_vma=False
+    )
+    some = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    traced = jax.jit(divided).trace(some(2, 16, 16), some(4, 12, 16))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") >= 2 * 2  # in the branch, and in the loop
 
 
 @needs_cuda_plugin

@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 
-from ppctl.config import Config, Spmd
+from ppctl.config import Config, Spmd, Transformer
+from ppctl.config.groups.moe_settings import Experts
 from ppctl.reports.terminal_output import OutputConsole, show_json, show_table
 from ppctl.schedule.families.registry import LOOPED_WHOLE
 from ppctl.training.pipeline.engines.make_engine import Engine
@@ -51,6 +52,8 @@ def bench(config: Config, *, as_json: bool) -> int:
     requests = {"reference": without_pipeline(config)}
     for remat in executor.REMAT if executor.ENGINE.is_pipelined else ():
         requests[f"remat={remat}"] = replace(config, executor=replace(executor, remat=remat))
+    if (dense := without_experts(config)) is not None:
+        requests[f"no experts, remat={executor.remat}"] = dense
     if executor.ENGINE.dispatches_tasks and schedule.name in LOOPED_WHOLE:
         requests["executor=spmd"] = replace(config, executor=Spmd(remat=executor.remat))
     candidates = [prepare(name, assemble(each)) for name, each in reversed(requests.items())][::-1]
@@ -64,6 +67,16 @@ def bench(config: Config, *, as_json: bool) -> int:
     title = f"one train step ({what}), medians of {ROUNDS} rounds"
     show_table(OutputConsole(), title, ("", *COLUMNS), map(_row, steps))
     return 0
+
+
+def without_experts(config: Config) -> Config | None:
+    """Return the config with an MLP of as many FLOPs in place of experts; None without experts."""
+    model = config.model
+    if not isinstance(model, Transformer) or not all(model.has_experts):
+        return None
+    moe = model.moe
+    width = moe.top_k * (moe.width or model.hidden_width) + (moe.shared_width or 0)
+    return replace(config, model=replace(model, moe=Experts(), mlp_width=width))
 
 
 def _row(step: dict[str, Any]) -> list[str]:
