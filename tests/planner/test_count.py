@@ -15,7 +15,7 @@ from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.reference import reference
 from ppctl.executors.stage.jaxpr_flops import matmul_flops
 from ppctl.model.attention.attention_kernels import kernel_named
-from ppctl.model.experts.grouped_products import product
+from ppctl.model.experts.grouped_products import KERNELS, product
 from ppctl.model.stack import Stack, init
 from ppctl.model.transformer import transformer
 from ppctl.planner.cost.counted_operations import ops_of
@@ -259,7 +259,7 @@ def test_products_of_groups_count_each_row_once():
     x, w, g = jnp.ones((num_rows, 3)), jnp.ones((2, 3, 4)), jnp.ones((num_rows, 4))
 
     def there_and_back(x, w, g):
-        y, pull = jax.vjp(lambda x, w: product("ragged_dot")(x, w, sizes), x, w)
+        y, pull = jax.vjp(lambda x, w: product(KERNELS["ragged_dot"])(x, w, sizes), x, w)
         return y, pull(g)
 
     one = 2 * num_rows * 3 * 4
