@@ -26,7 +26,7 @@ APPLIES_TO = {  # commands of a part or a setting; any other applies to all of t
     "launch": ("train", "doctor"),
     "verify": ("verify",),
     "plan.compile": ("plan",),
-    "plan.topology": ("plan",),
+    "plan.topology": ("plan", "inspect"),
     "plan.memory_gib": ("plan", "tune"),
     "plan.tokens": ("plan", "tune"),
     "plan.html": ("plan", "rehearse"),

@@ -228,6 +228,12 @@ def _check_views(run: Run, executor: AnyExecutor, plan: Plan, inspect: Inspect) 
             f"executor={executor.name} is one program. Use executor=mpmd, or "
             "run.profile=N, which traces any executor."
         )
+    if run.timeline and isinstance(executor, Mpmd) and executor.fuse != "none":
+        raise ConfigError(
+            "run.timeline=true measures single tasks, but "
+            f"executor.fuse={executor.fuse} runs two as one program. Use executor.fuse=none, or "
+            "run.profile=N, which traces any program."
+        )
     if run.timeline and run.distributed != "off":
         raise ConfigError(
             "run.timeline=true measures the ranks of one process, but "

@@ -6,7 +6,7 @@ communicate, numbered as in the mesh.
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -25,6 +25,10 @@ KINDS = (
     *("all-to-all", "ragged-all-to-all", "collective-broadcast"),
 )
 COLLECTIVE = re.compile(rf"^\s+(?:ROOT )?%?[\w.\-]+ = (.+?) ({'|'.join(KINDS)})(-start)?\(")
+DONE = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = .+? [\w\-]+-done\(.*?%([\w.\-]+)")
+PRODUCT = re.compile(
+    r" (?:dot|convolution)\(|custom_call_target=\"[^\"]*(?:matmul|gemm|cudnn|triton)"
+)
 GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
 IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 # a mesh, its devices if out of order, and the axes, or parts of axes, that make a group
@@ -98,6 +102,7 @@ class Collective:
     times: int | None  # runs of each in a run of the program; None: in a loop of unknown length
     is_at_most: bool  # whether they stand in a branch that a device may skip
     bytes: int  # bytes of their results on one device, one run each
+    overlapped: int  # instructions between whose start and done a matrix product runs
 
     @property
     def all_bytes(self) -> int | None:
@@ -138,19 +143,45 @@ def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
             is_at_most |= is_branch or above_at_most
         return total, is_at_most
 
+    @cache
+    def has_product(name: str) -> bool:
+        return any(map(multiplies, lines.get(name, ())))
+
+    def multiplies(line: str) -> bool:
+        """Return whether an instruction is a matrix product, or runs one."""
+        if PRODUCT.search(line) is not None:
+            return True
+        return any(has_product(call.computation) for call in calls(line))
+
     # 2. the collectives in them
-    number, size = Counter[tuple](), Counter[tuple]()
+    number, size, hidden = Counter[tuple](), Counter[tuple](), Counter[tuple]()
     for name, body in lines.items():
+        beside = _beside_products(body, multiplies)
         for line in body:
             found = COLLECTIVE.match(line)
             if found is not None:
                 which = found[2], axes_of(line, mesh), *runs(name)
                 number[which] += 1
+                hidden[which] += name_of(line) in beside
                 size[which] += _bytes(found[1], found[2], is_start=found[3] is not None)
     found = []
     for (kind, axes, times, is_at_most), count in number.items():
-        num_bytes = size[kind, axes, times, is_at_most]
-        found.append(Collective(kind, axes, count, times, is_at_most, num_bytes))
+        which = kind, axes, times, is_at_most
+        found.append(Collective(kind, axes, count, *which[2:], size[which], hidden[which]))
+    return found
+
+
+def _beside_products(body: list[str], multiplies: Callable[[str], bool]) -> set[str]:
+    """Return the instructions that start something and end it after a product of another."""
+    started, found = dict[str, bool](), set[str]()
+    for line in body:
+        done, name = DONE.match(line), name_of(line)
+        if done is not None and started.pop(done[1], False):
+            found.add(done[1])
+        elif multiplies(line):
+            started = dict.fromkeys(started, True)
+        elif name is not None and "-start(" in line:
+            started[name] = False
     return found
 
 

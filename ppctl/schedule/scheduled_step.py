@@ -6,6 +6,7 @@ from math import inf
 
 from ppctl.schedule.costs import Costs, task_costs
 from ppctl.schedule.engine_traits import EngineTraits
+from ppctl.schedule.fused_pairs import fused_order
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.simulator import Timeline, free_running, lockstep, simulate
@@ -19,12 +20,23 @@ class ScheduledStep:
     schedule: Schedule
     costs: Costs  # relative, of its tasks, see `task_costs`
     ticks: Ticks | None = None  # None where ranks run freely
+    fuses: bool = False  # whether pairs of neighbours run as one, see `fused_order`
 
     @cached_property
-    def order(self) -> list[Task]:
-        """The tasks by their start on free-running ranks, each after those that it reads."""
+    def order(self) -> list[tuple[Task, ...]]:
+        """The tasks by their start on free-running ranks, each after those that it reads.
+
+        Tasks that run as one program are together.
+        """
+        if self.fuses:
+            return fused_order(self.schedule, self.costs)
         start_s = simulate(self.schedule, self.costs).start_s  # ranks can run it: ties keep it
-        return sorted(start_s, key=start_s.__getitem__)
+        return [(task,) for task in sorted(start_s, key=start_s.__getitem__)]
+
+    @property
+    def num_fused(self) -> int:
+        """The number of pairs of tasks that run as one program."""
+        return sum(len(tasks) > 1 for tasks in self.order) if self.fuses else 0
 
     @cached_property
     def evaluation(self) -> "ScheduledStep":
@@ -49,13 +61,17 @@ class ScheduledStep:
 
 @lru_cache(4)
 def scheduled_step(
-    schedule: Schedule, engine: EngineTraits, remat: Remat, trained: float = 1.0
+    schedule: Schedule,
+    engine: EngineTraits,
+    remat: Remat,
+    trained: float = 1.0,
+    *,
+    fuses: bool = False,
 ) -> ScheduledStep:
     """Return the schedule of a step; trained: the share of the layers' weights, see `task_costs`.
 
     ScheduleError for a schedule that the executor cannot run.
     """
     costs = task_costs(remat, trained)
-    return ScheduledStep(
-        schedule, costs, ticks(schedule, costs, remat) if engine.in_ticks else None
-    )
+    lowered = ticks(schedule, costs, remat) if engine.in_ticks else None
+    return ScheduledStep(schedule, costs, lowered, fuses)

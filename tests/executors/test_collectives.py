@@ -143,4 +143,38 @@ def test_a_program_without_any_has_none():
 
 
 def test_what_is_not_known_is_not_added_up():
-    assert Collective("all-reduce", ("x",), 1, None, is_at_most=False, bytes=8).all_bytes is None
+    unknown = Collective("all-reduce", ("x",), 1, None, is_at_most=False, bytes=8, overlapped=0)
+    assert unknown.all_bytes is None
+
+
+# A gather beside a product, one beside a fusion without any, one in a loop beside another's.
+BESIDE = """\
+%products (p: f32[8]) -> f32[8] {
+  ROOT %d = f32[8]{0} dot(%p, %p)
+}
+
+%others (p: f32[8]) -> f32[8] {
+  ROOT %d = f32[8]{0} add(%p, %p)
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %g = (f32[4]{0}, f32[8]{0}) all-gather-start(%x), dimensions={0}
+  %a = f32[8]{0} fusion(%x), kind=kLoop, calls=%others
+  %h = (f32[4]{0}, f32[8]{0}) all-gather-start(%a), dimensions={0}
+  %c = f32[8]{0} custom-call(%x), custom_call_target="__cublas$lt$matmul"
+  %e = f32[8]{0} all-gather-done(%h)
+  %f = f32[8]{0} all-gather-done((f32[4]{0}, f32[8]{0}) %g)
+  %i = (f32[4]{0}, f32[8]{0}) all-gather-start(%f), dimensions={0}
+  %b = f32[8]{0} fusion(%x), kind=kLoop, calls=%others
+  %j = f32[8]{0} all-gather-done(%i)
+  %k = ((f32[8]{0}), f32[4]{0}) reduce-scatter-start(%j)
+  %l = f32[8]{0} fusion(%x), kind=kOutput, calls=%products
+  ROOT %n = f32[4]{0} reduce-scatter-done(%k)
+}
+"""
+
+
+def test_what_travels_beside_a_product_is_counted():
+    found = {each.kind: each for each in collectives(BESIDE, {"x": 2})}
+    counts = {kind: (each.instructions, each.overlapped) for kind, each in found.items()}
+    assert counts == {"all-gather": (3, 2), "reduce-scatter": (1, 1)}

@@ -53,6 +53,7 @@ class MpmdCase(Case):
     num_chunks: int = 2
     sizes: tuple[int, ...] | None = None  # layers of each stage; None: as alike as can be
     has_parts: bool = False  # of embedding and head, one on each rank
+    fuses: bool = False
 
     def partition(self):
         if self.sizes is None:
@@ -90,7 +91,7 @@ def engine_of(case, stack, params, batch, clip_norm=CLIP_NORM, *, post_validatio
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
     one = stack.in_shards(divided)
     model = model_of(case, layout, one, params, batch, axes, divided.parts)
-    step = ScheduledStep(schedule, task_costs(case.remat))
+    step = ScheduledStep(schedule, task_costs(case.remat), fuses=case.fuses)
     optimizer = make_optimizer(clip_norm)
     start = lambda seed: init_state(
         jax.tree.map(jnp.asarray, params), optimizer, stack.options.trainable

@@ -30,7 +30,7 @@ from ppctl.training.pipeline.job import TrainingJob, assemble
 
 COLUMNS = (  # of the summary's table
     *("program", "on ranks", "runs a rank", "collective", "over"),
-    *("instructions", "times a run", "bytes a time", "bytes a run"),
+    *("instructions", "times a run", "bytes a time", "bytes a run", "beside products"),
 )
 
 
@@ -121,13 +121,13 @@ def _rows(program: StepProgram) -> Iterator[tuple[str, ...]]:
     """Yield a row for each kind of collective and its axes, the program's name in the first."""
     head = program.name, runs_text(program.ranks), str(program.runs)
     if not program.collectives:
-        yield *head, "none", "", "", "", "", ""
+        yield *head, "none", "", "", "", "", "", ""
     for each in program.collectives:
         at_most = "<= " * each.is_at_most
         times = "?" if each.times is None else f"{at_most}{each.times}"
         all_bytes = "?" if each.all_bytes is None else f"{at_most}{size_text(each.all_bytes)}"
         what = each.kind, " ".join(each.axes), str(each.instructions)
-        yield *head, *what, times, size_text(each.bytes), all_bytes
+        yield *head, *what, times, size_text(each.bytes), all_bytes, str(each.overlapped)
         head = "", "", ""
 
 

@@ -43,6 +43,7 @@ class PlanEntry(NamedTuple):
     task: Task | None = None
     sender: int | None = None  # the rank that a moved value is on
     readers: tuple[tuple[tuple[int, Key], ...], ...] = ()
+    second: Task | None = None  # that the program runs besides `task`
 
     @property
     def ranks(self) -> tuple[int, ...]:

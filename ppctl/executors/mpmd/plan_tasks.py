@@ -22,10 +22,11 @@ log_sums, all_log_sums  log sums on the last stage's rank; their combination, ba
 own_gy, part_gy         its summand of the last output's gradient; the same on that rank
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry, ProgramId, with_moves
+from ppctl.executors.mpmd.fused_tasks import fused_entry
 from ppctl.model.random_keys import KEYS
 from ppctl.schedule.ir import PART_KINDS, Kind, Schedule, Task
 from ppctl.schedule.partition.partition import Partition
@@ -129,52 +130,75 @@ def part_program(kind: Kind, has_backward: bool) -> ProgramId:
 
 def task_entries(
     schedule: Schedule,
-    order: Iterable[Task],
+    order: Sequence[tuple[Task, ...]],
     role: Sequence[Role],
     *,
-    keeps_input: bool,
-    with_keys: bool = False,
     reductions: Sequence[ProgramId] = (),
+    **how: bool,
 ) -> list[PlanEntry]:
     """Return the tasks of `schedule` in `order`, by their start, with moves between ranks.
 
-    reductions: of each stage, from ("acc", stage) to ("sum", stage). One comes once the sums are
-    complete, right before its rank's next task, so that moves of the last task's values come first;
-    those of stages without layers, whose zeros would take memory early, come last.
+    Tasks that `order` has together run as one program. how: keeps_input and with_keys, see
+    `task_program`. reductions: of each stage, from ("acc", stage) to ("sum", stage). One comes once
+    the sums are complete, right before its rank's next task, so that moves of the last task's
+    values come first; those of stages without layers, whose zeros would take memory early, come
+    last.
     """
     # by task, by value that joins those of all parts, by reduced stage
     steps = dict[Any, PlanEntry]()
-    last = {task.stage: task for task in order if task.kind in "BW"} if reductions else {}
+    backwards = (task for tasks in order for task in tasks if task.kind in "BW")
+    last = {task.stage: task for task in backwards} if reductions else {}
     due: dict[int, int] = {}  # rank: its stage to reduce
-    for task in order:
-        # 1. the program
-        kind = task.kind if schedule.has_backward or task.kind != "F" else FORWARD
-        if task.kind in PART_KINDS:
-            program = part_program(task.kind, schedule.has_backward)
-        else:
-            program = task_program(kind, role[task.stage], keeps_input, with_keys=with_keys)
-        if program is None:
+    for tasks in order:
+        # 1. the entries
+        of_tasks = (_task_entry(schedule, task, role, **how) for task in tasks)
+        made = [entry for entry in of_tasks if entry is not None]
+        if not made:
             continue
         # 2. the joins of all parts' values, each before its first reader
-        for name in program.reads if schedule.vocab_parts else ():
-            if name not in JOINED or (name, task.microbatch) in steps:
-                continue
-            if name == "all_log_sums" or task.stage == _place(schedule, name)[0]:
-                steps[name, task.microbatch] = _join(schedule, name, task.microbatch)
-        # 3. its values
-        rank, values = schedule.rank_at(task), (program.reads, program.writes)
+        for entry in made if schedule.vocab_parts else ():
+            assert entry.program, "a task has a program"
+            assert entry.task, "see `_task_entry`"
+            stage, _, m = entry.task
+            for name in entry.program.reads:
+                is_here = name == "all_log_sums" or stage == _place(schedule, name)[0]
+                if name in JOINED and (name, m) not in steps and is_here:
+                    steps[name, m] = _join(schedule, name, m)
+        # 3. one program for all
+        rank = made[0].rank
         if rank in due:
             steps[due[rank]] = _reduction(reductions, due[rank], rank)
             del due[rank]
-        reads, writes = (tuple(_key(name, task, rank) for name in names) for names in values)
-        readers = tuple(tuple(_readers(schedule, name, task)) for name in program.writes)
-        steps[task] = PlanEntry(program, rank, reads, writes, task, readers=readers)
-        if last.get(task.stage) == task and role[task.stage].num_layers:
-            due[rank] = task.stage
+        steps[tasks] = made[0] if len(made) == 1 else fused_entry(*made)
+        for task in tasks:
+            if last.get(task.stage) == task and role[task.stage].num_layers:
+                due[rank] = task.stage
     steps |= {stage: _reduction(reductions, stage, rank) for rank, stage in due.items()}
     for stage in sorted(last.keys() - steps.keys()):
         steps[stage] = _reduction(reductions, stage, schedule.rank_of[stage])
     return with_moves(steps.values())
+
+
+def _task_entry(
+    schedule: Schedule,
+    task: Task,
+    role: Sequence[Role],
+    *,
+    keeps_input: bool,
+    with_keys: bool = False,
+) -> PlanEntry | None:
+    """Return the entry of a task, or None if it has nothing to run."""
+    kind = task.kind if schedule.has_backward or task.kind != "F" else FORWARD
+    if task.kind in PART_KINDS:
+        program = part_program(task.kind, schedule.has_backward)
+    else:
+        program = task_program(kind, role[task.stage], keeps_input, with_keys=with_keys)
+    if program is None:
+        return None
+    rank, values = schedule.rank_at(task), (program.reads, program.writes)
+    reads, writes = (tuple(_key(name, task, rank) for name in names) for names in values)
+    readers = tuple(tuple(_readers(schedule, name, task)) for name in program.writes)
+    return PlanEntry(program, rank, reads, writes, task, readers=readers)
 
 
 def _reduction(reductions: Sequence[ProgramId], stage: int, rank: int) -> PlanEntry:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from ppctl.executors.compiler_options import CompilerPreset
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
+from ppctl.executors.mpmd.fused_tasks import FusedTasks, run_fused
 from ppctl.executors.mpmd.plan_tasks import FORWARD, JOINS, TASKS, TOTAL, Role
 from ppctl.executors.mpmd.rank_programs import (
     NUMBERS,
@@ -68,7 +69,8 @@ class ProgramLibrary:
         """Return the axes over which XLA divides a program: all of whole arrays, or the model's."""
         if program.kind in self.whole_arrays:
             return RANK_AXES
-        return self.auto if program.kind in TASKS else ()
+        is_task = program.kind in TASKS or isinstance(program.shape, FusedTasks)
+        return self.auto if is_task else ()
 
     def specs(self, program: ProgramId, name: str) -> Tree:
         """Return the spec of a value of a program: a tree, or one spec for all its leaves."""
@@ -103,6 +105,9 @@ class ProgramLibrary:
     def all_specs(self, program: ProgramId, names: Sequence[str]) -> list[Tree]:
         """Return the specs of all values that a program reads, or of all that it writes."""
         shape = program.shape
+        if isinstance(shape, FusedTasks):
+            found = shape.by_name(self.all_specs)
+            return [found[name] for name in names]
         stages = shape.stages if isinstance(shape, RankRole) else (shape,)
         layers = {name: iter(stages) for name in ("w", "acc")}
         return [
@@ -146,6 +151,8 @@ class ProgramLibrary:
             return partial(joined, program.kind)
         if program.kind in self.once:
             return partial(self.once[program.kind], program)
+        if isinstance(shape, FusedTasks):
+            return partial(run_fused, program, [self.function(each) for each in shape.programs])
 
         def task(*values: Any) -> tuple:
             named = zip(program.reads, values, strict=True)
@@ -161,6 +168,10 @@ class ProgramLibrary:
 
     def donated(self, program: ProgramId) -> tuple[str, ...]:
         """Return the values read whose memory the values written reuse."""
+        if isinstance(program.shape, FusedTasks):
+            of = lambda part, names: [name in self.donated(part) for name in names]  # noqa: E731
+            found = program.shape.by_name(of)
+            return tuple(name for name, is_donated in found.items() if is_donated)
         if program.kind in ("prepare", "reduce"):
             return ()
         if program.kind == "finish":  # sums that become gradients unchanged: of one chunk or device
@@ -178,6 +189,8 @@ class ProgramLibrary:
         """Return the compiler's preset for a program, on CPU."""
         if program.kind == "prepare" or program.kind in self.once:
             return "once"
+        if isinstance(program.shape, FusedTasks):
+            return self.preset(program.shape.programs[0])
         return "quick" if program.kind in TASKS and not self.model.remat.recomputes else "full"
 
 

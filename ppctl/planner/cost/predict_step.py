@@ -12,6 +12,7 @@ from ppctl.config import AutoHardware, Hardware, Plan
 from ppctl.errors import ConfigError, nearest, suggested
 from ppctl.executors.model_shapes import Model, tree_bytes
 from ppctl.executors.mpmd.dispatch_plan import ProgramId
+from ppctl.executors.mpmd.fused_tasks import FusedTasks
 from ppctl.executors.mpmd.plan_tasks import JOINS, TASKS
 from ppctl.executors.parameter_bytes import param_bytes
 from ppctl.planner.cost.planned_step import Microbatch, PlannedLayout, Step
@@ -209,6 +210,8 @@ def memory_of(pipe: Pipeline, step: Step) -> tuple[Mapping[str, int], ...]:
                 if pipe.execution.engine.is_pipelined
                 else reference_bytes(step)
             )
+        if isinstance(program.shape, FusedTasks):
+            return sum(map(of_program, program.shape.programs))
         if program.kind in (*PART_KINDS, *JOINS):
             return round(step.head_bytes) if program.kind == "T" else 0
         if program.kind in TASKS:

@@ -13,7 +13,7 @@ from statistics import mean
 
 import jax
 
-from ppctl.config import Config
+from ppctl.config import Config, Mpmd
 from ppctl.config.schedule_from_config import label
 from ppctl.errors import ConfigError
 from ppctl.executors.device_mesh import all_devices
@@ -89,6 +89,9 @@ def rehearse(config: Config) -> tuple[Rehearsal, Timeline]:
     refused = None
     if not config.executor.ENGINE.is_pipelined:
         refused = "executor=reference has no ranks. Use executor=spmd or mpmd"
+    elif isinstance(config.executor, Mpmd) and config.executor.fuse != "none":
+        refused = "it times single tasks, but executor.fuse=fb runs two as one program. Use "
+        refused += "executor.fuse=none"
     elif (how := config.run.distributed) != "off":
         refused = f"run.distributed={how} joins processes, but one device runs. Leave it out"
     if refused is not None:

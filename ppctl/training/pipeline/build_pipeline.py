@@ -94,7 +94,7 @@ def pipeline(
     start = lambda seed: init_state(init(stack, seed), on_layers, stack.options.trainable)  # noqa: E731
     states = States(layout, start, state_shapes(stack, on_layers), seed)
     shown = model_of(stack, divided, states, shapes, plan.num_microbatches, execution, dtype)
-    request.check_split(stack, step.schedule, layers_of, shown, execution)
+    request.check_tasks(stack, step, layers_of, shown, execution)
     engine = make_engine(shown, states, step, shapes, on_layers, lr_schedule, execution, clip_norm)
     parts = on_layers, dtype, shapes, engine, shown, lr_schedule, few_examples(batch, shapes)
     return Pipeline(stack, *work, states, *parts, metrics or {})
@@ -117,7 +117,7 @@ def _scheduled(
     if vocab != "whole":
         costs = relative().with_parts(task_costs(remat, trained))
         plan = request.divided_vocabulary(plan, vocab, requested, execution, costs)
-    step = scheduled_step(plan, execution.engine, remat, trained)
+    step = scheduled_step(plan, execution.engine, remat, trained, fuses=execution.fuse != "none")
     if execution.engine.is_pipelined:
         axes = replace(execution.axes, vocab_parts=plan.vocab_parts)
         execution = replace(execution, axes=axes)

@@ -28,7 +28,8 @@ class Execution:
     remat: none | layer | full, what the backward recomputes. unroll: the number of a device's
     layers up to which they are unrolled, scanned above. gather: step | tick (spmd) | layer, when
     layers are gathered over fsdp. post_validation (mpmd): a rank updates before the global norm is
-    known, and again if that was wrong. xla_flags: compiler options of every program of a step.
+    known, and again if that was wrong. fuse (mpmd): none | fb, an F and a backward of another
+    microbatch run as one program. xla_flags: compiler options of every program of a step.
     """
 
     executor: str
@@ -36,6 +37,7 @@ class Execution:
     unroll: int = MOST_UNROLLED
     gather: str = "step"
     post_validation: bool = False
+    fuse: str = "none"
     xla_flags: Flags = ()
     axes: StageAxes = WHOLE  # how the devices of a rank divide its stages
 
@@ -68,7 +70,9 @@ def mpmd(**options: Any) -> Mpmd:
 
     Args:
         options: Those of `spmd`, and post_validation: update before the global norm is known, and
-            again if that was wrong. `ppctl train --help executor=mpmd` lists all.
+            again if that was wrong. fuse: none | fb, run a forward and a backward of different
+            microbatches as one program where the schedule has them next to each other. `ppctl
+            train --help executor=mpmd` lists all.
 
     ConfigError: an option is unknown or impossible.
     """
@@ -119,7 +123,8 @@ def execution_of(
         execution = replace(execution, unroll=config.unroll, gather=config.gather, axes=axes)
     if isinstance(config, Mpmd):
         axes = replace(axes, context=config.context)
-        execution = replace(execution, post_validation=config.post_validation, axes=axes)
+        own = {"post_validation": config.post_validation, "fuse": config.fuse}
+        execution = replace(execution, axes=axes, **own)
     _check_mesh(execution, mesh)
     return execution, rest
 

@@ -31,6 +31,7 @@ from ppctl.schedule.mesh_axes import (
     product_text,
 )
 from ppctl.schedule.partition.partition import Partition, explicit, uniform
+from ppctl.schedule.scheduled_step import ScheduledStep
 from ppctl.schedule.validation import validate
 from ppctl.schedule.vocabulary_parallel import with_vocabulary
 from ppctl.training.pipeline.call_checks import arrays_of, check_values, named, whole_number
@@ -343,11 +344,33 @@ def partition_for(
     return explicit(num_layers, schedule.num_stages, partition)
 
 
-def check_split(
-    stack: Stack, schedule: Schedule, partition: Partition, model: Model, execution: Execution
+def check_fused(step: ScheduledStep, partition: Partition, execution: Execution) -> None:
+    """Raise ConfigError where no two tasks, or scanned layers, can run as one program."""
+    if not step.fuses:
+        return
+    fuse, name = setting("executor.fuse", execution.fuse), step.schedule.name
+    largest = max(map(len, partition))
+    if largest > execution.unroll:
+        raise ConfigError(
+            f"{fuse} runs the layers of two tasks by turns, which needs them unrolled, but a stage "
+            f"has {largest} layers, and {setting('executor.unroll', execution.unroll)} scans more "
+            f"than {execution.unroll}. Use {setting('executor.unroll', largest)}."
+        )
+    if step.num_fused == 0:
+        raise ConfigError(
+            f"{fuse} runs a forward and a backward as one program, but schedule={name} of "
+            f"{step.schedule.num_microbatches} microbatches has none next to each other that may "
+            f"wait for each other. Use {setting('executor.fuse', 'none')}, more microbatches, or "
+            "schedule=dualpipe_v, interleaved or eager_1f1b."
+        )
+
+
+def check_tasks(
+    stack: Stack, step: ScheduledStep, partition: Partition, model: Model, execution: Execution
 ) -> None:
-    """Raise ConfigError for the first stage with a split backward whose layer cannot be split."""
-    stages = {task.stage for rank in schedule.ranks for task in rank if task.kind == "I"}
+    """Raise ConfigError for tasks that cannot be fused, or a layer that cannot be split."""
+    check_fused(step, partition, execution)
+    stages = {task.stage for rank in step.schedule.ranks for task in rank if task.kind == "I"}
     for s in sorted(stages) if execution.engine.is_pipelined else ():
         held = partition[s]
         if not held:

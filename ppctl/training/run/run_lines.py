@@ -64,6 +64,8 @@ def _schedule_lines(job: TrainingJob) -> Iterator[str]:
         barrier = ", no barrier before the optimizer" if pipe.execution.post_validation else ""
         programs = "a program for each stage and kind of task, dispatched by the host"
         yield f"executor  mpmd: {programs}{barrier}"
+        if (fused := pipe.scheduled.num_fused) > 0:
+            yield f"fuse      {fused} times a forward and a backward are one program"
     if ticks is not None:
         stretch = ticks.makespan_s(costs) / simulate(schedule, costs).makespan_s
         if stretch > LOCKSTEP_NOTICE:

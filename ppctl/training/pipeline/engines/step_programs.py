@@ -14,7 +14,7 @@ from ppctl.executors.hlo_text import Collective, collectives
 from ppctl.executors.model_shapes import shard_bytes
 from ppctl.executors.mpmd.dispatch_plan import Key, PlanEntry
 from ppctl.executors.mpmd.mpmd_runtime import Runtime
-from ppctl.schedule.ir import PART_KINDS
+from ppctl.schedule.ir import PART_KINDS, Task
 from ppctl.schedule.schedule_text import WORDS
 
 FORMS = ("jaxpr", "stablehlo", "hlo")
@@ -119,12 +119,19 @@ def _name(ops: Sequence[PlanEntry]) -> str:
     op = ops[0]
     assert op.program is not None, "a move has no program"
     if op.task is not None:
-        stages = sorted({each.task.stage for each in ops if each.task is not None})
-        place = "part" if op.task.kind in PART_KINDS else "stage"
-        return f"{WORDS[op.task.kind]} of {place} {runs_text(stages)}"
+        pairs = [(each.task, each.second) for each in ops]
+        return " with ".join(
+            _name_of([*filter(None, tasks)]) for tasks in zip(*pairs, strict=True) if tasks[0]
+        )
     if op.program.kind == "reduce":
         return f"reduce of stage {runs_text(sorted({s for each in ops for _, s in each.reads}))}"
     return f"{op.program.kind} of rank {runs_text(sorted({each.rank for each in ops}))}"
+
+
+def _name_of(tasks: Sequence[Task]) -> str:
+    stages, kind = sorted({task.stage for task in tasks}), tasks[0].kind
+    place = "part" if kind in PART_KINDS else "stage"
+    return f"{WORDS[kind]} of {place} {runs_text(stages)}"
 
 
 def runs_text(numbers: Sequence[int]) -> str:

@@ -1,0 +1,86 @@
+"""Pairs of neighbours in a rank's order, an F and a B or I, that run as one program.
+
+A pair begins when both of its tasks can, and others read its values when both have ended, so ranks
+may wait for it. Those tasks are paired with which the step, if a pair took as long as its tasks, is
+at most `MOST_LONGER` times as long, at the schedule's relative costs.
+"""
+
+from heapq import heappop, heappush
+from itertools import pairwise
+
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.execution_order import Jobs
+from ppctl.schedule.ir import Schedule, Task
+
+MOST_LONGER = 1.03
+
+
+def fused_order(schedule: Schedule, costs: Costs) -> list[tuple[Task, ...]]:
+    """Return the tasks of all ranks by their start, pairs together; each after what it reads.
+
+    A rank that can start a task takes its next one along, if the values that both read are written
+    and both end early enough for the tasks after them.
+
+    >>> from ppctl.schedule.families.one_f_one_b import eager_1f1b
+    >>> order = fused_order(eager_1f1b(2, 4), Costs())
+    >>> [" ".join(map(str, tasks)) for tasks in order if len(tasks) == 2]
+    ['0B0 0F3']
+    """
+    # 1. tasks as numbers; of each rank the place in its order, and the end of its last task
+    jobs = Jobs(schedule, costs)
+    latest_s, seconds, microbatch = _latest_ends(jobs), jobs.seconds, jobs.microbatch
+    at, free_s = [0] * jobs.num_ranks, [0.0] * jobs.num_ranks
+    written_s, starts = dict[int, float](), list[tuple[float, int]]()  # (seconds, rank)
+    waiting, found = set(range(jobs.num_ranks)), list[tuple[float, list[int]]]()
+
+    def ready_s(task: int, free_s: float) -> float | None:
+        """Return when a task can start on a rank that is free then; None: not known yet."""
+        reads = {base + microbatch[task]: hop_s for base, hop_s in jobs.needs[task]}
+        if not reads.keys() <= written_s.keys():
+            return None
+        return max([free_s, *(written_s[value] + hop_s for value, hop_s in reads.items())])
+
+    # 2. ranks in order of time: a task, with the next one if both end in time
+    while True:
+        for rank in [*waiting]:
+            for task in jobs.first[rank][at[rank] : at[rank] + 1]:
+                if (start_s := ready_s(task, free_s[rank])) is not None:
+                    heappush(starts, (start_s, rank))
+                    waiting.remove(rank)
+        if not starts:
+            break
+        start_s, rank = heappop(starts)
+        group = jobs.first[rank][at[rank] : at[rank] + 2]
+        together_s = ready_s(group[-1], start_s) if _can_pair(jobs, group) else None
+        must_start_s = min(latest_s[task] for task in group) - sum(seconds[task] for task in group)
+        if together_s is None or together_s > must_start_s:
+            group, together_s = group[:1], start_s
+        found.append((together_s, group))
+        at[rank] += len(group)
+        free_s[rank] = together_s + sum(seconds[task] for task in group)
+        made = (base + microbatch[task] for task in group for base in jobs.makes[task])
+        written_s |= dict.fromkeys(made, free_s[rank])
+        waiting.add(rank)
+    found.sort(key=lambda each: each[0])
+    return [tuple(jobs.tasks[task] for task in group) for _, group in found]
+
+
+def _can_pair(jobs: Jobs, group: list[int]) -> bool:
+    kinds = "".join(jobs.tasks[task].kind for task in group)
+    return kinds in ("FB", "BF", "FI", "IF")
+
+
+def _latest_ends(jobs: Jobs) -> list[float]:
+    """Return for each task its latest end with which the step is no longer than allowed."""
+    times = jobs.run(jobs.first)
+    assert times is not None, "a valid schedule"
+    latest_s = [MOST_LONGER * times.makespan_s] * len(jobs.tasks)
+    writer = {base + jobs.microbatch[task]: task for task in jobs.ran for base in jobs.makes[task]}
+    before = {b: a for order in jobs.first for a, b in pairwise(order)}
+    for task in reversed(jobs.ran):
+        start_s, m = latest_s[task] - jobs.seconds[task], jobs.microbatch[task]
+        earlier = [(writer[base + m], hop_s) for base, hop_s in jobs.needs[task]]
+        earlier += [(before[task], 0.0)] if task in before else []
+        for other, hop_s in earlier:
+            latest_s[other] = min(latest_s[other], start_s - hop_s)
+    return latest_s
