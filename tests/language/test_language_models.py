@@ -73,7 +73,7 @@ PIPELINES = {  # of two stages or more, and four microbatches
     },
     "mixtral": {"mesh": (1, 2, 2), "schedule": "1f1b"},
     "qwen3_moe": {"mesh": (1, 2, 2), "schedule": "zb_h1", "executor": "mpmd"},
-    "olmoe": {"mesh": (1, 1, 4), "schedule": "gpipe"},
+    "olmoe": {"mesh": (1, 1, 2), "schedule": "gpipe"},
     "qwen2_moe": {"mesh": (2, 2, 1), "schedule": "1f1b", "executor": "mpmd"},
     "glm4_moe": {"mesh": (1, 3, 2), "schedule": "1f1b"},
 }

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support.oracle import FOLDER
-from support.selection import full, full_except
+from support.selection import full
 
 import ppctl
 from ppctl import cli
@@ -123,7 +123,8 @@ def test_a_run_of_adapters_from_an_imported_model(layouts, base, capsys):
     assert "--adapter: base was not trained with optim.train=lora" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", full_except(["mixtral", "glm4_moe"], "glm4_moe"))
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["mixtral", "glm4_moe"])
 def test_adapters_at_the_attention_of_a_mixture(name, tmp_path, monkeypatch, capsys):
     """Trained over ep, merged, exported both ways, generated from and evaluated."""
     monkeypatch.chdir(tmp_path)
