@@ -72,6 +72,16 @@ def test_a_recipe_keeps_what_its_plan_counts_with(name, tmp_path):
     assert f", hardware={asked.hardware.name}" in assumed
 
 
+def test_a_recipe_keeps_a_setting_of_a_published_model_that_is_again_the_default(tmp_path):
+    """The recipe named the model and left it out: it trained all 32 layers."""
+    few = config.Transformer().num_layers
+    words = ["model=llama3_8b", f"model.num_layers={few}", "mesh=1x4", "data=synthetic"]
+    asked, path = composed(words), tmp_path / "recipes/tuned.yaml"
+    write_recipe(path, asked, 1.0, None)
+    assert composed(["recipes=tuned"], str(tmp_path)).model == asked.model
+    assert asked.model.num_layers == few
+
+
 def test_plan_prints_of_the_recipe_what_tune_did(tuned, capsys):
     code, out, _ = tuned(
         "mesh=1x4", "hardware=h100", "run.dtype=bfloat16", "tune.schedules=[1f1b]", "--json"

@@ -84,7 +84,11 @@ def _assumed(data: Any, model: Any, hardware: Hardware | AutoHardware) -> str:
 
 
 def _settings(part: Any) -> dict[str, Any]:
-    """Return a part's settings that differ from the default, nested; of a mesh the unnamed."""
+    """Return a part's settings that differ from the default, nested; of a mesh the unnamed.
+
+    All those of an option whose file states others, such as a published model: one that was set
+    back to the default differs from the file.
+    """
     if isinstance(part, Hardware):  # of a custom file, which may change, all settings
         usual = asdict(known()[part.name]) if part.name in known() else {}
         return _differences(asdict(part), usual)
@@ -94,7 +98,9 @@ def _settings(part: Any) -> dict[str, Any]:
             for k, v in _differences(asdict(part), asdict(Mesh())).items()
             if k not in TEXT_AXES
         }
-    return _differences(asdict(part), asdict(type(part)()))
+    usual = type(part)()
+    is_of_file = not isinstance(part, Run) and part.name != usual.name
+    return _differences(asdict(part), {} if is_of_file else asdict(usual))
 
 
 def _differences(values: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
