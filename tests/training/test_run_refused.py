@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from support.remedies import suggestions
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,25 @@ def test_a_resume_that_cannot_be_is_refused_before_compiling(train, copy, step, 
     assert err.startswith("ppctl: ")
     assert re.search(message, err), err
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (6, "run.resume=never"),
+        (4, "run.num_steps=3"),
+        (4, "model.activation=tanh"),
+        (0, "run.resume=must"),
+    ],
+)
+def test_the_remedy_of_a_refused_resume_runs(train, copy, step, words):
+    copy(step)
+    tried = suggestions(train(*words.split())[2])
+    assert tried
+    for suggestion in tried:
+        code, _, err = train(*words.split(), *suggestion)
+        assert (code, err) == (0, "")
 
 
 def test_a_run_dir_that_cannot_be_written_is_refused_before_compiling(train, tmp_path):

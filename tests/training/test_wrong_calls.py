@@ -58,6 +58,29 @@ def test_a_wrong_request_is_refused(request_, message):
         make(**request_)
 
 
+def layers(number):
+    return ppctl.transformer(num_layers=number, d_model=8, num_heads=2, vocab_size=16)
+
+
+@pytest.mark.parametrize(
+    ("request_", "remedy", "served"),
+    [
+        (
+            {"num_microbatches": 3},
+            "Use 9,",
+            {"batch": {name: np.resize(a, (9, 4)) for name, a in BATCH.items()}},
+        ),
+        ({"schedule": "zb_v"}, "partition=[0, 1, 1, 0]", {"partition": [0, 1, 1, 0]}),
+        ({"schedule": "zb_v"}, "Use num_layers=4", {"model": layers(4)}),
+        ({"partition": [3, 1]}, "Use num_layers=4,", {"model": layers(4)}),
+    ],
+)
+def test_the_remedy_of_a_wrong_request_is_served(request_, remedy, served):
+    with pytest.raises(ppctl.PpctlError, match=re.escape(remedy)):
+        make(**request_)
+    make(**request_ | served)
+
+
 def test_float64_is_refused_where_jax_has_32_bits():
     with (
         jax.enable_x64(False),
@@ -194,3 +217,5 @@ def test_messages_of_a_mesh_name_its_arguments_and_no_settings(sizes, message):
     with pytest.raises(ppctl.PpctlError, match=f"^{message}$") as found:
         ppctl.mesh(**sizes)
     assert not re.search(r"\b(run|mesh|plan)\.\w+", str(found.value))
+    for sizes in re.findall(r"such as ppctl\.mesh\(pp=(\d+)\)", str(found.value)):
+        assert ppctl.mesh(pp=int(sizes)).size == int(sizes)
