@@ -9,6 +9,7 @@ from dataclasses import asdict
 from math import inf
 
 import pytest
+from support.remedies import suggestions
 from support.tuning import composed, layout, request
 
 from ppctl import cli
@@ -136,12 +137,12 @@ def test_stages_are_divided_over_tp_and_cp_as_the_request_allows(executor, capsy
     [
         (
             "tune.tp=[8]",
-            r"model.num_heads=4 is not a multiple of mesh.tp=8: .* Use mesh.tp=2, 4, or other "
-            r"sizes",
+            r"model.num_heads=4 is not a multiple of tune.tp=\[8\]: .* Use tune.tp=\[2, 4\], or "
+            r"other sizes",
         ),
         (
             "tune.tp=[1] tune.cp=[8] model.seq_len=8",
-            r"8 tokens are fewer than the 2\*mesh.cp = 2\*8 = 16 .* mesh.cp=4 at",
+            r"8 tokens are fewer than the 2\*tune.cp = 2\*8 = 16 .* tune.cp=\[4\] at",
         ),
     ],
 )
@@ -150,6 +151,10 @@ def test_what_tp_and_cp_cannot_divide_is_refused_before_the_search(words, messag
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert re.search(message, err), err
+    ((suggested,),) = suggestions(err)  # a setting of tune: mesh.tp would change nothing
+    name = suggested.partition("=")[0].removeprefix("tune.")
+    assert name in words
+    assert 8 not in getattr(composed([suggested]).tune, name)
 
 
 # --- none fits, none is needed ------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, as_setting, written_as
 from ppctl.executors.model_shapes import Model
 from ppctl.executors.parameter_bytes import ParamBytes, param_bytes
 from ppctl.executors.parameter_layout import shapes_on_device
@@ -104,7 +104,8 @@ def stage_divisions(
             )
         # 2. sizes that the model does not allow
         try:
-            models(division, 0)
+            with written_as(_as_choice):
+                models(division, 0)
         except ConfigError:
             chosen = (name for name, each in requested.items() if each is None)
             if all(getattr(division, name) == 1 for name in chosen):
@@ -112,6 +113,14 @@ def stage_divisions(
             continue
         sizes.append(division)
     return sizes
+
+
+def _as_choice(name: str, value: object, _argument: str | None) -> str:
+    """Return a setting as tune has it: its sizes inside a stage are lists."""
+    group, _, axis = name.partition(".")
+    if (group, axis in STAGE_AXES) != ("mesh", True):
+        return as_setting(name, value)
+    return as_setting(f"tune.{axis}", None if value is None else f"[{value}]")
 
 
 def _candidates(
