@@ -30,7 +30,6 @@ from ppctl.config.groups.layout_settings import (
     Explicit,
     Mesh,
     Mpmd,
-    Pipelined,
     Reference,
     Spmd,
     Uniform,
@@ -170,7 +169,7 @@ def _check_executor(executor: AnyExecutor, mesh: Mesh, partition: str, model: An
         check_sequences(mesh.cp, model.seq_len)
     if not isinstance(model, CustomModel):
         experts = model.moe.num_experts if isinstance(model, Transformer) else None
-        divides_rows = not isinstance(executor, Pipelined) or executor.sequence_parallel
+        divides_rows = isinstance(executor, Spmd | Mpmd) and executor.sequence_parallel
         check_experts(experts, mesh.ep, mesh.tp, divides_rows=divides_rows)
 
 

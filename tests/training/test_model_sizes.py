@@ -37,7 +37,7 @@ PUBLISHED = {  # parameters, as the models' pages state them, embeddings once wh
     "qwen2_57b_a14b": 57_408_658_944,
     # without the layer for multi-token prediction, which has its own embedding and head
     "glm4p5_air": 110_468_824_832 - 3_616_573_568,
-    "glm4p5": 358_337_791_296 - 5_539_962_272,
+    "glm4p5_355b": 358_337_791_296 - 5_539_962_272,
     "smollm2_135m": 134_515_008,
     "smollm2_360m": 361_821_120,
     "smollm2_1p7b": 1_711_376_384,
