@@ -298,6 +298,10 @@ def test_the_command_prints_writes_and_runs_ranks_that_are_alike_once(tmp_path, 
             "executor=reference has no ranks. Use executor=spmd",
         ),
         (
+            {"executor": config.Mpmd(fuse="fb")},
+            "it times single tasks, but executor.fuse=fb runs two as one program",
+        ),
+        (
             {"run": config.Run(distributed="env", num_processes=2)},
             "run.distributed=env joins processes",
         ),

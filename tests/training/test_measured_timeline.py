@@ -99,6 +99,10 @@ def test_a_task_without_a_program_takes_no_time_and_means_are_those_of_a_stage()
             ("executor=spmd",),
             "run.timeline=true measures tasks that are programs of their own, but executor=spmd is",
         ),
+        (
+            ("executor=mpmd", "executor.fuse=fb"),
+            "run.timeline=true measures single tasks, but executor.fuse=fb runs two as one program",
+        ),
         (("executor=mpmd", "run.profile=0"), "run.timeline=true and run.profile=0 both trace"),
     ],
 )
