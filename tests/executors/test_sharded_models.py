@@ -95,6 +95,12 @@ def test_loss_and_gradients_are_the_references_everywhere(model, mesh, how):
 
 
 @pytest.mark.full
+def test_a_forward_and_a_backward_as_one_program_are_divided_too():
+    how = {"schedule": "interleaved", "num_chunks": 2, "num_microbatches": 8, "fuse": "fb"}
+    assert difference(stack(), {"tp": 2, "pp": 2}, **MPMD, **how) <= TOLERANCE
+
+
+@pytest.mark.full
 def test_an_update_before_the_norm_is_known_changes_no_gradient():
     assert difference(stack(), ALL_AXES, **MPMD, post_validation=True, clip_norm=1.0) <= TOLERANCE
 
