@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 MOST_BYTES = 2**28  # a file read whole; a timeline of a million tasks has a quarter of that
+PIECE = 2**20  # bytes
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
@@ -43,10 +44,12 @@ def read_file(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
     """Return the bytes of a plain file. OSError for all else, and for one that is larger."""
     with open_file(path) as file:
         is_small = os.fstat(file.fileno()).st_size <= most_bytes
-        content = file.read(most_bytes + 1) if is_small else b""
+        content = bytearray()  # by pieces: a read of n bytes allocates n, however short the file
+        while is_small and len(content) <= most_bytes and (piece := file.read(PIECE)):
+            content += piece
     if not is_small or len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"More than {most_bytes >> 20} MiB")
-    return content
+    return bytes(content)
 
 
 def read_text(path: str | Path, most_bytes: int = MOST_BYTES) -> str:
