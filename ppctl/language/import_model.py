@@ -126,6 +126,8 @@ def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
             return np.asarray((tensor.T if each.is_transposed else tensor)[index], shape.dtype)
 
         def part(index: Any) -> np.ndarray:
+            if of_leaf and not of_leaf[0].place:  # a part of a tensor, without a copy
+                return read(of_leaf[0], index)
             ranges = [range(size)[each] for size, each in zip(shape.shape, index, strict=True)]
             block = np.zeros([*map(len, ranges)], shape.dtype)  # zeros where no layer uses it
             for each in of_leaf:
