@@ -174,6 +174,25 @@ def test_one_expert_is_the_dense_model():
     np.testing.assert_array_equal(router["bias"], batch["targets"].size)
 
 
+@pytest.mark.parametrize(
+    ("executor", "dispatch"),
+    [("spmd", "gather"), full(("mpmd", "gather")), full(("spmd", "alltoall"))],
+)
+def test_rows_beyond_the_capacity_are_counted_in_a_step(executor, dispatch):
+    moe = {"num_experts": 8, "top_k": 2, "choice_bias": True, "capacity": 1.5, "dispatch": dispatch}
+    stack = ppctl.transformer(**SIZES, moe=moe)
+    params = jax.tree.map(jnp.asarray, make_params(stack))
+    favored = jnp.where(jnp.arange(8) < 2, 100.0, params["layers"]["router"]["bias"])
+    pipe = pipe_of(stack, {"pp": 2, "ep": 2}, "1f1b", executor=executor)
+    _, metrics = pipe.step(state_of(pipe, set_bias(params, favored)), make_batch())
+    # every token chooses experts 0 and 1, both of the first of two devices: twice its even share
+    num_tokens, num_layers = make_batch()["inputs"].size, SIZES["num_layers"]
+    by_expert = np.where(np.arange(8) < 2, num_tokens, 0)
+    np.testing.assert_array_equal(metrics["counts"]["router/bias"], [by_expert] * num_layers)
+    dropped = [[2 * num_tokens * (1 - 1.5 / 2)]] * num_layers
+    np.testing.assert_array_equal(metrics["counts"]["router/dropped"], dropped)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("executor", ["spmd", "mpmd"])
 def test_adapters_of_a_mixture_have_the_references_gradients(executor):

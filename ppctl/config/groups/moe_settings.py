@@ -21,6 +21,7 @@ class Experts:
     DeepSeek-V2 and -V3.
     """
 
+    # of a layer; a token chooses top_k of them; None: layers have an MLP
     num_experts: Annotated[int, up_to(4096, "the router scores each token for all")] | None = None
     top_k: Count = 2  # experts of a token
     width: Count | None = None  # hidden width of an expert; None: model.mlp_width
@@ -29,13 +30,12 @@ class Experts:
     normalize: bool = True  # a token's weights are divided by their sum
     scale: Positive = 1.0  # factor of the weights
     choice_bias: bool = False  # a bias, trained by bias_update only, is added to scores that choose
-    num_groups: Count = 1  # groups of experts; a token chooses within its best top_groups
-    top_groups: Count = 1
+    num_groups: Count = 1  # groups of experts, of equal size
+    top_groups: Count = 1  # groups that a token chooses within
     # score of a group: that of its best expert (max) | the sum of its two best (top2)
     group_score: Annotated[str, one_of(*GROUP_SCORES)] = "max"
-    shared_width: Count | None = (
-        None  # hidden width of an expert of all tokens; None: there is none
-    )
+    # hidden width of an expert of all tokens; None: no such expert
+    shared_width: Count | None = None
     shared_gate: bool = False  # the shared expert's output is multiplied by sigmoid(x w)
     first_dense: Natural = 0  # layers before the first with experts; they have an MLP
     period: Count = 1  # of the layers after, those whose number (from 1) it divides have experts
@@ -44,8 +44,7 @@ class Experts:
     bias_update: NotNegative = 0.0  # step of the choice bias towards less loaded experts
     # tokens reach experts on other devices by gather (all_gather, psum_scatter) | alltoall
     dispatch: Annotated[str, one_of(*DISPATCHES)] = "gather"
-    # bound on the rows of a device, at least 1 times its even share; the rest is dropped; None: no
-    # bound, and nothing is dropped
+    # bound on a device's rows over its even share, from 1; rows beyond are dropped; None: no bound
     capacity: Annotated[float, partial(at_least, least=1)] | None = None
     # products of experts: auto (by device) | scan (CPU) | triton (NVIDIA GPUs) | ragged_dot (TPU)
     kernel: Annotated[str, one_of(*PRODUCTS)] = "auto"
