@@ -13,6 +13,7 @@ import pytest
 from support.selection import full_except
 
 from ppctl import cli, config
+from ppctl.config.groups.moe_settings import Experts
 from ppctl.errors import ConfigError
 from ppctl.executors.mpmd.plan_tasks import TASKS
 from ppctl.planner.cost.planned_step import Machine
@@ -65,6 +66,14 @@ REQUESTS = {
         data=config.Regression(batch_size=16),
     ),
     "recomputed": replace(SMALL, executor=config.Mpmd(remat="full")),
+    "experts on two devices": replace(
+        SMALL,
+        model=config.Transformer(
+            num_layers=4, d_model=8, num_heads=2, seq_len=8, moe=Experts(4, dispatch="alltoall")
+        ),
+        data=config.Synthetic(batch_size=12, vocab_size=13),
+        mesh=config.Mesh(1, 2, 1, 2),
+    ),
     "copies": replace(SMALL, mesh=config.Mesh(1, 2, 2)),
 }
 ALL_ALIKE = Timing(1.0, 1e-9)  # as fast as one of them

@@ -14,7 +14,6 @@ TESTS = Path(__file__).resolve().parents[2]
 sys.path[0] = str(TESTS)  # the package, not the names of its files
 
 from benchmarks.published.compare import as_json, compare, expressible  # noqa: E402
-from benchmarks.published.constants import is_fitted  # noqa: E402
 from benchmarks.published.fit import fit  # noqa: E402
 from benchmarks.published.rows import read_rows  # noqa: E402
 from benchmarks.published.show import DATA, show, write_page  # noqa: E402
@@ -35,9 +34,7 @@ def main() -> None:
     except ConfigError as error:
         parser.error(str(error))
     if options.fit:
-        half = [
-            each for each in expressible(rows) if is_fitted(each[0].id) and each[0].published_s()
-        ]
+        half = [each for each in expressible(rows) if each[0].is_fitted and each[0].published_s()]
         print(len(half), "rows:", fit(half))
         return
     compared = compare(rows)

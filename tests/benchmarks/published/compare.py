@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.published.constants import FITTED, Constants, is_fitted
+from benchmarks.published.constants import FITTED, Constants
 from benchmarks.published.request import DTYPE, Request, requests_of
 from benchmarks.published.rows import Row
 from benchmarks.published.step import chosen, memory_gib, work_of_request
@@ -27,6 +27,7 @@ class Compared:
     gpu: str
     has_pipeline: bool
     is_fitted: bool  # whether the constants were fitted on it
+    is_mixture: bool  # of experts
     published_step_s: float | None
     predicted_step_s: float | None = None
     ratio: float | None = None  # predicted over published
@@ -78,7 +79,15 @@ def expressible(rows: Iterable[Row]) -> Iterator[tuple[Row, list[Request]]]:
 
 
 def _compared(row: Row, constants: Constants) -> Compared:
-    head = row.id, row.system, row.source, row.gpu_short, row.has_pipeline, is_fitted(row.id)
+    head = (
+        row.id,
+        row.system,
+        row.source,
+        row.gpu_short,
+        row.has_pipeline,
+        row.is_fitted,
+        row.is_mixture,
+    )
     try:
         request, time = chosen(requests_of(row), constants)
     except (ConfigError, ScheduleError) as error:
@@ -139,16 +148,18 @@ def errors(compared: Iterable[Compared], name: str) -> Errors | None:
 
 def summary(compared: Sequence[Compared]) -> list[Errors]:
     """Return the errors with and without a pipeline: of all rows, of those fitted on, and of the
-    others.
+    others; then of mixtures, on which none is fitted.
     """
     found = list[Errors | None]()
     for has_pipeline, name in ((True, "with a pipeline"), (False, "without a pipeline")):
-        rows = [row for row in compared if row.has_pipeline == has_pipeline]
+        dense = (row for row in compared if not row.is_mixture)
+        rows = [row for row in dense if row.has_pipeline == has_pipeline]
         found.append(errors(rows, name))
         found += [
             errors([row for row in rows if row.is_fitted == half], f"{name}, {text}")
             for half, text in HALVES
         ]
+    found.append(errors([row for row in compared if row.is_mixture], "mixtures of experts"))
     return [each for each in found if each is not None]
 
 

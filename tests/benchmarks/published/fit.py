@@ -1,4 +1,4 @@
-"""The four constants, fitted again on the half of the rows that `is_fitted` names.
+"""The four constants, fitted again on the half of the rows that `Row.is_fitted` names.
 
 The mean of errors, as logarithms, of at most MOST each, is least, by steps along each constant in
 turn.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.published.constants import is_fitted
 from ppctl.errors import ConfigError
 
 SIZES = "layers", "hidden", "heads", "kv_heads", "ffn", "vocab"
@@ -111,6 +112,15 @@ class Row:
     @property
     def has_pipeline(self) -> bool:
         return self.pp > 1
+
+    @property
+    def is_mixture(self) -> bool:
+        return self.model is not None and self.model.experts is not None
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether the constants are fitted on it: on half of the rows that are no mixtures."""
+        return is_fitted(self.id) and not self.is_mixture
 
     @property
     def counts_recomputing(self) -> bool:
