@@ -136,12 +136,12 @@ def compiled_for_gpus(dispatch):
 
 @needs_cuda_plugin
 @pytest.mark.slow
-@pytest.mark.parametrize("dispatch", ["gather", full("alltoall")])
-def test_what_experts_are_sent_travels_beside_products_of_the_other_task(dispatch):
+@pytest.mark.parametrize(("dispatch", "alone"), [("gather", 1), full(("alltoall", 11))])
+def test_what_experts_are_sent_travels_beside_products_of_the_other_task(dispatch, alone):
     found = compiled_for_gpus(dispatch)
     print(dispatch, found)
     (sent, hidden), (sent_back, hidden_back) = found["F"], found["B"]
     together, both = found["BF"]
     assert hidden == 0  # a forward computes nothing while its tokens travel
     assert both - together > (hidden - sent) + (hidden_back - sent_back)
-    assert both >= together - 1
+    assert together - both <= alone
