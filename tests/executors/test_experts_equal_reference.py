@@ -110,7 +110,10 @@ def pairwise():
         yield pytest.param(mesh, how, id=" ".join(words))
 
 
-@pytest.mark.parametrize(("mesh", "how"), CASES.values(), ids=CASES)
+*FIRST, SLOWEST = CASES.values()
+
+
+@pytest.mark.parametrize(("mesh", "how"), [*FIRST, full(SLOWEST)], ids=CASES)
 def test_a_mixture_trains_as_one_whose_experts_compute_all_tokens(mesh, how):
     check(mesh, steps_only="executor" not in how, **how)  # spmd compiles gradients by themselves
 
@@ -118,8 +121,8 @@ def test_a_mixture_trains_as_one_whose_experts_compute_all_tokens(mesh, how):
 @pytest.mark.parametrize(
     ("mesh", "num_microbatches"),
     [
-        ({"dp": 4, "pp": 2}, 8),  # an example each
-        full(({"pp": 1, "ep": 2}, 1)),
+        full(({"dp": 4, "pp": 2}, 8)),  # an example each
+        ({"pp": 1, "ep": 2}, 1),
         full(({"dp": 2, "pp": 2, "tp": 2}, 2)),
         full(({"pp": 2, "cp": 2}, 16)),
     ],
@@ -252,7 +255,8 @@ def test_the_bias_of_choices_evens_the_load_alike_in_every_layout(executor, mesh
     np.testing.assert_array_equal(found, counts)
 
 
-@pytest.mark.parametrize("executor", ["spmd", full("mpmd")])
+@pytest.mark.full
+@pytest.mark.parametrize("executor", ["spmd", "mpmd"])
 def test_dropped_tokens_are_those_beyond_the_rows_of_a_device(executor):
     moe = {"num_experts": 8, "top_k": 2, "capacity": 1.0}
     stack, batch = ppctl.transformer(**SIZES, moe=moe), make_batch()

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 from support.plans import planned
+from support.selection import full
 
 from ppctl import cli
 from ppctl.cli.compose import compose, compose_drawing
@@ -211,19 +212,29 @@ def sizes_of_ep(monkeypatch, *words, experts=EXPERTS, devices=16, host=8):
     return sorted({division.ep for division in found})
 
 
-def test_a_search_divides_experts_inside_a_host(monkeypatch):
-    assert sizes_of_ep(monkeypatch) == [1, 2, 4, 8]
-    assert sizes_of_ep(monkeypatch, host=4) == [1, 2, 4]
-    assert sizes_of_ep(monkeypatch, experts=EXPERTS.replace("=8", "=6"), devices=12) == [1, 2, 3, 6]
-    assert sizes_of_ep(monkeypatch, "tune.ep=[8]", host=4) == [8]  # over hosts on request
-    assert sizes_of_ep(monkeypatch, "tune.tp=[1]", experts="") == [1]
+@pytest.mark.parametrize(
+    ("words", "how", "expected"),
+    [
+        ((), {}, [1, 2, 4, 8]),
+        full(((), {"host": 4}, [1, 2, 4])),
+        full(((), {"experts": EXPERTS.replace("=8", "=6"), "devices": 12}, [1, 2, 3, 6])),
+        full((("tune.ep=[8]",), {"host": 4}, [8])),  # over hosts on request
+        full((("tune.tp=[1]",), {"experts": ""}, [1])),
+    ],
+)
+def test_a_search_divides_experts_inside_a_host(monkeypatch, words, how, expected):
+    assert sizes_of_ep(monkeypatch, *words, **how) == expected
 
 
 @pytest.mark.parametrize(
     ("words", "experts", "message"),
     [
-        ("tune.ep=[16]", EXPERTS, "num_experts=8 is not a multiple of (mesh.)?ep = 16"),
-        ("tune.ep=[2]", "", "ep=2 divides experts, and the model has no expert"),
+        (
+            "tune.ep=[16]",
+            EXPERTS,
+            r"num_experts=8 is not a multiple of tune.ep = 16: .* Use tune.ep=\[8\]",
+        ),
+        ("tune.ep=[2]", "", r"tune.ep=\[2\] divides experts, and the model has no expert"),
         ("tune.ep=[3]", EXPERTS, "tune.ep: 3 does not divide 16 devices"),
     ],
 )
