@@ -30,7 +30,7 @@ from ppctl.schedule.mesh_axes import mesh_text
 from ppctl.user_files import check_text
 
 UNKNOWN_KEY = (omegaconf_errors.ConfigKeyError, omegaconf_errors.ConfigAttributeError)
-# of Hydra, for malformed, unreadable and endless files of the user's
+# Hydra's errors for malformed, unreadable and endless files of the user
 OF_FILES = (ValueError, OSError, RecursionError)
 ASSUMED = "such costs are assumed by `ppctl schedule` alone. Leave them out."
 OF_MODELS = f"costs.{Costs.OF_MODELS}"

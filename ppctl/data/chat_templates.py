@@ -18,9 +18,9 @@ from ppctl.user_files import check_text, read_text
 
 FILE = "chat_template.jinja"
 BEGIN, END = "\ufdd0", "\ufdd1"  # noncharacters: mark the text in {% generation %} while rendering
-MOST_LETTERS = 2**18  # of a template; usual: 2,000 to 20,000
+MOST_LETTERS = 2**18  # letters of a template; usual: 2,000 to 20,000
 MOST_STEPS = 2**20  # items of loops to render a chat once; usual: a few for each message
-CALL_STEPS = 8  # of a call, which takes longer
+CALL_STEPS = 8  # steps that a call counts as: it takes longer
 MOST_PRODUCT = 2**24  # letters of a repeated text
 TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # names that templates read
 GENERATION = "{% generation %}"

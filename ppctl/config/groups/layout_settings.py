@@ -128,8 +128,8 @@ class Mpmd(Pipelined):
     # with mesh.cp: keys and values are gathered | go round a ring
     context: Annotated[str, one_of("gather", "ring")] = "gather"
     post_validation: bool = False  # update before the global norm is known, again if wrong
-    # a forward and a backward next to each other are two programs (none) | one, in which the sends
-    # of each travel beside the products of the other (fb)
+    # programs of a forward and a backward next to each other: two (none) | one, in which the sends
+    # of each overlap the products of the other (fb)
     fuse: Annotated[str, one_of("none", "fb")] = "none"
 
     ENGINE: ClassVar[EngineTraits] = BY_TASKS

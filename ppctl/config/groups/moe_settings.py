@@ -21,7 +21,7 @@ class Experts:
     DeepSeek-V2 and -V3.
     """
 
-    # of a layer; a token chooses top_k of them; None: layers have an MLP
+    # experts of a layer (a token chooses top_k); None: layers have an MLP
     num_experts: Annotated[int, up_to(4096, "the router scores each token for all")] | None = None
     top_k: Count = 2  # experts of a token
     width: Count | None = None  # hidden width of an expert; None: model.mlp_width
@@ -38,7 +38,7 @@ class Experts:
     shared_width: Count | None = None
     shared_gate: bool = False  # the shared expert's output is multiplied by sigmoid(x w)
     first_dense: Natural = 0  # layers before the first with experts; they have an MLP
-    period: Count = 1  # of the layers after, those whose number (from 1) it divides have experts
+    period: Count = 1  # experts are in layers whose number (from 1) it divides
     balance_loss: NotNegative = 0.0  # weight of each sequence's balance loss (DeepSeek-V3)
     z_loss: NotNegative = 0.0  # weight of the squared log-sum of router logits (ST-MoE)
     bias_update: NotNegative = 0.0  # step of the choice bias towards less loaded experts

@@ -123,7 +123,7 @@ class Costs(Settings):
     transfer_s: NotNegative = 0.0  # one activation or gradient from a rank to the next
     activation_gib: NotNegative = 0.0  # residuals of a forward through 1/p of the layers
     fixed_gib: NotNegative = 0.0  # parameters, optimizer and gradient sums of 1/p of the layers
-    # of predictions of a model only: rows of experts on the most loaded device, over the mean
+    # rows of experts on the most loaded device, over the mean; read by predictions of a model only
     expert_imbalance: Annotated[float, partial(at_least, least=1)] = 1.0
 
     KEY = "costs"

@@ -40,7 +40,7 @@ class FusedTasks(NamedTuple):
     """The shape of a program of two tasks: their programs, and its names of their values."""
 
     programs: tuple[ProgramId, ...]
-    reads: tuple[tuple[str, ...], ...]  # of each task
+    reads: tuple[tuple[str, ...], ...]  # names that each task reads
     writes: tuple[tuple[str, ...], ...]
 
     def by_name(self, of: Callable[[ProgramId, Sequence[str]], Sequence[Any]]) -> dict[str, Any]:
