@@ -76,6 +76,7 @@ FACTORS = {
     ],
 }
 AXES = ("pp", "fsdp", "ep", "tp", "cp")
+OF_TWO_CHUNKS = ("interleaved", "zb_v", "dualpipe_v")
 
 
 def possible(values):
@@ -83,6 +84,8 @@ def possible(values):
     (name, _), mesh = values.get("other") or (None, None), values.get("mesh", (2, 2, 1, 1, 1))
     sizes = dict(zip(AXES, mesh, strict=True))
     if sizes["pp"] == 1 and (name == "vocab" or values.get("schedule") == "dualpipe_v"):
+        return False
+    if sizes["pp"] == 4 and values.get("schedule") in OF_TWO_CHUNKS:  # the models have four layers
         return False
     if name == "gather" and sizes["fsdp"] == 1:
         return False
