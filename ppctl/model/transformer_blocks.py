@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.nn import initializers
 
 from ppctl.model.architecture import ACTIVATIONS, GATED, Architecture, Draw
@@ -143,9 +144,12 @@ class Block:
             found = found.reshape(-1, num_tokens, number, width)
             return found if norm is None or sizes.whole_qk_norm else normed(norm, found, sizes)
 
-        # 2. attention
-        q_BTNH = self.turn(heads("query", num_heads))
-        k_BSGH = self.turn(heads("key", num_kv_heads, of_kv_head))
+        # 2. attention; its backward reads turned queries and keys, and theirs reads no others
+        kept = (
+            _all if sizes.qk_norm or sizes.whole_qk_norm else partial(checkpoint_name, name="saved")
+        )
+        q_BTNH = kept(self.turn(heads("query", num_heads)))
+        k_BSGH = kept(self.turn(heads("key", num_kv_heads, of_kv_head)))
         v_BSGH = heads("value", num_kv_heads, of_kv_head)
         mixed = self.mix(q_BTNH, k_BSGH, v_BSGH, documents_BT).reshape(x_MD.shape[0], -1)
         return scatter(self._linear(params["out"], mixed), self.axes)
