@@ -10,8 +10,16 @@ from support.cuda_plugin import needs_cuda_plugin
 
 from ppctl import config
 from ppctl.executors import compiler_options
-from ppctl.executors.compiler_options import GPU_FLAGS, flags_for, text_of, total_bytes
+from ppctl.executors.compiler_options import (
+    GPU_FLAGS,
+    GRAPHED,
+    GRAPHS,
+    flags_for,
+    text_of,
+    total_bytes,
+)
 from ppctl.planner.cost.predict_step import predict_job
+from ppctl.training.pipeline import execution
 from ppctl.training.pipeline.job import assemble
 
 H100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
@@ -20,13 +28,27 @@ OTHERS = [("cpu", "cpu"), ("tpu", "TPU v5 lite"), ("gpu", "AMD Instinct MI300X")
 
 def test_nvidia_gpus_get_all_that_this_xla_knows(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
-    assert (
-        {GPU_FLAGS[0], GPU_FLAGS[-1]} <= set(flags_for("auto", H100)) <= set(GPU_FLAGS)
-    )  # jaxlib 0.12 has not all
+    wanted = *GPU_FLAGS, (GRAPHS, GRAPHED)
+    found = set(flags_for("auto", H100))
+    assert {GPU_FLAGS[0], *wanted[-2:]} <= found <= set(wanted)  # jaxlib 0.12 has not all
     monkeypatch.setattr(
         compiler_options, "GPU_FLAGS", (*GPU_FLAGS[:2], ("xla_gpu_of_tomorrow", True))
     )
-    assert flags_for("auto", H100) == GPU_FLAGS[:2]
+    assert flags_for("auto", H100)[:-1] == GPU_FLAGS[:2]
+
+
+@pytest.mark.parametrize(("request_", "has_loops"), [("traced", True), ("auto", False)])
+def test_tasks_show_in_traces_without_cuda_graphs_and_single_tasks_need_none(request_, has_loops):
+    assert dict(flags_for(request_, H100, has_loops=has_loops))[GRAPHS] == ""
+
+
+@pytest.mark.parametrize(("profile", "graphs"), [(None, GRAPHED), ("3", "")])
+def test_a_run_that_is_profiled_has_no_cuda_graphs(profile, graphs, monkeypatch):
+    asked = []
+    spy = lambda *request, **how: asked.append(flags_for(request[0], H100, **how)) or ()
+    monkeypatch.setattr(execution, "flags_for", spy)
+    assemble(tiny(run=config.Run(profile=profile)))
+    assert dict(asked[-1])[GRAPHS] == graphs
 
 
 def test_what_the_environment_sets_is_left_alone(monkeypatch):
@@ -43,6 +65,14 @@ def test_none_is_none_and_options_are_printed_as_xla_flags_has_them():
     assert flags_for("none", H100) == ()
     text = text_of((("xla_gpu_enable_triton_gemm", True), ("xla_gpu_autotune_level", "2")))
     assert text == "xla_gpu_enable_triton_gemm=true xla_gpu_autotune_level=2"
+
+
+def tiny(**groups):
+    model, data = config.MLP(num_layers=1, d_model=8), config.Regression(batch_size=8)
+    schedule = config.Schedule("1f1b", 1)
+    return config.Config(
+        model=model, mesh=config.Mesh(1, 1, 1), data=data, schedule=schedule, **groups
+    )
 
 
 def compiled_for_gpus(schedule="1f1b", ranks=8, flags="auto"):

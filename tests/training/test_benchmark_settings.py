@@ -64,7 +64,7 @@ def test_without_checkpoints_an_interrupted_run_leaves_at_once(train, tmp_path, 
 
 def test_options_of_the_compiler_are_printed_and_recorded(train, tmp_path, monkeypatch):
     flags = (("xla_backend_optimization_level", "1"),)
-    monkeypatch.setattr(execution, "flags_for", lambda request, device: flags)
+    monkeypatch.setattr(execution, "flags_for", lambda request, device, has_loops: flags)
     code, out, _ = train()
     assert code == 0
     assert "xla       xla_backend_optimization_level=1" in out
@@ -75,7 +75,7 @@ def test_options_of_the_compiler_are_printed_and_recorded(train, tmp_path, monke
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("executor.xla_flags=fast", "executor.xla_flags=fast is not one of auto, none"),
+        ("executor.xla_flags=fast", "executor.xla_flags=fast is not one of auto, traced, none"),
         (
             "run.memory_fraction=0.9",
             "run.memory_fraction=0.9 is of GPUs, but the devices are cpu. Leave it out.",

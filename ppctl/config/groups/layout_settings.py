@@ -92,8 +92,9 @@ class Reference(Settings):
     name: str = "reference"
     # none | layer | full: what the backward recomputes
     remat: Annotated[str, one_of(*Remat)] = "none"
-    # auto: flags that suit the devices, besides XLA_FLAGS' | none
-    xla_flags: Annotated[str, one_of("auto", "none")] = "auto"
+    # auto: flags that suit the devices, besides XLA_FLAGS' | traced: the same without CUDA graphs,
+    # in which traces see no tasks; auto with run.profile | none
+    xla_flags: Annotated[str, one_of("auto", "traced", "none")] = "auto"
 
     KEY = "executor"
     ENGINE: ClassVar[EngineTraits] = ALONE

@@ -109,7 +109,7 @@ class Target:
             cores=os.cpu_count() if is_nominal else None,
             order=self.order,
             # compilers overlap gathers with other work; on GPUs a matter of flags
-            gathers_ahead=not is_nominal and (hardware.cuda is None or self.xla_flags == "auto"),
+            gathers_ahead=not is_nominal and (hardware.cuda is None or self.xla_flags != "none"),
         )
 
     @property
@@ -160,10 +160,10 @@ class Target:
 
 def speed_of(hardware: Hardware, peak_flops_per_s: float) -> Speed:
     """Return the speed of a device, given its peak in the dtype of compute."""
-    reached, attention = hardware.reached, ("attention_forward", "attention_backward")
+    reached, kernels = hardware.reached, ("attention_forward", "attention_backward", "experts")
     return Speed(
         peak_flops_per_s * reached["flops"],
         hardware.memory_bytes_per_s * reached.get("bytes", 1.0),
-        *(peak_flops_per_s * reached[name] if name in reached else None for name in attention),
+        *(peak_flops_per_s * reached[name] if name in reached else None for name in kernels),
         cores=None if hardware.gpu is None else hardware.gpu.cores,
     )

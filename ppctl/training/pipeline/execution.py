@@ -57,8 +57,8 @@ def spmd(**options: Any) -> Spmd:
         options: remat: none | layer | full, what the backward recomputes. gather: step | layer,
             when layers are gathered over fsdp. unroll: layers of a device up to which they are
             unrolled, and scanned above. sequence_parallel: with tp, divide the tokens between
-            layers. xla_flags: auto | none. `ppctl train --help executor=spmd` lists all, with
-            their defaults.
+            layers. xla_flags: auto | traced | none. `ppctl train --help executor=spmd` lists all,
+            with their defaults.
 
     ConfigError: an option is unknown or impossible.
     """
@@ -115,7 +115,8 @@ def execution_of(
     ConfigError for an executor or option that is unknown, inapplicable, or does not fit the mesh.
     """
     config, rest = _configured(executor, options)
-    flags = flags_for(config.xla_flags, mesh.devices.flat[0])
+    has_loops = not config.ENGINE.dispatches_tasks
+    flags = flags_for(config.xla_flags, mesh.devices.flat[0], has_loops=has_loops)
     axes = StageAxes.of(mesh.shape)
     execution = Execution(config.name, Remat.of(config.remat), xla_flags=flags, axes=axes)
     if isinstance(config, Pipelined):

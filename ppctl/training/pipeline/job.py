@@ -231,7 +231,10 @@ def assemble(
     data = open_data(config)
     stack = stack_for(config, data, dtype, device)
     optimizer, lr_schedule = make_optimizer(config.optim, config.run.num_steps)
-    how = {"executor": config.executor, "dtype": dtype, "seed": config.run.seed}
+    executor = config.executor
+    if config.run.profile is not None and executor.xla_flags == "auto":
+        executor = replace(executor, xla_flags="traced")
+    how = {"executor": executor, "dtype": dtype, "seed": config.run.seed}
     how |= {"clip_norm": config.optim.clip_norm, "lr_schedule": lr_schedule}
     shapes = batch_shapes(data)
     pipelined = partial(pipeline, stack, mesh=mesh, batch=shapes, optimizer=optimizer, **how)
