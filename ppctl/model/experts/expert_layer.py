@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from ppctl.model.experts.counted_products import counting
 from ppctl.model.experts.dispatch import WAYS, Group, num_rows
-from ppctl.model.experts.grouped_products import KERNELS, Kernel, choose, product
+from ppctl.model.experts.grouped_products import Kernel, kernel_for, product
 from ppctl.model.experts.router import ExpertSizes, route
 from ppctl.model.layer_reports import report
 from ppctl.model.parallel import StageAxes
@@ -97,7 +97,7 @@ def _kernel(sizes: ExpertSizes, group: Group, x_MD: jax.Array, device: Any) -> K
         most = num_rows(len(x_MD), sizes.top_k, group, sizes.capacity)
         return counting(min(most, ceil(sizes.counted * len(x_MD) * sizes.top_k)))
     place = jax.devices()[0] if device is None else device
-    return KERNELS[choose(sizes.kernel, place, x_MD.dtype)]
+    return kernel_for(sizes.kernel, place, x_MD.dtype)
 
 
 def counted_updates(sizes: ExpertSizes) -> dict[str, Any]:

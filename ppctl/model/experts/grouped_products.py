@@ -9,7 +9,7 @@ Shape suffixes: R rows, E experts of this device, D and F widths.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -158,6 +158,20 @@ def _scan_weights(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
 def _block(x: jax.Array, sizes: jax.Array) -> int:
     """Return the rows of a block: most experts with an even share have one block, up to 128."""
     return min(len(x), 128, -(-len(x) * 5 // (4 * 32 * len(sizes))) * 32)
+
+
+@cache
+def _triton(limits: triton_products.Limits) -> Kernel:
+    products = triton_products.rows, triton_products.weights
+    return Kernel(*(partial(product, limits=limits) for product in products))
+
+
+def kernel_for(wanted: str, device: Any, dtype: jnp.dtype) -> Kernel:
+    """Return the kernel of `choose`, in sizes that suit the device."""
+    name = choose(wanted, device, dtype)
+    if name != "triton":
+        return KERNELS[name]
+    return _triton(triton_products.limits_of(compute_capability(device)))
 
 
 KERNELS = {

@@ -7,16 +7,26 @@ Shape suffixes: R rows, E experts of this device, D and F widths.
 """
 
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-TILE = 128  # rows and columns of a tile, at most
-STAGES = 3  # tiles of operands that are loaded ahead
-SHARED_BYTES = 98304  # of these tiles; the GPUs with the least, 8.6 and 8.9, have 101,376
+TALL, WIDE = 128, 256  # rows and columns of a tile, at most; of weights TALL and TALL
 ADDS = "grouped_weights"  # name of the kernel whose result is its last operand and a sum
 TOGETHER = 8  # tiles of rows that follow each other, to read the same columns from the cache
+
+
+class Limits(NamedTuple):
+    """Sizes of a program that suit a GPU; docs/benchmarks.md, "Experts on one H200"."""
+
+    shared_bytes: int = 98304  # of operands loaded ahead; 8.6, 8.9 and 12.0 have 101,376
+    num_warps: int = 8  # of a block of weights
+
+
+def limits_of(capability: tuple[int, int]) -> Limits:
+    """Return the sizes for a compute capability: those with 227 KiB of shared memory stand out."""
+    return Limits(196608, 4) if capability[0] in (9, 10) else Limits()
 
 
 def tiles(sizes_E: jax.Array, num_rows: int, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -38,7 +48,13 @@ def tiles(sizes_E: jax.Array, num_rows: int, block: int) -> tuple[jax.Array, jax
 
 
 def rows(
-    x: jax.Array, w: jax.Array, sizes: jax.Array, transpose: bool, *, interpret: bool = False
+    x: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    transpose: bool,
+    *,
+    limits: Limits = Limits(),  # noqa: B008
+    interpret: bool = False,
 ) -> jax.Array:
     """Return the product of each row with its expert's matrix, or its transpose: `Kernel.rows`."""
     # imported here: Pallas takes 0.3 s
@@ -47,7 +63,8 @@ def rows(
 
     # 1. sizes: x [R, D], w [E, D, F] or [E, F, D]
     (R, D), F, E = x.shape, w.shape[1 if transpose else 2], len(sizes)
-    tall, wide, deep = _tile(ceil(R / E)), _tile(F), _depth(D, x.dtype)
+    tall, wide, stages = _tile(ceil(R / E)), _tile(F, WIDE), 4
+    deep = _depth(D, limits.shared_bytes // stages, (TALL + WIDE) * x.dtype.itemsize)
     group, first, end = tiles(sizes, R, tall)
     num_tiles, num_columns = len(group), ceil(F / wide)
     around = TOGETHER * num_columns
@@ -59,24 +76,22 @@ def rows(
         number = jnp.minimum(num_tiles - start, TOGETHER)
         tile, column = start + program % around % number, program % around // number
         e, row, stop = group_ref[tile], first_ref[tile], end_ref[tile]
-        is_row = (row + _to(tall) < stop)[:, None]
-        is_column = column * wide + _to(wide) < F
+        is_row, is_column = row + _to(tall) < stop, _inside(column, wide, F)
         columns = pl.ds(column * wide, wide)
 
         def product(k: jax.Array, total: jax.Array) -> jax.Array:
-            inner, is_inner = pl.ds(k * deep, deep), k * deep + _to(deep) < D
-            at = x_ref.at[pl.ds(row, tall), inner]
-            a = triton.load(at, mask=is_row & is_inner[None], other=0.0)
+            inner, is_inner = pl.ds(k * deep, deep), _inside(k, deep, D)
+            a = _load(x_ref.at[pl.ds(row, tall), inner], is_row, is_inner)
             if transpose:
-                at, mask = w_ref.at[e, columns, inner], is_column[:, None] & is_inner[None]
+                b = _load(w_ref.at[e, columns, inner], is_column, is_inner)
             else:
-                at, mask = w_ref.at[e, inner, columns], is_inner[:, None] & is_column[None]
-            b = triton.load(at, mask=mask, other=0.0)
+                b = _load(w_ref.at[e, inner, columns], is_inner, is_column)
             return total + triton.dot(a, b, trans_b=transpose)
 
         def store(total: jax.Array) -> None:
             out = total.astype(out_ref.dtype)
-            triton.store(out_ref.at[pl.ds(row, tall), columns], out, mask=is_row & is_column[None])
+            at = out_ref.at[pl.ds(row, tall), columns]
+            triton.store(at, out, mask=_mask(is_row, is_column))
 
         @pl.when((row < stop) & (e < E))
         def _() -> None:
@@ -92,13 +107,20 @@ def rows(
         kernel,
         out_shape=jax.ShapeDtypeStruct((R, F), x.dtype),
         grid=(num_tiles * num_columns,),
-        compiler_params=_params(tall * wide),
+        compiler_params=_params(8 if tall * wide >= TALL * TALL else 4, stages),
         interpret=interpret,
         name="grouped_rows",
     )(x, w, group, first, end)
 
 
-def weights(x: jax.Array, y: jax.Array, sizes: jax.Array, *, interpret: bool = False) -> jax.Array:
+def weights(
+    x: jax.Array,
+    y: jax.Array,
+    sizes: jax.Array,
+    *,
+    limits: Limits = Limits(),  # noqa: B008
+    interpret: bool = False,
+) -> jax.Array:
     """Return x^T y [E, D, F] of each expert's rows, in float32: `Kernel.weights`.
 
     The kernel adds to an array that its result replaces, here zeros: `jaxpr_tools.add_outputs`
@@ -109,7 +131,8 @@ def weights(x: jax.Array, y: jax.Array, sizes: jax.Array, *, interpret: bool = F
 
     # 1. sizes: x [R, D], y [R, F]
     (_, D), F, E = x.shape, y.shape[1], len(sizes)
-    tall, wide, deep = _tile(D), _tile(F), _depth(len(x), x.dtype)
+    tall, wide, stages = _tile(D), _tile(F), 3
+    deep = _depth(len(x), Limits().shared_bytes // stages, 2 * TALL * x.dtype.itemsize)
     blocks = ceil(D / tall), ceil(F / wide)
     ends = jnp.cumsum(sizes).astype(jnp.int32)
 
@@ -117,24 +140,22 @@ def weights(x: jax.Array, y: jax.Array, sizes: jax.Array, *, interpret: bool = F
     def kernel(x_ref, y_ref, first_ref, end_ref, start_ref, out_ref) -> None:
         program = pl.program_id(0)
         e, block = program // (blocks[0] * blocks[1]), program % (blocks[0] * blocks[1])
-        down, right = block % blocks[0] * tall, block // blocks[0] * wide
+        down, right = block % blocks[0], block // blocks[0]
         first, stop = first_ref[e], end_ref[e]
-        is_down, is_right = (down + _to(tall) < D)[None], (right + _to(wide) < F)[None]
+        downs, rights = pl.ds(down * tall, tall), pl.ds(right * wide, wide)
+        is_down, is_right = _inside(down, tall, D), _inside(right, wide, F)
 
         def product(k: jax.Array, total: jax.Array) -> jax.Array:
             row = first + k * deep
-            is_row = (row + _to(deep) < stop)[:, None]
-            at = x_ref.at[pl.ds(row, deep), pl.ds(down, tall)]
-            a = triton.load(at, mask=is_row & is_down, other=0.0)
-            at = y_ref.at[pl.ds(row, deep), pl.ds(right, wide)]
-            b = triton.load(at, mask=is_row & is_right, other=0.0)
+            is_row = row + _to(deep) < stop
+            a = _load(x_ref.at[pl.ds(row, deep), downs], is_row, is_down)
+            b = _load(y_ref.at[pl.ds(row, deep), rights], is_row, is_right)
             return total + triton.dot(a, b, trans_a=True)
 
-        zeros, at = jnp.zeros((tall, wide), jnp.float32), (e, pl.ds(down, tall), pl.ds(right, wide))
+        zeros = jnp.zeros((tall, wide), jnp.float32)
         total = jax.lax.fori_loop(0, (stop - first + deep - 1) // deep, product, zeros)
-        mask = is_down.T & is_right
-        total += triton.load(start_ref.at[*at], mask=mask, other=0.0)
-        triton.store(out_ref.at[*at], total, mask=mask)
+        total += _load(start_ref.at[e, downs, rights], is_down, is_right)
+        triton.store(out_ref.at[e, downs, rights], total, mask=_mask(is_down, is_right))
 
     # 3. the call
     start = jnp.zeros((E, D, F), jnp.float32)
@@ -143,7 +164,7 @@ def weights(x: jax.Array, y: jax.Array, sizes: jax.Array, *, interpret: bool = F
         out_shape=start,
         grid=(E * blocks[0] * blocks[1],),
         input_output_aliases={4: 0},
-        compiler_params=_params(tall * wide),
+        compiler_params=_params(limits.num_warps if tall * wide == TALL * TALL else 4, stages),
         interpret=interpret,
         name=ADDS,
     )(x, y, ends - sizes.astype(jnp.int32), ends, start)
@@ -153,22 +174,44 @@ def _to(number: int) -> jax.Array:
     return jnp.arange(number, dtype=jnp.int32)
 
 
-def _tile(size: int) -> int:
-    """Return the power of 2 from `size`, at least 16 and at most TILE.
+def _inside(block: jax.Array, width: int, size: int) -> jax.Array | None:
+    """Return which indices of a block are less than `size`; None: all of all blocks."""
+    return None if size % width == 0 else block * width + _to(width) < size
+
+
+def _mask(is_down: jax.Array | None, is_right: jax.Array | None) -> jax.Array | None:
+    """Return which numbers of a block are inside, in a shape that extends to it; None: all."""
+    down = None if is_down is None else is_down[:, None]
+    right = None if is_right is None else is_right[None]
+    return right if down is None else down if right is None else down & right
+
+
+def _load(at: Any, is_down: jax.Array | None, is_right: jax.Array | None) -> jax.Array:
+    from jax.experimental.pallas import triton
+
+    mask = _mask(is_down, is_right)
+    return triton.load(at) if mask is None else triton.load(at, mask=mask, other=0.0)
+
+
+def _tile(size: int, most: int = TALL) -> int:
+    """Return the power of 2 from `size`, at least 16 and at most `most`.
 
     >>> _tile(5), _tile(40), _tile(1000)
     (16, 64, 128)
     """
-    return min(TILE, max(16, 1 << (size - 1).bit_length()))
+    return min(most, max(16, 1 << (size - 1).bit_length()))
 
 
-def _depth(size: int, dtype: jnp.dtype) -> int:
-    """Return the summands of a step, so that the operands of STAGES steps fit SHARED_BYTES."""
-    return min(_tile(size), SHARED_BYTES // (STAGES * 2 * TILE * jnp.dtype(dtype).itemsize))
+def _depth(size: int, num_bytes: int, row_bytes: int) -> int:
+    """Return the summands of a step: a power of 2, whose operands fit num_bytes.
+
+    >>> _depth(5000, 24576, 2 * (128 + 256)), _depth(20, 24576, 2 * (128 + 256))
+    (32, 32)
+    """
+    return min(_tile(size), 64, 1 << (num_bytes // row_bytes).bit_length() - 1)
 
 
-def _params(area: int) -> Any:
+def _params(num_warps: int, num_stages: int) -> Any:
     from jax.experimental.pallas import triton
 
-    num_warps = 8 if area == TILE * TILE else 4
-    return triton.CompilerParams(num_warps=num_warps, num_stages=STAGES)
+    return triton.CompilerParams(num_warps=num_warps, num_stages=num_stages)
