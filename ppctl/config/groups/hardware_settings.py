@@ -21,6 +21,7 @@ REACHED = (
     "bytes",  # share of memory_bytes_per_s in element-wise operations; default 1
     "attention_forward",  # share of peak_flops, all pairs of tokens counted; default: as flops
     "attention_backward",  # likewise
+    "experts",  # share of peak_flops in grouped products of experts; default: as flops
 )
 
 

@@ -104,6 +104,7 @@ class Speed:
     bytes_per_s: float  # of memory
     attention_forward: float | None = None  # FLOP/s of kernels of attention; None: as products
     attention_backward: float | None = None
+    experts: float | None = None  # of grouped products; None: as products
     cores: int | None = None  # that share a product's tiles; None: small products are as fast
     adds: bool = False  # products add their results to sums, as cuBLAS's do
 
@@ -129,9 +130,10 @@ class Speed:
             return self.attention_forward or self.flops_per_s
         if op.kernel == "attention_backward":
             return self.attention_backward or self.flops_per_s
+        most = self.flops_per_s if op.kernel == "product" else self.experts or self.flops_per_s
         if op.shape is None or self.cores is None:
-            return self.flops_per_s
-        return self.flops_per_s * op.shape.efficiency(examples, self.cores)
+            return most
+        return most * op.shape.efficiency(examples, self.cores)
 
 
 @dataclass(frozen=True)
