@@ -148,6 +148,10 @@ class NonFiniteError(PpctlError):
     exit_code = 4  # not that of a bug: starting again would meet it again
 
 
+class SkippedError(NonFiniteError):
+    """Too many steps in a row were skipped; the state before them is good, and is saved."""
+
+
 class LostError(PpctlError):
     """Another process of the run is gone."""
 

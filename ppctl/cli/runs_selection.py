@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from ppctl.cli.choices import did_you_mean
 from ppctl.errors import ConfigError
 from ppctl.reports.recorded_settings import setting_names, setting_text, setting_value
-from ppctl.reports.run_files import RunSummary
-from ppctl.reports.terminal_output import age_text, decimal_text, iso_text
+from ppctl.reports.run_files import RunSummary, disk_bytes
+from ppctl.reports.terminal_output import age_text, decimal_text, iso_text, size_text
 
 DESCENDING = ":desc"
 NEWEST = "age"  # the order without `--sort`
@@ -27,6 +27,11 @@ class Column(NamedTuple):
 
 Order = tuple[Column, bool]  # that runs are ordered by, and whether descending
 
+
+def _size(run: RunSummary) -> int:
+    return disk_bytes(run.path)
+
+
 _COLUMNS = (
     Column("run", lambda run: run.name, lambda run, _: run.name),
     Column("status", lambda run: run.status, lambda run, _: run.status),
@@ -39,6 +44,7 @@ _COLUMNS = (
     Column("eval_loss", lambda run: run.eval_loss, lambda run, _: _number_text(run.eval_loss)),
     Column("age", lambda run: -run.recorded_s, lambda run, now_s: age_text(now_s - run.recorded_s)),
     Column("started", lambda run: run.started_s, lambda run, _: iso_text(run.started_s) or ""),
+    Column("size", _size, lambda run, _: size_text(_size(run))),
     Column("active", lambda run: run.recorded_s, lambda run, _: iso_text(run.recorded_s) or ""),
 )
 OWN_COLUMNS = {column.name: column for column in _COLUMNS}

@@ -35,7 +35,17 @@ from ppctl.config.groups.layout_settings import (
     Uniform,
 )
 from ppctl.config.groups.model_settings import MLP, AnyModel, CustomModel, Transformer
-from ppctl.config.groups.optim_settings import SGD, AdamW, Optim
+from ppctl.config.groups.optim_settings import (
+    SGD,
+    Adafactor,
+    AdamW,
+    AnyOptim,
+    CustomOptim,
+    Lamb,
+    Lion,
+    Muon,
+    Optim,
+)
 from ppctl.config.groups.run_settings import DTYPES, Checkpoint, Run
 from ppctl.config.groups.schedule_settings import (
     AnySchedule,
@@ -67,7 +77,7 @@ class Config:
     schedule: AnySchedule = field(default_factory=Schedule)
     partition: Uniform | Balanced | Explicit = field(default_factory=Uniform)
     executor: AnyExecutor = field(default_factory=Spmd)
-    optim: AdamW | SGD = field(default_factory=AdamW)
+    optim: AnyOptim = field(default_factory=AdamW)
     data: AnyData = field(default_factory=Stdlib)
     hardware: AutoHardware | Hardware = field(default_factory=AutoHardware)
     run: Run = field(default_factory=Run)

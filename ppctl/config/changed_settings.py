@@ -27,7 +27,8 @@ SAME_FUNCTION = (
 )
 # besides the model's: settings that decide which arrays a checkpoint has
 ADAPTERS = ("optim.train", "optim.lora_rank", "optim.lora_targets")
-ARRAYS = ("optim", "optim.momentum", "run.dtype", *ADAPTERS)
+_OF_OPTIMIZERS = ("optim", "optim.momentum", "optim.min_factored", "optim.target")
+ARRAYS = (*_OF_OPTIMIZERS, "run.dtype", "run.on_nonfinite", *ADAPTERS)
 
 
 class Change(NamedTuple):

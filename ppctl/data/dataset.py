@@ -5,7 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -56,6 +56,12 @@ class DataSet:
         assert start_step >= 0, start_step
         steps = range(start_step, sys.maxsize // self.batch_size)
         return self._in_order(self._order(), steps, rows)
+
+    def examples_of(self, step: int) -> list[int]:
+        """Return the numbers of the examples in batch `step`, in order."""
+        order: Any = self._order()
+        first = step * self.batch_size
+        return [int(order[first + row]) for row in range(self.batch_size)]
 
     def eval_batches(self, num_batches: int, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """Yield `rows` of the first num_batches held-out batches, the same for every seed.
@@ -192,6 +198,28 @@ def divided(
         num_examples=num_examples - num_eval,
         num_eval_examples=num_eval,
         **facts,
+    )
+
+
+def with_held_out(data: DataSet, held_out: DataSet) -> DataSet:
+    """Return a data set to train on whose held-out examples are all of another one."""
+    first = data.num_examples
+
+    def read(numbers: np.ndarray) -> Batch:
+        is_own = numbers < first
+        if is_own.all() or not is_own.any():
+            return data.read(numbers) if is_own.all() else held_out.read(numbers - first)
+        parts = data.read(numbers[is_own]), held_out.read(numbers[~is_own] - first)
+        order = np.argsort(np.argsort(~is_own, kind="stable"))
+        return {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
+
+    return replace(
+        data,
+        read=read,
+        source=f"{data.source}, held out {held_out.source}",
+        fingerprint=fingerprint(trained=data.fingerprint, held_out=held_out.fingerprint),
+        num_eval_examples=held_out.num_examples,
+        num_short=held_out.num_short,
     )
 
 

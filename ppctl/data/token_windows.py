@@ -103,15 +103,16 @@ def tokens(
     vocab_size: int | None,
     tokenizer: str | None,
     sizes_only: bool = False,
+    source: str | None = None,
     **how: Any,
 ) -> DataSet:
     """Return the data set of a flat integer `.npy`, or a raw `.bin` of `dtype` (native order).
 
     vocab_size None: that of the tokenizer; without one the largest id plus one, for which all ids
-    are read. sizes_only: none are. Raises DataError for a missing or damaged file, for a large one
-    of an unknown vocabulary, and for an id outside 0..vocab_size-1.
+    are read. sizes_only: none are. source: opens messages. Raises DataError for a missing or
+    damaged file, for a large one of an unknown vocabulary, and for an id outside 0..vocab_size-1.
     """
-    source = f"data=tokens data.path={path}"
+    source = source or f"data=tokens data.path={path}"
     ids = open_tokens(Path(path).expanduser(), dtype, source)
     how |= {"name": "tokens", "source": source}
     if sizes_only:

@@ -31,6 +31,7 @@ class ParamBytes:
     frozen_layer: int = 0  # of a layer's, what is not trained
     frozen_embed_head: int = 0  # of embedding and head likewise
     own: tuple[tuple[tuple[str, ...], int, int], ...] = ()
+    update_flops: int = 0  # of the optimizer, for a layer that is whole; 0: elementwise
 
     def with_embed_head_over(self, ranks: int) -> Self:
         """Return the sizes where embedding and head are divided over ranks."""
@@ -57,10 +58,12 @@ class ParamBytes:
         return state, copies * self.compute_ratio * whole + trained
 
 
-def param_bytes(state: Tree, model: Model, shards: Mapping[tuple[str, ...], Shard]) -> ParamBytes:
+def param_bytes(
+    state: Tree, model: Model, shards: Mapping[tuple[str, ...], Shard], update_flops: int = 0
+) -> ParamBytes:
     """Return the sizes of one device's parameters; state: shapes of all, in natural order.
 
-    shards: the parameters that axes inside a stage divide.
+    shards: the parameters that axes inside a stage divide. update_flops: as in `ParamBytes`.
     """
     # 1. of one device's shards
     held, trained = model.held, trained_part(model.held, model.stack.options.trainable)
@@ -86,4 +89,5 @@ def param_bytes(state: Tree, model: Model, shards: Mapping[tuple[str, ...], Shar
         frozen_layer=layer - tree_bytes(trained["layers"]),
         frozen_embed_head=embed_head - tree_bytes(trained["embed_head"]),
         own=tuple((axes, *sizes) for axes, sizes in own.items()),
+        update_flops=update_flops,
     )

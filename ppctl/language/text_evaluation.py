@@ -18,6 +18,7 @@ from ppctl.errors import DataError
 from ppctl.executors.device_mesh import all_devices
 from ppctl.executors.reference import outputs_of, reference
 from ppctl.language.language_model import LanguageModel
+from ppctl.model.cross_entropy import perplexity
 from ppctl.user_files import lines_of_text, read_text
 
 EXAMPLES = 8  # sequences at a time
@@ -59,7 +60,7 @@ def loss_of_data(
     loss, bits = nats / num_tokens, nats / math.log(2)
     return {
         "loss": loss,
-        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "perplexity": perplexity(loss),
         "bits_per_byte": bits / num_bytes if num_bytes else None,
         "num_tokens": num_tokens,
     }

@@ -9,6 +9,7 @@ Shape suffixes: M tokens, K chunks, C tokens of a chunk, D d_model, V vocabulary
 ids.
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +22,15 @@ MOST_LOGITS = 2**27  # logits of a chunk, 512 MiB: each chunk reads all of w and
 LEAST_TOKENS = 1024  # tokens of a chunk, with more logits if need be
 NO_TOKEN = -1  # target without loss
 NEVER = -1e30  # logit of a padding id
+
+
+def perplexity(loss: float) -> float:
+    """Return e**loss, infinite where it is too large for a float.
+
+    >>> perplexity(0.0), perplexity(1e4)
+    (1.0, inf)
+    """
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 class HeadForm(NamedTuple):

@@ -30,7 +30,9 @@ MEMORY_FILE = "memory.json"  # bytes of a device by rank and part, as compiled a
 SCHEDULE_FILE = "schedule.csv"  # found by schedule=auto
 FAILED_FILE = "failed.json"  # in processes/: the first process that failed
 RECORDS = ("metrics.jsonl", "eval.jsonl", run_status.FILE)
-WRITTEN = ("config.yaml", *RECORDS, MEMORY_FILE, TRACKERS_FILE, *INSIDE)  # by a run
+ASIDE = re.compile(r".*\.(damaged|after-\d+)(\.\d+|\.jsonl)?")  # names of what a run set aside
+OTHERS = ("skipped.jsonl", run_status.STOP_FILE, MEMORY_FILE, TRACKERS_FILE)
+WRITTEN = ("config.yaml", *RECORDS, *OTHERS, *INSIDE)  # by a run
 TAILS = (4096, 65536)  # bytes read of a file's end: a line has about 400
 STEP = re.compile("0|[1-9][0-9]{0,17}")  # the name of a checkpoint
 # a pattern, because a YAML parser takes 20 ms a file
@@ -42,7 +44,7 @@ class RunSummary(NamedTuple):
 
     name: str
     path: Path
-    status: str  # finished | interrupted | failed | RUNNING | BROKEN_OFF | NO_END | NOT_STARTED
+    status: str  # one of run_status.ENDS, RUNNING, BROKEN_OFF, NO_END or NOT_STARTED
     reason: str | None  # of a run that failed or was interrupted
     step: int  # finished steps, as recorded
     num_steps: int | None  # None: not in its config
@@ -210,7 +212,7 @@ def _state(
             return RUNNING, None
     line = last or {}
     status, reason = line.get("status"), line.get("reason")
-    if status in (run_status.FINISHED, run_status.INTERRUPTED, run_status.FAILED):
+    if status in run_status.ENDS:
         return status, reason if isinstance(reason, str) else None
     # 2. other traces of an end
     if num_steps is not None and num_steps in steps:

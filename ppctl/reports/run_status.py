@@ -19,8 +19,11 @@ from ppctl.errors import one_line
 from ppctl.user_files import open_file, read_file
 
 FILE = "status.jsonl"
-STARTED, FINISHED, INTERRUPTED, FAILED = "started", "finished", "interrupted", "failed"
-ALL = (STARTED, FINISHED, INTERRUPTED, FAILED)
+STARTED, FINISHED, STOPPED = "started", "finished", "stopped"
+INTERRUPTED, FAILED = "interrupted", "failed"
+ENDS = (FINISHED, STOPPED, INTERRUPTED, FAILED)
+ALL = (STARTED, *ENDS)
+STOP_FILE = "stop"  # in a run directory: a request to save and end
 DIRECTORY = "directory"  # key of a start: the directory in which it was started
 OVERRIDES = "overrides"  # key of a start: the requested words, which resume the run
 CHANGED = "changed"  # key of a start: settings that differ from those of the resumed checkpoint
@@ -76,7 +79,7 @@ class RunStatus:
                 path.rmdir() if path.is_dir() else path.unlink()
 
     def end(self, status: str, **facts: Any) -> None:
-        """Record the end: FINISHED, INTERRUPTED or FAILED, with further facts."""
+        """Record the end, one of ENDS, with further facts."""
         self._write({"status": status, **facts})
         self._has_ended = True
 

@@ -78,7 +78,7 @@ FAULTS = [
         r"data.parts\[0\].path has no value. Use data.parts=\[{path: PATH, weight: 0.7}, {path:",
     ),
     ("train data=mixture data.parts=[1]", r"data.parts=\[1\]: Invalid type .*value: 1\.\n"),
-    ("train optim=zzz", "optim=zzz is not an option of optim. \\(optim: adamw, sgd\\)"),
+    ("train optim=zzz", "optim=zzz is not an option of optim. \\(optim: adafactor, adamw, custom"),
     ("train schedule.name=gpipe", "but the choice is schedule=interleaved. Use schedule=gpipe"),
     (
         "train schedule={name:gpipe}",

@@ -33,6 +33,7 @@ NEEDS = {
     ("data", "mixture"): ["data.parts=[{path:somewhere}]"],
     ("data", "tokens"): ["data.path=somewhere"],
     ("executor", "reference"): ["mesh=1x1"],
+    ("optim", "custom"): ["optim.target=a.b"],
     ("schedule", "csv"): [f"schedule.path={ROOT}/tests/golden/1f1b_p4_m8.csv"],
     ("partition", "explicit"): ["partition.layers=[1,1,1,1,1,1,1,1]"],
 }

@@ -35,6 +35,7 @@ OTHER_COMMANDS = {  # they compose no whole config
         "generate",
         "evaluate",
         "runs",
+        "stop",
         "report",
         "examples",
         "init",

@@ -100,6 +100,8 @@ def test_the_page_names_all_that_executes_code():
     for name in (
         "model.target",
         "data.target",
+        "optim.target",
+        "run.on_event",
         "submitit",
         "PYTHONPATH",
         "plugins",

@@ -84,7 +84,7 @@ def five_steps(name, mesh, dtype, **request):
     stack, params = read_model(name, dtype)
     ids = expected_of(name)["steps_ids"].astype(np.int32)
     batches = [{"inputs": each[:, :-1], "targets": each[:, 1:]} for each in ids]
-    rate = optim.warmup_cosine(**LR)
+    rate = optim.learning_rates(**LR)
     pipe = ppctl.pipeline(
         stack,
         mesh=ppctl.mesh(**dict(zip(("dp", "pp", "ep"), mesh, strict=False))),

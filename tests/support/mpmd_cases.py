@@ -39,7 +39,7 @@ KNOBS = {
     "interleaved_zb": "num_chunks",
     "gis": "num_chunks",
 }
-LR_SCHEDULE = optim.warmup_cosine(lr=1e-2, min_lr_fraction=0.1, warmup_steps=2, num_steps=5)
+LR_SCHEDULE = optim.learning_rates(lr=1e-2, min_lr_fraction=0.1, warmup_steps=2, num_steps=5)
 CLIP_NORM = 0.05
 TOLERANCE = 1e-10
 REMAT = ("none", "layer", "full")

@@ -20,7 +20,7 @@ from ppctl.training.pipeline.optimizers import init_state, train_step
 
 CLIP_NORM = 0.05
 SETTINGS = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-LR_SCHEDULE = optim.warmup_cosine(lr=1e-2, min_lr_fraction=0.1, warmup_steps=2, num_steps=5)
+LR_SCHEDULE = optim.learning_rates(lr=1e-2, min_lr_fraction=0.1, warmup_steps=2, num_steps=5)
 NUM_STEPS = 5
 
 
@@ -205,7 +205,7 @@ def test_no_clipping_leaves_the_gradient_as_it_is():
 def test_the_rate_rises_to_its_peak_after_warm_up_and_falls_to_its_fraction(
     warmup_steps, num_steps
 ):
-    rate = optim.warmup_cosine(
+    rate = optim.learning_rates(
         lr=0.4, min_lr_fraction=0.1, warmup_steps=warmup_steps, num_steps=num_steps
     )
     rates = [float(rate(k)) for k in range(num_steps + 1)]
@@ -223,9 +223,9 @@ def test_the_rate_rises_to_its_peak_after_warm_up_and_falls_to_its_fraction(
 
 
 def test_a_run_shorter_than_its_warm_up_still_reaches_the_peak():
-    rate = optim.warmup_cosine(lr=0.4, min_lr_fraction=0.1, warmup_steps=20, num_steps=4)
+    rate = optim.learning_rates(lr=0.4, min_lr_fraction=0.1, warmup_steps=20, num_steps=4)
     assert [float(rate(k)) for k in range(4)] == pytest.approx([0.1, 0.2, 0.3, 0.4])
-    one = optim.warmup_cosine(lr=0.4, min_lr_fraction=0.1, warmup_steps=20, num_steps=1)
+    one = optim.learning_rates(lr=0.4, min_lr_fraction=0.1, warmup_steps=20, num_steps=1)
     assert float(one(0)) == pytest.approx(0.4)
 
 
@@ -278,5 +278,5 @@ def test_sgd_keeps_no_more_than_its_momentum():
 
 
 def test_a_rate_may_stay():
-    rate = optim.warmup_cosine(lr=0.4, min_lr_fraction=1.0, warmup_steps=0, num_steps=5)
+    rate = optim.learning_rates(lr=0.4, min_lr_fraction=1.0, warmup_steps=0, num_steps=5)
     assert [float(rate(k)) for k in range(5)] == [0.4] * 5

@@ -18,8 +18,10 @@ from support import networks
 from support.selection import full, full_except
 
 import ppctl
+from ppctl import config
 from ppctl.model.mlp import mlp
 from ppctl.model.transformer import transformer
+from ppctl.training.pipeline.named_optimizers import make_optimizer
 
 NUM_STEPS = 3
 RNG = np.random.default_rng(0)
@@ -83,6 +85,14 @@ OPTIMIZERS = {
         lambda params: jax.tree.map(lambda a: str(sum(a.shape) % 4), params),
     ),
 }
+NAMED = {  # of their settings, at rates that move something in three steps
+    f"optim={request.name}": make_optimizer(request, 5)[0]
+    for request in (
+        *(config.Lion(), config.Adafactor(min_factored=4), config.Lamb(), config.SGD(momentum=0.9)),
+        *(config.Muon(), config.CustomOptim(target="optax.contrib.adopt", options={"b1": 0.8})),
+    )
+}
+OPTIMIZERS |= NAMED
 
 
 def stack_mlp(dtype):
@@ -200,6 +210,12 @@ def compared(name, model, executor, dtype=jnp.float64, **how):
 )
 def test_an_optimizer_of_each_kind_equals_plain_optax(model, executor):
     assert compared("each", model, executor) < 1e-10
+
+
+@pytest.mark.parametrize("name", full_except([*NAMED], "optim=muon"))
+@pytest.mark.parametrize("executor", ["spmd", full("mpmd")])
+def test_optimizers_by_name_equal_plain_optax_on_pp_fsdp_and_tp(name, executor):
+    assert compared(name, "transformer", executor) < 1e-10
 
 
 @pytest.mark.parametrize("name", full_except([*OF_ENTRIES], "number"))

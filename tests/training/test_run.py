@@ -404,7 +404,7 @@ def test_a_signal_at_any_place_of_the_loop_leaves_the_last_step_saved(
 
     times = itertools.count(1)
     late = lambda finished: signal.SIGTERM if next(times) >= asked else None
-    monkeypatch.setattr(run, "_stop_requests", lambda console: contextlib.nullcontext(late))
+    monkeypatch.setattr(run, "_stop_requests", lambda *_: contextlib.nullcontext(late))
     code, out, _ = train("run.num_steps=50", tiny=ROWS)
     assert code == 143
     steps = [record["step"] for record in records(tmp_path / "run")]

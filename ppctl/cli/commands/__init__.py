@@ -13,7 +13,7 @@ from pathlib import Path
 COMPOSED = ("train", "verify", "doctor", "plan", "rehearse", "tune", "inspect", "bench")
 OTHERS = (
     *("schedule", "tokenize", "import", "export", "generate", "evaluate"),
-    *("runs", "report", "examples", "init"),
+    *("runs", "stop", "report", "examples", "init"),
 )
 
 

@@ -1,4 +1,6 @@
-"""`ppctl runs`: list runs and how they ended, show one or a sweep, remove runs; starts no JAX."""
+"""`ppctl runs`: list runs and how they ended, show one or a sweep, remove runs or their older
+checkpoints; starts no JAX.
+"""
 
 import argparse
 import os
@@ -15,6 +17,8 @@ NOTES = f"""\
     ppctl runs SWEEP                the jobs of a sweep, those not started too
     ppctl runs show SWEEP           a sweep's directory: axes, jobs, their status, the best
     ppctl runs rm NAME ...          remove runs for good, with their checkpoints
+    ppctl runs prune NAME --keep N  remove a run's checkpoints but the newest N and those kept for
+                                    good (run.checkpoint.keep_every); what was set aside goes too
 
 DIR is {DEFAULT_DIR} by default. NAME is a path or a name in the list; for show also a part that
 no other name has. A directory named show is ./show. rm asks once, and refuses a run that is
@@ -35,7 +39,7 @@ Status:
 
 def parser() -> Parser:
     """Return the options of `ppctl runs`."""
-    usage = "[show NAME | rm NAME ...] [DIR ...] [OPTIONS]"
+    usage = "[show NAME | rm NAME ... | prune NAME] [DIR ...] [OPTIONS]"
     options = Parser("runs", usage, notes=NOTES)
     about = (
         "order the list by a column or a setting, ascending; COLUMN:desc descending; A,B: by A, "
@@ -44,10 +48,13 @@ def parser() -> Parser:
     options.add_argument("--sort", metavar="COLUMN", help=about)
     about = (
         "these columns or settings, after the name; +A,B: after the usual ones (status step loss "
-        "eval_loss mesh schedule lr age); also started, active and any setting (model.num_layers)"
+        "eval_loss mesh schedule lr age); also started, active, size, or any setting (optim.lr)"
     )
     options.add_argument("--columns", metavar="A,B,...", help=about)
-    about = "rm: do not ask; needed without a terminal"
+    options.add_argument(
+        "--keep", type=int, metavar="N", help="prune: newest checkpoints that stay"
+    )
+    about = "rm, prune: do not ask; needed without a terminal"
     options.add_argument("-y", "--yes", action="store_true", help=about)
     return options
 
@@ -56,14 +63,20 @@ def serve(options: argparse.Namespace) -> int:
     """List runs, show one or remove some; return the exit code."""
     action, *rest = options.words or [""]
     if action == "show":
-        _refuse(options, "`ppctl runs show`", "columns", "sort", "yes")
+        _refuse(options, "`ppctl runs show`", "columns", "sort", "yes", "keep")
         return _show(rest, options)
     if action == "rm":
         from ppctl.cli.subcommands.runs_remove import remove
 
-        _refuse(options, "`ppctl runs rm`", "columns", "sort")
+        _refuse(options, "`ppctl runs rm`", "columns", "sort", "keep")
         return remove(rest, Path(DEFAULT_DIR), is_sure=options.yes, as_json=options.json)
-    _refuse(options, "the list", "yes")
+    if action == "prune":
+        from ppctl.cli.subcommands.runs_prune import prune
+
+        _refuse(options, "`ppctl runs prune`", "columns", "sort")
+        how = {"is_sure": options.yes, "as_json": options.json}
+        return prune(rest, Path(DEFAULT_DIR), options.keep, **how)
+    _refuse(options, "the list", "yes", "keep")
     return _list(options.words, options)
 
 

@@ -45,16 +45,15 @@ def remove(names: Sequence[str], top: Path, *, is_sure: bool, as_json: bool) -> 
     """Remove runs after all of them are checked; return 0."""
     if not names:
         raise ConfigError("`ppctl runs rm` needs the names of runs; `ppctl runs` lists them.")
-    found = [_find(name, top) for name in names]
+    found = [checked_run(name, top) for name in names]
     for run in found:
-        _check_place(*run)
         _check_files(run.name, run.path)
     for index, run in enumerate(found):
         for other in found[:index]:
             if os.path.samefile(other.path, run.path):
                 raise ConfigError(f"{other.name} and {run.name} are the same run. Name each once.")
     runs = f"{len(found)} runs" if len(found) > 1 else "this run"
-    _ask([run.line for run in found], f"Remove {runs} for good?", is_sure=is_sure)
+    ask([run.line for run in found], f"Remove {runs} for good?", "rm", is_sure=is_sure)
     removed = []
     for run in found:
         size = disk_bytes(run.path)
@@ -64,6 +63,13 @@ def remove(names: Sequence[str], top: Path, *, is_sure: bool, as_json: bool) -> 
     if as_json:
         show_json({"removed": removed})
     return 0
+
+
+def checked_run(name: str, top: Path) -> _Run:
+    """Return the run of this path or whole name, which nothing keeps from being changed."""
+    found = _find(name, top)
+    _check_place(*found)
+    return found
 
 
 def _find(name: str, top: Path) -> _Run:
@@ -80,12 +86,12 @@ def _is_below(path: Path, top: Path) -> bool:
     return Path(os.path.abspath(path)).is_relative_to(os.path.abspath(top)) and path != top
 
 
-def _ask(lines: Sequence[str], question: str, *, is_sure: bool) -> None:
+def ask(lines: Sequence[str], question: str, action: str, *, is_sure: bool) -> None:
     """Ask on the terminal unless `is_sure`. ConfigError without one, DeclinedError after a no."""
     if is_sure:
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        reason = "`ppctl runs rm` asks first, and there is no terminal to ask on."
+        reason = f"`ppctl runs {action}` asks first, and there is no terminal to ask on."
         raise ConfigError(f"{reason} Add --yes.")
     print("\n".join(lines), f"{question} [y/N] ", sep="\n", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
@@ -107,7 +113,7 @@ def _check_place(name: str, path: Path, top: Path) -> None:
         what = f"{name} holds {len(inner)} more runs, and stays: {few(inner)}"
         raise ConfigError(f"{what}. Remove these first.")
     if run_summary(name, path).status == RUNNING:
-        raise _alive(name, held_by(path))
+        raise alive(name, held_by(path))
 
 
 def _check_files(name: str, path: Path) -> None:
@@ -142,7 +148,7 @@ def remove_run(name: str, path: Path) -> None:
         with kept_still(path):
             os.rename(path, remains)
     except HeldError as error:
-        raise _alive(name, error.pid) from None
+        raise alive(name, error.pid) from None
     except OSError as error:
         remedy = "Make its directory writable, or leave it."
         raise ConfigError(f"{name} cannot be removed: {error.strerror}. {remedy}") from error
@@ -153,7 +159,8 @@ def remove_run(name: str, path: Path) -> None:
         raise ConfigError(f"{what}. Delete {remains} yourself.") from error
 
 
-def _alive(name: str, pid: int | None) -> ConfigError:
+def alive(name: str, pid: int | None) -> ConfigError:
+    """Return the error for a run that a process records."""
     how = "where it was started" if pid is None else f"kill -INT {pid}, which saves"
     who = "a process" if pid is None else f"process {pid}"
     return ConfigError(f"{name} is running, recorded by {who}, and stays. End it first: {how}.")

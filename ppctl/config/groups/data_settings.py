@@ -71,6 +71,11 @@ class Text(TextFiles, UserText):
     """Text of files: plain, JSON lines, Parquet."""
 
     name: str = "text"
+    eval_path: str | None = None  # likewise: what is held out instead of data.eval_fraction
+
+    def check(self) -> None:
+        super().check()
+        _check_held_out(self)
 
 
 @dataclass
@@ -103,11 +108,25 @@ class Tokens(Data):
 
     name: str = "tokens"
     path: str = "???"
+    eval_path: str | None = None  # likewise: what is held out instead of data.eval_fraction
     # of a raw .bin file: uint8 | uint16 | int32 | uint32
     dtype: Annotated[str, one_of("uint8", "uint16", "int32", "uint32")] = "uint16"
     # that made the ids: a tokenizer.json, a directory with one, or bytes; None: of run.start_from
     tokenizer: str | None = None
     vocab_size: VocabSize | None = None  # None: the tokenizer's, else the largest id plus one
+
+    def check(self) -> None:
+        super().check()
+        _check_held_out(self)
+
+
+def _check_held_out(data: Data) -> None:
+    path, share = getattr(data, "eval_path"), data.eval_fraction  # noqa: B009
+    if path is not None and share != Data.eval_fraction:
+        raise ConfigError(
+            f"data.eval_fraction={share} holds out a share of data.path, and data.eval_path={path} "
+            "is held out instead. Leave out one of them."
+        )
 
 
 @dataclass

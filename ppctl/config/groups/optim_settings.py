@@ -13,22 +13,26 @@ from ppctl.config.field_checks import (
     Share,
     one_of,
 )
+from ppctl.config.groups.model_settings import UserFunction
 from ppctl.errors import ConfigError
 
+LR_SCHEDULES = ("cosine", "linear", "constant", "wsd")
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 @dataclass
 class Optim(Settings):
-    """Settings of every optimizer: global-norm clipping over all stages, warm-up and cosine
-    lr_schedule.
+    """Settings of every optimizer: learning rate, global-norm clipping over all stages, adapters.
 
-    warmup_steps=0 min_lr_fraction=1 is a constant rate.
+    The rate grows to its peak, then follows lr_schedule; wsd is warm-up, stable, decay.
     """
 
     name: str = "???"
     lr: NotNegative = 2e-3  # peak
-    min_lr_fraction: Share = 0.1  # of the peak, where the cosine ends, at run.num_steps
+    # cosine | linear | constant | wsd: constant, then linear in the last steps
+    lr_schedule: Annotated[str, one_of(*LR_SCHEDULES)] = "cosine"
+    min_lr_fraction: Share = 0.1  # of the peak, where all but constant end, at run.num_steps
+    decay_fraction: Share = 0.2  # of run.num_steps, in which the rate of wsd falls
     warmup_steps: Natural = 20  # of linear growth to the peak
     clip_norm: NotNegative | None = 1.0  # None: no clipping
     # all parameters | lora: low-rank adapters of a transformer's linear maps, all else frozen
@@ -43,6 +47,14 @@ class Optim(Settings):
     def check(self) -> None:
         super().check()
         self._check_lora()
+        unused = {"decay_fraction": self.lr_schedule != "wsd"}
+        unused["min_lr_fraction"] = self.lr_schedule == "constant"
+        for name in (name for name, is_unused in unused.items() if is_unused):
+            if (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
+                raise ConfigError(
+                    f"optim.{name}={value}, which optim.lr_schedule={self.lr_schedule} does not "
+                    "have. Leave it out, or use optim.lr_schedule=wsd."
+                )
         if self.clip_norm == 0:
             raise ConfigError("optim.clip_norm=0 would erase every gradient. Use null for none.")
 
@@ -79,3 +91,67 @@ class SGD(Optim):
         super().check()
         if self.momentum == 0:
             raise ConfigError("optim.momentum=0 would only copy gradients. Use null for none.")
+
+
+@dataclass
+class Lion(Optim):
+    """Lion (Chen et al. 2023): the sign of an average of gradients; no decay on norms and biases.
+
+    Its rate is 3 to 10 times smaller than AdamW's, its decay as much larger.
+    """
+
+    name: str = "lion"
+    lr: NotNegative = 3e-4  # peak
+    weight_decay: NotNegative = 0.5
+    b1: Rate = 0.9
+    b2: Rate = 0.99
+
+
+@dataclass
+class Adafactor(Optim):
+    """Adafactor (Shazeer, Stern 2018): second moments by rows and columns, updates of relative
+    size; no weight decay.
+    """
+
+    name: str = "adafactor"
+    lr: NotNegative = 1e-2  # peak, relative to the root mean square of a parameter
+    decay_rate: Positive = 0.8  # step k averages second moments with weight 1 - k**-decay_rate
+    min_factored: Count = 128  # rows and columns from which moments of a matrix are factored
+
+
+@dataclass
+class Lamb(Optim):
+    """LAMB (You et al. 2019): AdamW's update, scaled by each parameter's norm.
+
+    No decay on norms and biases.
+    """
+
+    name: str = "lamb"
+    weight_decay: NotNegative = 0.1
+    b1: Rate = 0.9
+    b2: Rate = 0.999
+    eps: NotNegative = 1e-6
+
+
+@dataclass
+class Muon(AdamW):
+    """Muon (Jordan et al. 2024) for the matrices of layers, each expert's by itself: momentum with
+    all singular values near 1. AdamW for embedding, head and vectors.
+    """
+
+    name: str = "muon"
+    momentum: Rate = 0.95  # Nesterov's
+    num_iterations: Count = 5  # of Newton-Schulz
+    # root mean square of a matrix's update over lr, as AdamW's (Moonlight, 2025); None: Jordan's
+    # sqrt(max(1, columns/rows)) times a matrix of singular values 1
+    update_rms: Positive | None = 0.2
+
+
+@dataclass
+class CustomOptim(Optim, UserFunction):
+    """An optax transformation of the user's: target(learning_rate=rates, **options)."""
+
+    name: str = "custom"
+
+
+AnyOptim = AdamW | SGD | Lion | Adafactor | Lamb | Muon | CustomOptim

@@ -11,11 +11,17 @@ from ppctl.errors import ConfigError
 DTYPES = ("float32", "bfloat16", "float64")
 
 
+def _resume(key: str, value: str) -> None:
+    if not re.fullmatch(r"[1-9]\d{0,11}", value):
+        one_of("auto", "must", "never", "STEP")(key, value)
+
+
 @dataclass
 class Checkpoint:
     enabled: bool = True  # false: nothing is saved, as for a benchmark
     every: Count | None = 50  # steps; None: only at the end and on interruption
     keep: Count = 3  # newest checkpoints kept
+    keep_every: Count | None = None  # steps whose multiples are kept for good; None: none is
     # of a save: stop training | continue, and try again at the next save
     on_failure: Annotated[str, one_of("stop", "continue")] = "stop"
 
@@ -36,13 +42,17 @@ class Run(Settings):
     memory_fraction: Annotated[float, above_zero, within] | None = None
     # directory of compiled programs; auto: ~/.cache/ppctl; None: not kept
     compilation_cache: str | None = "auto"
-    # auto: resume if there is a checkpoint | must: fail without | never: fail with one
-    resume: Annotated[str, one_of("auto", "must", "never")] = "auto"
+    # auto: resume if there is a checkpoint | must: fail without | never: fail with one | STEP
+    resume: Annotated[str, _resume] = "auto"
     start_from: str | None = None  # run directory, as of `ppctl import`, with first parameters
     # same: fail if the checkpoint's model computes something else | changed: resume anyway
     resume_with: Annotated[str, one_of("same", "changed")] = "same"
+    # of a step whose gradients are not finite: stop | skip: leave the state, name the examples
+    on_nonfinite: Annotated[str, one_of("stop", "skip")] = "stop"
+    max_skipped: Count = 10  # steps in a row, after which on_nonfinite=skip saves and stops
     log_every: Count = 10  # steps between lines on the terminal; metrics.jsonl has every step
     eval_every: Count | None = 100  # steps; None: no evaluation
+    eval_at_start: bool = False  # of a new run: also before the first step
     # of data.batch_size each; None: 4, or as many as are held out
     eval_batches: Count | None = None
     # of metrics: tensorboard, wandb, mlflow
@@ -56,6 +66,8 @@ class Run(Settings):
     coordinator: str | None = None  # HOST:PORT where process 0 listens and all others find it
     num_processes: Count | None = None  # of the whole run
     process_id: Natural | None = None  # 0..num_processes-1; process 0 prints and records
+    # a command that gets each event of the run as a line of JSON on its standard input
+    on_event: str | None = None
     heartbeat_s: Count = 30  # seconds of silence after which a process is lost and the run ends
     # seconds without progress before the slow process is named
     slow_after_s: Annotated[float, partial(at_least, least=1)] = 60.0
@@ -71,6 +83,7 @@ class Run(Settings):
             text, remedy = (", ".join(names) for names in (self.trackers, once))
             raise ConfigError(f"run.trackers=[{text}] starts one twice. Use [{remedy}].")
         self._check_profile()
+        self._check_checkpoints()
         self._check_directory()
         self._check_processes()
 
@@ -85,6 +98,32 @@ class Run(Settings):
             return None
         first, _, last = self.profile.partition("-")
         return range(int(first), int(last) + 1 if last else int(first) + 2)
+
+    @property
+    def resume_step(self) -> int | None:
+        """The step to go back to, of run.resume=STEP."""
+        return int(self.resume) if self.resume.isdecimal() else None
+
+    def _check_checkpoints(self) -> None:
+        if self.eval_at_start and self.eval_every is None:
+            raise ConfigError(
+                "run.eval_at_start=true needs evaluations, and run.eval_every=null has none. Use "
+                "run.eval_every=100 or the like."
+            )
+        often, kept = self.checkpoint.every, self.checkpoint.keep_every
+        if kept is not None and (often is None or kept % often):
+            remedy = "run.checkpoint.every=N" if often is None else f"{-(-kept // often) * often}"
+            raise ConfigError(
+                f"run.checkpoint.keep_every={kept} is no multiple of run.checkpoint.every="
+                f"{'null' if often is None else often}, so that no checkpoint has such a step. Use "
+                f"{remedy}."
+            )
+        back = self.resume_step
+        if back is not None and back >= self.num_steps:
+            raise ConfigError(
+                f"run.resume={back} goes back to a step that is not before run.num_steps="
+                f"{self.num_steps}. Use an earlier one, or a larger run.num_steps."
+            )
 
     def _check_profile(self) -> None:
         if self.profile is None:

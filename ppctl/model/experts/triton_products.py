@@ -67,14 +67,10 @@ def rows(
     deep = _depth(D, limits.shared_bytes // stages, (TALL + WIDE) * x.dtype.itemsize)
     group, first, end = tiles(sizes, R, tall)
     num_tiles, num_columns = len(group), ceil(F / wide)
-    around = TOGETHER * num_columns
 
     # 2. the program of a tile of rows and a block of columns
     def kernel(x_ref, w_ref, group_ref, first_ref, end_ref, out_ref) -> None:
-        program = pl.program_id(0)
-        start = program // around * TOGETHER
-        number = jnp.minimum(num_tiles - start, TOGETHER)
-        tile, column = start + program % around % number, program % around // number
+        tile, column = _place(pl.program_id(0), num_tiles, num_columns)
         e, row, stop = group_ref[tile], first_ref[tile], end_ref[tile]
         is_row, is_column = row + _to(tall) < stop, _inside(column, wide, F)
         columns = pl.ds(column * wide, wide)
@@ -111,6 +107,14 @@ def rows(
         interpret=interpret,
         name="grouped_rows",
     )(x, w, group, first, end)
+
+
+def _place(program: jax.Array, num_tiles: int, num_columns: int) -> tuple[jax.Array, jax.Array]:
+    """Return (tile of rows, block of columns) of a program."""
+    around = TOGETHER * num_columns
+    start = program // around * TOGETHER
+    number = jnp.minimum(num_tiles - start, TOGETHER)
+    return start + program % around % number, program % around // number
 
 
 def weights(

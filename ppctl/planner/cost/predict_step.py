@@ -28,6 +28,7 @@ from ppctl.schedule.piece_times import OpTimes, costs_of, costs_of_stages
 from ppctl.schedule.simulator import MOST_TASKS, Timeline
 from ppctl.training.pipeline.job import TrainingJob, model_on
 from ppctl.training.pipeline.known_hardware import described_only, known
+from ppctl.training.pipeline.layer_optimizers import LayerOptimizer
 from ppctl.training.pipeline.pipeline import Pipeline
 from ppctl.training.run.run_lines import StepPrediction
 
@@ -175,9 +176,11 @@ def pipeline_step(pipe: Pipeline, counted: Model, target: Target) -> Step:
     largest = execution.engine.rank_layers(sizes, schedule.rank_of)
     # the reference adds whole gradients of a microbatch, and each microbatch casts parameters
     is_alone = not execution.engine.is_pipelined
+    optimizer = pipe.optimizer
+    flops = optimizer.layer_flops if isinstance(optimizer, LayerOptimizer) else 0
     return Step(
         work_of(counted),
-        param_bytes(pipe.states.natural, model, pipe.layout.shards),
+        param_bytes(pipe.states.natural, model, pipe.layout.shards, flops),
         PlannedLayout(MeshSizes.of(pipe.mesh.shape), largest, max(sizes), schedule.vocab_parts),
         Microbatch(examples, number, example_bytes, execution.remat),
         target.machine if target.unknown is None else None,

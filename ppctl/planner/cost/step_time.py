@@ -93,9 +93,17 @@ def op_times(step: Step) -> OpTimes:
 
 def overhead_s(step: Step) -> float:
     """Return the per-step overhead: `exchange_s` and the optimizer."""
-    # gradients are read twice, once for their norm
+    # 1. gradients are read twice, once for their norm
     update = step.trained_bytes * (2 * (1 + step.params.moments) + 2)
-    return exchange_s(step) + update / step.known_machine.speed.bytes_per_s
+    seconds = exchange_s(step) + update / step.known_machine.speed.bytes_per_s
+    if not step.params.update_flops:
+        return seconds
+    # 2. products of whole matrices: a rank's gradients are gathered, its devices do the same
+    num_layers = step.layout.rank_layers
+    for axes in (("fsdp",), ("ep", "tp")):
+        link, size = step.ring(axes)
+        seconds += link.gather_s(num_layers * step.params.trained_layer, size)
+    return seconds + num_layers * step.params.update_flops / step.known_machine.speed.flops_per_s
 
 
 def exchange_s(step: Step) -> float:

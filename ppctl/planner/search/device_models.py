@@ -43,11 +43,13 @@ def device_models(
     batch: Mapping[str, jax.ShapeDtypeStruct],
     dtype: jnp.dtype,
     axes: StageAxes,
+    update_flops: int,
 ) -> DeviceModels:
     """Return the work and the sizes of one device by the division of stages, each made once.
 
-    state, batch: shapes, in natural order and of a global batch. axes: only their sizes vary. The
-    result raises ConfigError for a division that the model does not allow.
+    state, batch: shapes, in natural order and of a global batch. axes: only their sizes vary.
+    update_flops: as in `ParamBytes`. The result raises ConfigError for a division that the model
+    does not allow.
     """
 
     @cache
@@ -68,7 +70,7 @@ def device_models(
         shapes, how = (held["embed_head"], layer, example(batch)), (1, Remat.NONE, 0, dtype, there)
         counted = Model(stack.in_shards(divided), *shapes, *how, parts=divided.parts)
         whole = with_embed_head_of(model(division, 0)[0], counted) if vocab_parts else None
-        return whole or work_of(counted), param_bytes(state, counted, shards)
+        return whole or work_of(counted), param_bytes(state, counted, shards, update_flops)
 
     return model
 

@@ -38,21 +38,16 @@ from ppctl.schedule.families.registry import FAMILIES, ON_RING
 from ppctl.schedule.mesh_axes import STAGE_AXES, MeshSizes
 from ppctl.schedule.remat import Remat
 from ppctl.training.pipeline.jax_start import check_memory_fraction, start_jax
-from ppctl.training.pipeline.job import (
-    DEFAULT_DTYPE,
-    assemble,
-    batch_shapes,
-    make_optimizer,
-    open_data,
-    stack_for,
-)
+from ppctl.training.pipeline.job import DEFAULT_DTYPE, assemble, batch_shapes, open_data, stack_for
 from ppctl.training.pipeline.known_hardware import (
     default_dtype,
     described_device,
     planned_for,
     resolved,
 )
+from ppctl.training.pipeline.layer_optimizers import one_layer_of, update_flops
 from ppctl.training.pipeline.mfu import model_flops
+from ppctl.training.pipeline.named_optimizers import make_optimizer
 from ppctl.training.pipeline.optimizers import clipped, state_shapes
 from ppctl.training.pipeline.pipeline_request import divided_stack
 
@@ -142,7 +137,7 @@ def tune_layouts(config: Config) -> Tuned:
     with_kernels = described_device(target.hardware) or device
     stack = stack_for(config, data, jnp.dtype(dtype), with_kernels)
     stack = stack.counted(config.costs.expert_imbalance)
-    optimizer, _ = make_optimizer(config.optim, config.run.num_steps)
+    optimizer, _ = make_optimizer(config.optim, config.run.num_steps, stack)
     optimizer = clipped(optimizer, config.optim.clip_norm)
     search = search_of(config.executor, tune, optimizer, stack, batch, target)
     began = time.perf_counter()
@@ -192,7 +187,8 @@ def search_of(
     state = state_shapes(stack, optimizer)
     context = executor.context if isinstance(executor, Mpmd) else "gather"
     axes = StageAxes(sequence_parallel=executor.sequence_parallel, context=context)
-    models = device_models(stack, state, batch, dtype, axes)
+    flops = 0 if stack.options.network else update_flops(optimizer, one_layer_of(stack))
+    models = device_models(stack, state, batch, dtype, axes, flops)
     requested = {name: getattr(tune, name) for name in STAGE_AXES}
     x = jax.eval_shape(stack.embed, state["params"]["embed_head"], example(batch)["inputs"])
     num_devices = target.number, machine.host_devices or target.number

@@ -39,8 +39,10 @@ SAVE_TIMEOUT_S = 300  # terabytes take minutes; if one process fails, the others
 class Checkpoints:
     """The checkpoints below `directory`; a context manager.
 
-    keep: the number of newest checkpoints that a save keeps. None opens for reading only: nothing
+    keep: the number of newest checkpoints that a save keeps; keep_every: steps whose multiples it
+    keeps besides, None: none. keep=None opens for reading only: nothing
     is created or removed, even while a job is writing. gather: returns the texts of all processes.
+    saved(step) is called when a save is finished.
     CheckpointError if `directory`, which all processes share, cannot be written.
 
     A commit is a rename, so `kill -9` leaves every finished checkpoint as it was; the next save
@@ -52,10 +54,13 @@ class Checkpoints:
         directory: Path | str,
         *,
         keep: int | None,
+        keep_every: int | None = None,
         gather: Callable[[str], list[str]] = lambda text: [text],
+        saved: Callable[[int], None] = lambda step: None,
     ):
         self.directory = Path(directory).absolute()  # Orbax refuses relative paths
-        self._keep, self._gather = keep, gather
+        self._keep, self._keep_every, self._gather = keep, keep_every, gather
+        self._saved = saved
         self._writing, self._reading = orbax_io.contexts(SAVE_TIMEOUT_S)
         self._checkpointer: ocp.training.Checkpointer | None = None
         self._pending: tuple[int, Any] | None = None  # step and Orbax's response of a save
@@ -83,10 +88,6 @@ class Checkpoints:
     def latest(self) -> int | None:
         """Return the step of the newest finished checkpoint, or None."""
         return max(self.steps(), default=None)
-
-    def damaged(self) -> tuple[str, ...]:
-        """Return the names of the checkpoints that `set_aside` has moved away."""
-        return tuple(sorted(path.name for path in self.directory.glob("*.damaged*")))
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> bool:
         """Save a state unless a number is not finite; return whether all are finite.
@@ -173,20 +174,45 @@ class Checkpoints:
         self._check(step, manifest, state)
         return state["params"]
 
-    def set_aside(self, step: int) -> str:
-        """Rename the damaged checkpoint of `step`, and return its new name."""
+    def aside(self, kind: str) -> tuple[str, ...]:
+        """Return the names of the checkpoints that `set_aside` has moved away as `kind`."""
+        return tuple(sorted(path.name for path in self.directory.glob(f"*.{kind}*")))
+
+    def set_aside(self, step: int, kind: str = "damaged") -> str:
+        """Rename the checkpoint of `step`, which is `kind`, and return its new name."""
         assert self._keep is not None, "not open for saving"
-        names = (f"{step}.damaged{suffix}" for suffix in ("", *(f".{n}" for n in range(2, 1000))))
+        names = (f"{step}.{kind}{suffix}" for suffix in ("", *(f".{n}" for n in range(2, 1000))))
         name = next(name for name in names if not (self.directory / name).exists())
-        damaged = f"Checkpoint {self.directory / str(step)} is damaged and cannot be moved away"
+        stays = f"Checkpoint {self.directory / str(step)} is {kind} and cannot be moved away"
         away = "Move it away, or use another run.dir."
-        with self._together(lambda why: CheckpointError(f"{damaged}: {why}. {away}")):
+        with self._together(lambda why: CheckpointError(f"{stays}: {why}. {away}")):
             if jax.process_index() == 0:
                 (self.directory / str(step)).rename(self.directory / name)
         self._aside.add(step)
         self._current = None if self._current == step else self._current
         self._shut()  # Orbax's list of steps is out of date
         return name
+
+    def go_back(self, step: int) -> list[str] | None:
+        """Set the checkpoints after `step` aside; return their names, the newest first.
+
+        None: an earlier call did, whose run goes on from there. CheckpointError as `set_aside`.
+        """
+        kind, under_way = f"after-{step}", self.directory / f".going-back-to-{step}"
+        is_done = bool(self.aside(kind)) and not under_way.exists()
+        if self._gather("done" if is_done else "")[0]:  # before the first of them changes anything
+            return None
+        later = [each for each in reversed(self.steps()) if each > step]
+        cannot = f"The checkpoints after step {step} in {self.directory} cannot be moved away"
+        failed = lambda why: CheckpointError(f"{cannot}: {why}. {write_remedy(why)}")  # noqa: E731
+        with self._together(failed):
+            if later and jax.process_index() == 0:
+                under_way.touch()
+        names = [self.set_aside(each, kind) for each in later]
+        with self._together(failed):
+            if jax.process_index() == 0:
+                under_way.unlink(missing_ok=True)
+        return names
 
     def poll(self) -> None:
         """Raise SaveError if the save under way has failed by now; does not wait for it."""
@@ -206,6 +232,7 @@ class Checkpoints:
             finally:
                 # reports a failure once to each thread: hear it here, not in `close`
                 self._checkpointer.wait()
+        self._saved(step)
 
     def close(self) -> None:
         """Wait for the save under way, and end Orbax's threads; SaveError if it failed."""
@@ -217,10 +244,14 @@ class Checkpoints:
     def _opened(self) -> ocp.training.Checkpointer:
         """Return Orbax's writer, after it has removed the remains of interrupted saves."""
         assert self._keep is not None
+        policies: Any = ocp.training.preservation_policies
+        kept = [policies.LatestN(self._keep)]
+        if self._keep_every is not None:
+            kept.append(policies.EveryNSteps(self._keep_every))
         return ocp.training.Checkpointer(
             str(self.directory),
             context=self._writing,
-            preservation_policy=ocp.training.preservation_policies.LatestN(self._keep),  # pyright: ignore[reportArgumentType] Orbax's types disagree
+            preservation_policy=policies.AnyPreservationPolicy(kept),
             cleanup_tmp_directories=True,
         )
 

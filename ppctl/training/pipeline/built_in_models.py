@@ -272,7 +272,7 @@ def _vocab_size(model: settings.Transformer, data: DataSet) -> int:
     return vocab_size
 
 
-def lora_of(optim: settings.AdamW | settings.SGD) -> Lora | None:
+def lora_of(optim: settings.AnyOptim) -> Lora | None:
     """Return the adapters that a config asks for, or None."""
     if optim.train != "lora":
         return None

@@ -11,14 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
 
 from ppctl import config as settings
 from ppctl.config import Config
 from ppctl.config.code_digests import Sources, sources
 from ppctl.config.schedule_from_config import Planned, pipeline_of, trained_share
-from ppctl.data import DataSet, mixture, regression, stdlib, synthetic, text, tokens
+from ppctl.data import DataSet, mixture, regression, stdlib, synthetic, text, tokens, with_held_out
 from ppctl.errors import DataError, as_setting, written_as
 from ppctl.executors.described_devices import check_gpu_shape, check_size, described_mesh
 from ppctl.executors.device_mesh import all_devices, check_hosts, make_mesh, repeated_mesh
@@ -32,13 +31,13 @@ from ppctl.schedule.remat import Remat
 from ppctl.schedule.search.auto_choice import Choice
 from ppctl.schedule.search.placement_costs import Placed
 from ppctl.training.pipeline import known_hardware as hardware_of
-from ppctl.training.pipeline import optimizers as optim
 from ppctl.training.pipeline.auto_schedule import ModelCosts
 from ppctl.training.pipeline.build_pipeline import pipeline
 from ppctl.training.pipeline.built_in_models import lora_of, make_stack
 from ppctl.training.pipeline.engines.make_engine import Engine
 from ppctl.training.pipeline.jax_start import check_memory_fraction, start_jax
 from ppctl.training.pipeline.known_hardware import described_device
+from ppctl.training.pipeline.named_optimizers import make_optimizer
 from ppctl.training.pipeline.pipeline import Pipeline
 from ppctl.training.pipeline.pipeline_request import divided_stack
 from ppctl.training.pipeline.user_code import custom_data
@@ -230,11 +229,10 @@ def assemble(
     # 3. data, model and optimizer
     data = open_data(config)
     stack = stack_for(config, data, dtype, device)
-    optimizer, lr_schedule = make_optimizer(config.optim, config.run.num_steps)
-    executor = config.executor
-    if config.run.profile is not None and executor.xla_flags == "auto":
-        executor = replace(executor, xla_flags="traced")
-    how = {"executor": executor, "dtype": dtype, "seed": config.run.seed}
+    optimizer, lr_schedule = make_optimizer(
+        config.optim, config.run.num_steps, stack, config.run.on_nonfinite
+    )
+    how = {"executor": _traced_if_profiled(config), "dtype": dtype, "seed": config.run.seed}
     how |= {"clip_norm": config.optim.clip_norm, "lr_schedule": lr_schedule}
     shapes = batch_shapes(data)
     pipelined = partial(pipeline, stack, mesh=mesh, batch=shapes, optimizer=optimizer, **how)
@@ -253,9 +251,15 @@ def assemble(
         partition = [*map(len, divide(config.partition, stack.num_layers, schedule.rank_of))]
     pipe = pipelined(schedule=schedule, partition=partition)
     # 5. the user's code
-    parts = {"model": config.model, "data": config.data}
+    parts = {"model": config.model, "data": config.data, "optim": config.optim}
     code = {name: sources(each.target) for name, each in parts.items() if each.name == "custom"}
     return TrainingJob(config, data, pipe, code, choice=planned.choice)
+
+
+def _traced_if_profiled(config: Config) -> settings.AnyExecutor:
+    """Return the executor, whose programs a trace tells tasks of where the run is profiled."""
+    is_profiled = config.run.profile is not None and config.executor.xla_flags == "auto"
+    return replace(config.executor, xla_flags="traced") if is_profiled else config.executor
 
 
 def plan(config: Config, num_layers: int, *costs: Any) -> Planned:
@@ -329,19 +333,6 @@ def batch_shapes(data: DataSet) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: shape(example[name]) for name in ("inputs", "targets")}
 
 
-def make_optimizer(
-    request: settings.AdamW | settings.SGD, num_steps: int
-) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """Return the optimizer of these settings without clipping, and its learning rates."""
-    rates = request.lr, request.min_lr_fraction, request.warmup_steps
-    lr_schedule = optim.warmup_cosine(*rates, num_steps)
-    if isinstance(request, settings.AdamW):
-        sizes = request.b1, request.b2, request.eps
-        decay = request.weight_decay
-        return optim.adamw(lr_schedule, *sizes, weight_decay=decay), lr_schedule
-    return optax.sgd(lr_schedule, request.momentum), lr_schedule
-
-
 def open_data(config: Config, *, sizes_only: bool = False) -> DataSet:
     """Return the config's data set; sizes_only: as quickly as its sizes can be known."""
     data = config.data
@@ -359,18 +350,31 @@ def open_data(config: Config, *, sizes_only: bool = False) -> DataSet:
     if isinstance(data, settings.Synthetic):
         return synthetic(vocab_size=data.vocab_size, num_sequences=data.num_sequences, **how)
     if isinstance(data, settings.Tokens):
-        file = {"path": data.path, "dtype": data.dtype}
-        ids = {"vocab_size": data.vocab_size, "tokenizer": data.tokenizer}
-        return tokens(**file, **ids, sizes_only=sizes_only, **how)  # a file may be long
+        ids = {"dtype": data.dtype, "tokenizer": data.tokenizer, "sizes_only": sizes_only}
+        opened = partial(tokens, **ids)  # a file may be long
+        return _held_out(opened, data.path, data.eval_path, vocab_size=data.vocab_size, **how)
     # 3. text
     how |= {"tokenizer": data.tokenizer, "end_token": data.end_token, "packing": data.packing}
     how["cache_dir"] = data.cache_dir
     if isinstance(data, settings.Text):
         fields = {"field": data.field, "prompt_field": data.prompt_field, "document": data.document}
-        return text(path=data.path, **fields, on_error=data.on_error, **how)
+        opened = partial(text, **fields, on_error=data.on_error)
+        return _held_out(opened, data.path, data.eval_path, **how)
     if isinstance(data, settings.Mixture):
         return mixture(parts=[vars(each) for each in data.parts], on_error=data.on_error, **how)
     return stdlib(**how)
+
+
+def _held_out(
+    opened: Callable[..., DataSet], path: str, eval_path: str | None, **how: Any
+) -> DataSet:
+    """Return the data set of a path; where eval_path is given, all of it is held out instead."""
+    if eval_path is None:
+        return opened(path=path, **how)
+    how |= {"eval_fraction": 0.0}
+    data = opened(path=path, **how)
+    how |= {"vocab_size": data.vocab_size} if "vocab_size" in how else {}
+    return with_held_out(data, opened(path=eval_path, source=f"data.eval_path={eval_path}", **how))
 
 
 def state_bytes(job: TrainingJob) -> int:

@@ -5,7 +5,7 @@ and, by vmap, on each layer. So masks see the author's tree, and norms, factors 
 are those of one parameter. Stacking, padding and sharding are undone before, and remade after.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -17,7 +17,10 @@ import optax
 
 from ppctl.errors import ConfigError
 from ppctl.executors.parameter_layout import Layout, is_layer, parameter_of
+from ppctl.executors.stage.jaxpr_flops import matmul_flops
 from ppctl.model.layer_reports import Updates, without_counted
+from ppctl.model.stack import Stack
+from ppctl.model.trainable_parameters import trained_part
 from ppctl.training.pipeline.update_formulas import (
     Mixing,
     check_separate,
@@ -28,6 +31,7 @@ from ppctl.training.pipeline.update_formulas import (
 
 Tree = Any
 STAGED = 3  # leading dims of the leaves of layers in staged form: chunk, rank, layer slot
+RANK = 1  # of them
 
 
 @dataclass(frozen=True)
@@ -62,9 +66,7 @@ class LayerOptimizer:
     @cached_property
     def one_layer(self) -> Tree:
         """The shapes of {"embed_head", "layers"} with one layer."""
-        params = without_counted(self.params, self.updates)
-        of_one = lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)  # noqa: E731
-        return {**params, "layers": jax.tree.map(of_one, params["layers"])}
+        return _with_one_layer(without_counted(self.params, self.updates))
 
     @cached_property
     def is_elementwise(self) -> bool:
@@ -74,6 +76,11 @@ class LayerOptimizer:
         if not all(formula.is_elementwise for formula in formulas):
             return False
         return formulas == update_formulas(self.optimizer, padded)
+
+    @property
+    def layer_flops(self) -> int:
+        """FLOPs of the matrix products by which a layer is updated."""
+        return update_flops(self.optimizer, self.one_layer)
 
     @property
     def guards_finite(self) -> bool:
@@ -134,25 +141,64 @@ class LayerOptimizer:
         """
         # 1. the author's tree and its state
         is_of = lambda path: parameter_of(path)[:1] in ((), (part,))  # noqa: E731
-        pick = lambda tree: {path: a for path, a in flat(tree) if is_of(path)}  # noqa: E731
         shapes = jax.eval_shape(self.optimizer.init, self.one_layer)
         templates = self.one_layer, shapes, self.one_layer
         pairs = zip(templates, (grads, state, params), strict=True)
+        pick = lambda tree: {path: a for path, a in flat(tree) if is_of(path)}  # noqa: E731
         given = [with_leaves(zeros_of(template), pick(tree)) for template, tree in pairs]
-        # 2. its update, by layer
         update = optax.with_extra_args_support(self.optimizer).update
-        run = partial(update, norm=norm)
-        if part == "layers":
-            axes = {"embed_head": None, "layers": 0}
-            for size in reversed(sizes):
-                run = jax.vmap(run, (axes, axes_of(shapes), axes), axis_size=size)
-        found: tuple[Any, Any] = run(*given)
-        leaves = {path: a for path, a in flat(found[1]) if is_of(path)}
+
+        # 2. its update, by layer: lists of leaves, in the order of paths
+        is_owned = is_layer if part == "layers" else lambda _: False
+        owned = [[path for path, _ in flat(tree) if is_owned(path)] for tree in given]
+        paths = [path for path, _ in flat(shapes) if is_of(path)]
+
+        def of_one(layer: Sequence[list[jax.Array]]) -> tuple[list, list]:
+            own = (dict(zip(*each, strict=True)) for each in zip(owned, layer, strict=True))
+            trees = (with_leaves(tree, leaves) for tree, leaves in zip(given, own, strict=True))
+            found: tuple[Any, Any] = update(*trees, norm=norm)
+            updates, after = found
+            return jax.tree.leaves(updates[part]), [*pick(after).values()]
+
+        layers = [[a for path, a in flat(tree) if is_owned(path)] for tree in given]
+        run = self._by_layer(of_one, sizes) if part == "layers" else of_one
+        updates, found = run(layers)
+        leaves = dict(zip(paths, found, strict=True))
         if part == "layers":  # a shared number is the same for all layers
             leaves = {p: a if is_layer(p) else a[(0,) * len(sizes)] for p, a in leaves.items()}
         # 3. without the leaves that are held elsewhere
-        updates = with_leaves(grads[part], dict(flat(found[0][part])))
-        return updates, leaves
+        updated = [path for path, _ in flat(self.one_layer[part])]
+        return with_leaves(grads[part], dict(zip(updated, updates, strict=True))), leaves
+
+    def _by_layer(self, run: Callable, sizes: Sequence[int]) -> Callable:
+        """Return `run` of all layers [V, P, K, ...].
+
+        Of ranks at the same time; of a rank's, one after the other where whole arrays are needed,
+        so that no more than a layer of each rank is gathered.
+        """
+        for dim, size in reversed([*enumerate(sizes)]):
+            at_once = self.is_elementwise or dim == RANK
+            run = jax.vmap(run, axis_size=size) if at_once else partial(jax.lax.map, run)
+        return run
+
+
+def one_layer_of(stack: Stack) -> Tree:
+    """Return the shapes of a stack's trained parameters, with one layer."""
+    trained = trained_part(stack.param_shapes, stack.options.trainable)
+    return _with_one_layer(without_counted(trained, stack.options.updates))
+
+
+def _with_one_layer(params: Tree) -> Tree:
+    of_one = lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)  # noqa: E731
+    return {**params, "layers": jax.tree.map(of_one, params["layers"])}
+
+
+def update_flops(optimizer: optax.GradientTransformation, one_layer: Tree) -> int:
+    """Return the FLOPs of an update's matrix products; one_layer: shapes, with one layer."""
+    update = optax.with_extra_args_support(optimizer).update
+    state, norm = jax.eval_shape(optimizer.init, one_layer), jax.ShapeDtypeStruct((), jnp.float32)
+    run = lambda grads, state, params, norm: update(grads, state, params, norm=norm)  # noqa: E731
+    return matmul_flops(run, one_layer, state, one_layer, norm)
 
 
 def check_optimizer(

@@ -1,4 +1,4 @@
-"""Optimizers of optax, clipping by the global norm, and learning rates (warm-up, then a cosine)."""
+"""Train steps with optimizers of optax, clipping by the global norm, and learning rates."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ppctl.model.layer_reports import (
@@ -24,16 +25,35 @@ from ppctl.training.pipeline.network_optimizers import NetworkOptimizer
 from ppctl.training.pipeline.update_formulas import names_of
 
 
-def warmup_cosine(
-    lr: float, min_lr_fraction: float, warmup_steps: int, num_steps: int
+def learning_rates(
+    lr: float,
+    min_lr_fraction: float,
+    warmup_steps: int,
+    num_steps: int,
+    lr_schedule: str = "cosine",
+    decay_fraction: float = 0.2,
 ) -> optax.Schedule:
-    """Return the learning rate of update k: linear up to `lr`, then a cosine to its fraction.
+    """Return the learning rate of update k: linear up to `lr`, then by lr_schedule to its fraction.
 
-    The first update has lr/(warmup_steps + 1), not 0; runs shorter than the warm-up reach `lr` too.
+    lr_schedule: cosine | linear | constant | wsd, constant until the last decay_fraction of the
+    steps, then linear. The first update has lr/(warmup_steps + 1), not 0; runs shorter than the
+    warm-up reach `lr` too.
     """
-    steps = min(warmup_steps, num_steps - 1)
-    sizes = lr / (steps + 1), lr, steps, max(num_steps, steps + 1), lr * min_lr_fraction
-    rates = optax.warmup_cosine_decay_schedule(*sizes)
+    # 1. sizes, in updates
+    warm = min(warmup_steps, num_steps - 1)
+    left, least = max(num_steps, warm + 1) - warm, lr * min_lr_fraction
+    falling = min(left, max(1, round(decay_fraction * num_steps)))
+    # 2. the parts, and the updates at which they end
+    linear, constant = optax.linear_schedule, optax.constant_schedule(lr)
+    after = {
+        "cosine": [(optax.cosine_decay_schedule(lr, left, min_lr_fraction if lr else 0.0), left)],
+        "linear": [(linear(lr, least, left), left)],
+        "constant": [(constant, left)],
+        "wsd": [(constant, left - falling), (linear(lr, least, falling), falling)],
+    }[lr_schedule]
+    parts = [(linear(lr / (warm + 1), lr, warm), warm), *after]
+    ends = np.cumsum([length for _, length in parts])[:-1].tolist()
+    rates = optax.join_schedules([part for part, _ in parts], ends)
     return lambda k: jnp.asarray(rates(jnp.asarray(k, float)))  # of an int32, float32 with x64 too
 
 

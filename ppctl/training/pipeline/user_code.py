@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from ppctl.config.code_digests import is_installed
 from ppctl.config.config_dirs import ROOT
@@ -31,7 +32,11 @@ from ppctl.model.random_keys import without_key
 from ppctl.model.stack import Stack
 
 NUM_TRIED = 2  # examples of the batch that a model is tried on
-NEED_ALL = (Stack, DataSet)  # results of functions that must take every argument
+NEED_ALL = (
+    Stack,
+    DataSet,
+    optax.GradientTransformation,
+)  # results of functions that must take every argument
 WORDS: dict[Any, str] = {Mapping: "a dict of arrays with inputs and targets"}  # by kind of result
 
 
@@ -113,6 +118,18 @@ def custom_data(
     return replace(data, read=read)
 
 
+def custom_optimizer(
+    target: str, options: Mapping[str, Any], rates: optax.Schedule
+) -> optax.GradientTransformation:
+    """Return optim.target(learning_rate=rates, **options).
+
+    ConfigError if the call fails, or its result is no transformation of optax's.
+    """
+    given = {"learning_rate": rates}
+    kinds = (optax.GradientTransformation,)
+    return _call_target(kinds, f"optim.target={target}", target, given, options)
+
+
 def _call_target(
     kinds: tuple[type[Any], ...],
     key: str,
@@ -131,7 +148,10 @@ def _call_target(
     both = sorted(given.keys() & options.keys())
     if both:
         raise ConfigError(f"{part}.options.{both[0]} is given by ppctl itself. Leave it out.")
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError as error:  # of some of Python's own functions
+        raise ConfigError(f"{key} does not say which arguments it takes. Wrap it.") from error
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     arguments = {name: value for name, value in given.items() if takes_any or name in parameters}
     missing = [name for name in given if name not in arguments]
@@ -288,7 +308,8 @@ def _check_reading(key: str, data: DataSet) -> None:
             raise ConfigError(f"{what}; it must be a numpy array [2, ...].")
     second: Batch = call_user_code(key, "reading example 1", lambda: data.read(np.arange(1, 2)))
     for name, array in both.items():
-        if not np.array_equal(second[name][0], array[1]):
+        is_floating = np.issubdtype(array.dtype, np.floating)
+        if not np.array_equal(second[name][0], array[1], equal_nan=is_floating):
             raise ConfigError(
                 f"{key}: {name} of example 1 are others when it is read alone; an example must "
                 "depend on its number alone, or no run could be repeated or resumed."

@@ -44,6 +44,7 @@ class Heartbeat:
         slow_after_s: float = 0.0,
         say: Callable[[str], None] = print,
     ):
+        self.tell: Callable[[str, str], None] = lambda event, reason: None  # of a run's events
         self.directory, self.process = directory, process
         self.num_processes, self.say = num_processes, say
         self._slow_after_s = slow_after_s
@@ -107,6 +108,7 @@ class Heartbeat:
             self._leave_if_another_failed()
             if self.process == 0 and (line := self._late_line()) is not None:
                 self.say(line)
+                self.tell("stalled", line)
 
     def _write(self) -> None:
         temporary = self._file.with_suffix(".tmp")
@@ -119,9 +121,9 @@ class Heartbeat:
         if failed is None or failed["process"] == self.process:
             return
         if self.process == 0:
-            self.say(
-                f"process {failed['process']} has failed, and all others leave: {failed['message']}"
-            )
+            reason = f"process {failed['process']} has failed: {failed['message']}"
+            self.tell("lost", reason)
+            self.say(f"{reason.replace(' has failed:', ' has failed, and all others leave:')}")
             time.sleep(3 * POLL_S)  # the others need this process while they leave
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):

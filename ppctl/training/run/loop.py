@@ -26,8 +26,10 @@ from ppctl.errors import (
     NonFiniteError,
     PpctlError,
     SaveError,
+    SkippedError,
 )
 from ppctl.launch import join_processes as distributed
+from ppctl.model.cross_entropy import perplexity
 from ppctl.model.experts.expert_balance import balance
 from ppctl.model.layer_reports import COUNTS
 from ppctl.reports import measured_timeline_file as timeline_io
@@ -38,8 +40,9 @@ from ppctl.training.pipeline.engines.step_memory import Footprint
 from ppctl.training.pipeline.job import TrainingJob, evaluate, unit_of_work
 from ppctl.training.pipeline.mfu import ModelFlops, mfu, mfu_peak_flops, model_flops
 from ppctl.training.run import profiler
+from ppctl.training.run.events import Events
 from ppctl.training.run.heartbeat import Heartbeat
-from ppctl.training.run.metrics import Metrics
+from ppctl.training.run.metrics import SKIPPED, Metrics
 from ppctl.training.run.process_group import raise_together
 from ppctl.training.run.profile_window import ProfileWindow
 from ppctl.training.run.run_environment import checkpoint_metadata, num_cores, writing
@@ -86,6 +89,9 @@ class StepClock:
                 done.set_exception(error)
 
 
+STOP = 0  # in place of a signal: a request by `ppctl stop`
+
+
 class Dispatched(NamedTuple):
     """A step in flight."""
 
@@ -125,21 +131,28 @@ class Loop:
     heartbeat: Heartbeat
     prediction: StepPrediction
     clock: StepClock
+    events: Events
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_TIMES))
     last: dict[str, Any] = field(default_factory=dict)  # the newest record
+    _num_in_row: int = 0  # steps that were skipped, one after the other
     _is_empty_noted: bool = False  # whether a batch without losses was noted
     _unread: Dispatched | None = None
 
-    def run(self, state: Tree, start: int, stop_requested: Callable[[int], int | None]) -> int:
-        """Train from step `start`, save the last one, and return the exit code.
+    def run(
+        self, state: Tree, start: int, stop_requested: Callable[[int], int | None]
+    ) -> int | None:
+        """Train from step `start`, save the last one, and return what ended the run before its end.
 
-        stop_requested(finished): the signal that requests the run to end after this step, or None.
+        stop_requested(finished): the signal that requests the run to end after this step, STOP of
+        `ppctl stop`, or None.
         """
         config, engine = self.job.config.run, self.job.pipe.engine
         save_every, eval_every = config.checkpoint.every, config.eval_every
         measured = min(start + WARM_UP_STEPS, config.num_steps - 1) if config.timeline else None
         batches = self._batches(start)
         self.last = {"step": start}
+        if config.eval_at_start and start == 0:
+            self._evaluate(state, 0)
         with ProfileWindow(config, start) as profile:
             if profile.passed is not None:
                 self.metrics.note(f"profile   {profile.passed}")
@@ -174,8 +187,8 @@ class Loop:
                     self._save(state, finished, is_last=is_last, stop_signal=stop_signal)
                 if is_last:
                     self._end_profile(profile, finished)
-                    return 0 if stop_signal is None else 128 + stop_signal
-        return 0
+                    return stop_signal
+        return None
 
     def _batches(self, start: int) -> Iterator[Tree]:
         """Yield this process's examples of each step's batch, read one step ahead.
@@ -220,6 +233,14 @@ class Loop:
         if COUNTS in numbers and isinstance(self.job.config.model, Transformer):
             self.last |= balance(jax.device_get(numbers[COUNTS]))
         self.last |= {"step_time_s": step_time_s, **self._speeds(step_time_s)}
+        if self.job.config.run.on_nonfinite == "skip":
+            rates: Any = self.job.pipe.lr_schedule
+            lr = float(rates(finished - 1 - self.metrics.num_skipped))
+            self.last |= {"lr": lr, "skipped_steps": self.metrics.num_skipped}
+            if not math.isfinite(grad_norm):
+                self._skip(finished)
+                return
+            self._num_in_row = 0
         with writing(Path(self.job.config.run.dir)):
             self.metrics.log(self.last, tuple(attached))
         if loss == grad_norm == 0 and not self._is_empty_noted:
@@ -233,6 +254,21 @@ class Loop:
             # neither depends on the learning rate of this step: the state before it is lost too
             what = f"loss={loss}, grad_norm={grad_norm}"
             raise self._non_finite(finished, what, newest_good=finished - 2)
+
+    def _skip(self, finished: int) -> None:
+        """Record a step that changed nothing. NonFiniteError after run.max_skipped in a row."""
+        run = self.job.config.run
+        with writing(Path(run.dir)):
+            examples = self.job.data.examples_of(finished - 1)
+            self.metrics.log_skipped(self.last, examples)
+        self.events.tell("skipped", step=finished, examples=examples)
+        self._num_in_row += 1
+        if self._num_in_row >= run.max_skipped:
+            raise SkippedError(
+                f"step {finished}: {self._num_in_row} steps in a row have gradients that are not "
+                f"finite (run.max_skipped={run.max_skipped}); {SKIPPED} in {run.dir} has their "
+                "examples. Look at these, or try a smaller optim.lr."
+            )
 
     def _non_finite(self, finished: int, what: str, *, newest_good: int) -> NonFiniteError:
         """Return the error for step `finished`, with the checkpoint to go back to."""
@@ -281,8 +317,12 @@ class Loop:
         self._read()
         self.heartbeat.note("evaluate", finished)
         eval_loss = evaluate(self.job.pipe.engine, self.job.data, self.job.num_eval_batches, state)
+        record = {"eval_loss": eval_loss}
+        if self.job.data.vocab_size is not None:
+            record |= {"eval_perplexity": perplexity(eval_loss)}
         with writing(Path(self.job.config.run.dir)):
-            self.metrics.log_eval(finished, {"eval_loss": eval_loss})
+            self.metrics.log_eval(finished, record)
+        self.events.tell("evaluated", step=finished, **record)
 
     def _save(self, state: Tree, finished: int, *, is_last: bool, stop_signal: int | None) -> None:
         """Save the state if it is all finite, which a finite loss does not prove."""
@@ -290,8 +330,9 @@ class Loop:
         is_saved = self.job.config.run.checkpoint.enabled
         if stop_signal is not None:
             unsaved = f"leaving after step {finished}, unsaved"
-            name = signal.Signals(stop_signal).name
-            again = "" if distributed.is_joined() else f"; a second {name} ends it at once, unsaved"
+            name = signal.Signals(stop_signal).name if stop_signal else "stop"
+            is_alone = stop_signal and not distributed.is_joined()
+            again = f"; a second {name} ends it at once, unsaved" if is_alone else ""
             what = f"saving step {finished} and leaving{again}" if is_saved else unsaved
             self.metrics.note(f"{name}: {what}")
         if not is_saved:
@@ -315,8 +356,8 @@ class Loop:
         """
         try:
             yield
-        except (ConfigError, DataError, ElsewhereError) as error:
-            is_of_all = isinstance(error, AgreedError | ElsewhereError)
+        except (ConfigError, DataError, ElsewhereError, SkippedError) as error:
+            is_of_all = isinstance(error, AgreedError | ElsewhereError | SkippedError)
             is_alone = distributed.is_joined() and not is_of_all
             if not (is_new and self.job.config.run.checkpoint.enabled) or is_alone:
                 raise

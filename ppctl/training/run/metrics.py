@@ -16,6 +16,8 @@ from ppctl.reports.terminal_output import OutputConsole, decimal_text, replace_f
 from ppctl.training.run.run_environment import writing
 from ppctl.training.run.trackers import BackgroundTracker, RunFacts
 
+FILES = ("metrics.jsonl", "eval.jsonl")
+SKIPPED = "skipped.jsonl"  # the steps that changed nothing, with the numbers of their examples
 Record = Mapping[str, Any]  # numbers, lists of those of layers, or None
 
 
@@ -47,12 +49,16 @@ class Metrics:
         self._console = console or OutputConsole()
         self._unshown: list[Record] = []  # the steps since the last line
         self._files: tuple[FileIO, ...] = ()
+        self.num_skipped = 0  # steps that changed nothing, of all starts
         self._trackers: list[BackgroundTracker] = []
         if run_dir is not None:
             with writing(run_dir := Path(run_dir)):
                 run_dir.mkdir(parents=True, exist_ok=True)
-                names = ("metrics.jsonl", "eval.jsonl")
-                self._files = tuple(_continue_file(run_dir / name, start_step) for name in names)
+                self._files = tuple(_continue_file(run_dir / name, start_step) for name in FILES)
+                self._skipped = run_dir / SKIPPED
+                if self._skipped.exists():
+                    _continue_file(self._skipped, start_step).close()
+                    self.num_skipped = len(self._skipped.read_bytes().splitlines())
             run = RunFacts(run_dir, name, settings or {}, start_step + 1)
             self._trackers = [BackgroundTracker(each, run, self.note) for each in trackers]
 
@@ -80,6 +86,19 @@ class Metrics:
         if step in (self._first_step, self._num_steps) or step % self._log_every == 0:
             self.note(f"step {self._counted(step)}  {_shown(_mean(self._unshown), attached)}")
             self._unshown.clear()
+
+    def log_skipped(self, record: Record, examples: Sequence[int]) -> None:
+        """Write and show a step that changed nothing; it is in no mean of steps."""
+        step = int(record["step"] or 0)
+        self.num_skipped += 1
+        if not self._files:
+            return
+        line = _line(record)
+        append(self._files[0], line)
+        with self._skipped.open("ab", buffering=0) as file:
+            append(file, json.dumps({"step": step, "examples": [*examples]}).encode() + b"\n")
+        numbers = f"loss={record['loss']}, grad_norm={record['grad_norm']}"
+        self.note(f"step {self._counted(step)}  {numbers}: skipped, see {self._skipped.name}")
 
     def log_eval(self, step: int, record: Record) -> None:
         """Write and show one evaluation, after `step` finished steps. Keys start with `eval_`."""

@@ -1,6 +1,7 @@
 """Where a run starts: anew, after its newest whole checkpoint, or with another run's parameters."""
 
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,8 +21,10 @@ from ppctl.training.checkpoint.manifest import array_types, differences
 from ppctl.training.pipeline.built_in_models import lora_of
 from ppctl.training.pipeline.engines.train_states import shardings_of
 from ppctl.training.pipeline.job import TrainingJob
-from ppctl.training.pipeline.optimizers import init_state, warmup_cosine
+from ppctl.training.pipeline.named_optimizers import rates_of
+from ppctl.training.pipeline.optimizers import init_state
 from ppctl.training.run.kept_tokenizer import changed_tokenizer
+from ppctl.training.run.metrics import FILES as METRICS
 from ppctl.training.run.process_group import compare
 
 Tree = Any
@@ -41,6 +44,8 @@ def resume(job: TrainingJob, checkpoints: Checkpoints, say: Callable[[str], None
 
     CheckpointError if run.resume or run.resume_with does not allow it.
     """
+    if (back := job.config.run.resume_step) is not None:
+        _go_back(back, checkpoints, say)
     while True:
         try:
             step, changed = _newest(job, checkpoints)
@@ -55,13 +60,40 @@ def resume(job: TrainingJob, checkpoints: Checkpoints, say: Callable[[str], None
             say(f"{error.what}. It is now {name}; {then}")
 
 
+def _go_back(step: int, checkpoints: Checkpoints, say: Callable[[str], None]) -> None:
+    """Set the checkpoints after `step` aside, unless an earlier start has: it may be repeated.
+
+    CheckpointError if there is none of this step.
+    """
+    steps, where = checkpoints.steps(), checkpoints.directory
+    if step not in steps and (not checkpoints.aside(f"after-{step}") or not steps):
+        held = f"it holds {', '.join(map(str, steps))}" if steps else "it holds none"
+        raise CheckpointError(
+            f"run.resume={step}: no checkpoint of this step in {where}, {held}. Use a step of "
+            "one, or run.resume=auto."
+        )
+    names = checkpoints.go_back(step)
+    if names and jax.process_index() == 0:
+        for file in (where.parent / name for name in METRICS):
+            if file.exists() and file.stat().st_size:
+                shutil.copyfile(file, where / f"{file.stem}.after-{step}{file.suffix}")
+    if names is None:
+        gone = ", ".join(checkpoints.aside(f"after-{step}"))
+        say(
+            f"note      run.resume={step}: gone back before, and going on from there. To go back "
+            f"again, move {gone} in {where} away"
+        )
+    elif names:
+        say(f"going back to step {step}; what was later is kept: {', '.join(names)}")
+
+
 def _newest(job: TrainingJob, checkpoints: Checkpoints) -> tuple[int, list[Change]]:
     """Return the step to go on from, 0 for a new run, and the settings that have changed since."""
     step, run = checkpoints.latest(), job.config.run
     where = f"in {checkpoints.directory}"
     # 1. no checkpoint: a new run
     if step is None:
-        damaged = checkpoints.damaged()
+        damaged = checkpoints.aside("damaged")
         if damaged and run.resume != "never":
             raise CheckpointError(
                 f"There is no good checkpoint {where}, only {', '.join(damaged)}. "
@@ -101,7 +133,7 @@ def lr_changes(before: Mapping[str, Any], config: Config, step: int) -> list[Cha
     """Return the jump of the learning rate after `step` steps, where settings since cause one."""
     old, now = before["optim"], asdict(config.optim)
     rates = [
-        warmup_cosine(of["lr"], of["min_lr_fraction"], of["warmup_steps"], num_steps)
+        rates_of(of, num_steps)
         for of, num_steps in ((old, before["run"]["num_steps"]), (now, config.run.num_steps))
     ]
     values = rates[0](step - 1), rates[0](step), rates[1](step)

@@ -43,7 +43,8 @@ def check_disk(run: Run, state_bytes: int) -> None:
     if not settings.enabled:
         return
     num_saves = 1 if settings.every is None else -(-run.num_steps // settings.every)
-    number = min(settings.keep + 1, num_saves)  # the oldest goes after the newest is written
+    permanent = 0 if settings.keep_every is None else run.num_steps // settings.keep_every
+    number = min(settings.keep + 1 + permanent, num_saves)  # the oldest goes after a save
     more, free = max(1, number - written), shutil.disk_usage(run.dir).free
     if free < more * state_bytes:
         raise ConfigError(

@@ -18,14 +18,14 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from ppctl.config import Config
+from ppctl.config import Config, Run
 from ppctl.errors import ConfigError
 from ppctl.executors.compiler_options import text_of
 from ppctl.launch import join_processes as distributed
 from ppctl.launch.supervisor import STOP_SIGNALS, handling
 from ppctl.reports import run_status
 from ppctl.reports.run_files import MEMORY_FILE, SCHEDULE_FILE, check_run_dir
-from ppctl.reports.run_status import FINISHED, INTERRUPTED, HeldError, RunStatus
+from ppctl.reports.run_status import FINISHED, INTERRUPTED, STOP_FILE, STOPPED, HeldError, RunStatus
 from ppctl.reports.terminal_output import OutputConsole, replace_file, show_lines
 from ppctl.schedule.schedule_text import to_csv
 from ppctl.training.checkpoint.checkpoint import Checkpoints
@@ -34,9 +34,10 @@ from ppctl.training.pipeline.jax_start import start_jax
 from ppctl.training.pipeline.job import DEFAULT_DTYPE, TrainingJob, assemble, state_bytes
 from ppctl.training.pipeline.job_checks import check_job
 from ppctl.training.run.compilation_cache import keep_compiled
+from ppctl.training.run.events import Events
 from ppctl.training.run.heartbeat import Heartbeat
 from ppctl.training.run.kept_tokenizer import changed_tokenizer, keep_tokenizer
-from ppctl.training.run.loop import Loop, StepClock
+from ppctl.training.run.loop import STOP, Loop, StepClock
 from ppctl.training.run.metrics import Metrics
 from ppctl.training.run.process_group import compare, process_group
 from ppctl.training.run.resume import Resumed, resume, state_from
@@ -80,11 +81,14 @@ def _train(
     *,
     as_json: bool,
 ) -> int:
-    is_lead, run, run_dir = distributed.is_lead(), job.config.run, Path(job.config.run.dir)
-    say = partial(show_lines, console)
-    directory, keep = run_dir / "checkpoints", run.checkpoint.keep
-    saving = partial(Checkpoints, directory, keep=keep, gather=distributed.gather)
-    with _status(run_dir) as status, saving() as checkpoints:
+    is_lead, run, say = distributed.is_lead(), job.config.run, partial(show_lines, console)
+    run_dir = Path(run.dir)
+    with (
+        Events(run.on_event if is_lead else None, run_dir, say) as events,
+        _status(run_dir) as status,
+        _checkpoints(run, events) as checkpoints,
+    ):
+        heartbeat.tell = lambda event, reason: events.tell(event, reason=reason)
         # 1. find where to start
         start, restored, _ = resumed = resume(job, checkpoints, say)
         if start == 0:
@@ -92,7 +96,7 @@ def _train(
             differs = run.start_from and changed_tokenizer(Path(run.start_from), job.config.data)
             if differs:
                 say(f"note      {differs}; ids stand for other texts than in run.start_from")
-        elif (differs := changed_tokenizer(run_dir, job.config.data)) is not None:
+        elif differs := changed_tokenizer(run_dir, job.config.data):
             say(f"note      {differs}; it makes the same tokens of this text, and is kept from now")
         if start == run.num_steps:
             steps = f"run.num_steps={start} steps"
@@ -109,6 +113,7 @@ def _train(
             say(line)
         if status is not None:
             _record_start(job, status, resumed, overrides)
+        events.tell("started", step=start, num_steps=run.num_steps)
         # 3. compile, and place the state
         footprint, compile_time_s = _compiled(job, say, start)
         heartbeat.note("start", start)
@@ -117,23 +122,44 @@ def _train(
         del restored, resumed
         # 4. train
         with _metrics(job, start, console) as metrics, StepClock() as clock:
-            how = checkpoints, metrics, heartbeat, prediction, clock
+            how = checkpoints, metrics, heartbeat, prediction, clock, events
             loop = Loop(job, footprint, compile_time_s, *how)
-            with _stop_requests(console) as stop_requested:
-                exit_code = loop.run(state, start, stop_requested)
-            metrics.is_finished = exit_code == 0
-        if status is not None:
-            with writing(run_dir):
-                status.end(**_ending(exit_code, loop.last["step"]))
+            with _stop_requests(console, run_dir / STOP_FILE) as stop_requested:
+                stopped_by = loop.run(state, start, stop_requested)
+            metrics.is_finished = stopped_by is None
+        end = _ending(stopped_by, loop.last["step"])
+        _record_end(end, run_dir, status, events)
     # 5. sum up
-    _sum_up(loop, exit_code, say, as_json=as_json and is_lead)
-    return exit_code
+    _sum_up(loop, end["status"], say, as_json=as_json and is_lead)
+    return 128 + stopped_by if stopped_by else 0
+
+
+def _checkpoints(run: Run, events: Events) -> Checkpoints:
+    """Return the checkpoints of a run, whose finished saves are events."""
+    how = {"keep": run.checkpoint.keep, "keep_every": run.checkpoint.keep_every}
+    saved = lambda step: events.tell("saved", step=step)  # noqa: E731
+    folder = Path(run.dir) / "checkpoints"
+    return Checkpoints(folder, **how, gather=distributed.gather, saved=saved)
+
+
+def _record_end(
+    end: dict[str, Any], run_dir: Path, status: RunStatus | None, events: Events
+) -> None:
+    """Record and tell the end of a run."""
+    if status is not None:
+        with writing(run_dir):
+            status.end(**end)
+            (run_dir / STOP_FILE).unlink(missing_ok=True)
+    events.tell(end["status"], **{key: end[key] for key in end if key != "status"})
 
 
 @contextmanager
-def _stop_requests(console: OutputConsole) -> Iterator[Callable[[int], int | None]]:
-    """Yield (finished steps) -> the signal that requests the run to end, or None.
+def _stop_requests(
+    console: OutputConsole, stop_file: Path
+) -> Iterator[Callable[[int], int | None]]:
+    """Yield (finished steps) -> the signal that requests the run to end, STOP or None.
 
+    stop_file: a request by `ppctl stop`, which process 0 looks for after each step.
     The second signal of a kind ends the process at once. In a run of several processes JAX hears
     SIGTERM and brings all to the same step; SIGINT is handled so too, and SIGPIPE, sent when the
     reader of the output has gone.
@@ -149,9 +175,13 @@ def _stop_requests(console: OutputConsole) -> Iterator[Callable[[int], int | Non
             os.kill(os.getpid(), signal.SIGTERM)
 
     def stop_requested(finished: int) -> int | None:
-        if is_joined:
-            return signal.SIGTERM if distributed.stop_requested(finished) else None
-        return received[0] if received else None
+        if not is_joined:
+            return received[0] if received else STOP if stop_file.exists() else None
+        if distributed.is_lead() and not received and stop_file.exists():
+            handle(signal.SIGUSR1, None)
+        if not distributed.stop_requested(finished):
+            return None
+        return STOP if stop_file.exists() else signal.SIGTERM
 
     numbers = (signal.SIGINT,) if is_joined else STOP_SIGNALS
     console.when_reader_gone = lambda: handle(signal.SIGPIPE, None)
@@ -162,8 +192,8 @@ def _stop_requests(console: OutputConsole) -> Iterator[Callable[[int], int | Non
         console.when_reader_gone = None
 
 
-def _sum_up(loop: Loop, exit_code: int, say: Say, *, as_json: bool) -> None:
-    run, status = loop.job.config.run, INTERRUPTED if exit_code else FINISHED
+def _sum_up(loop: Loop, status: str, say: Say, *, as_json: bool) -> None:
+    run = loop.job.config.run
     if loop.step_times_s:
         say(loop.prediction.compared(loop.step_times_s, max(loop.footprint.total_bytes)))
     left = "checkpoints, metrics and logs" if run.checkpoint.enabled else "metrics and logs"
@@ -208,18 +238,19 @@ def _record_start(
         if job.choice is not None:
             (run_dir / SCHEDULE_FILE).write_text(to_csv(job.pipe.schedule.ranks))
         keep_tokenizer(config.run, config.data)
+        (run_dir / STOP_FILE).unlink(missing_ok=True)  # asked of an earlier start
         status.begin(start.step, **facts)
 
 
-def _ending(exit_code: int, step: int) -> dict[str, Any]:
+def _ending(stopped_by: int | None, step: int) -> dict[str, Any]:
     """Return the record of a run that ended in order.
 
-    >>> _ending(130, 7)
-    {'status': 'interrupted', 'step': 7, 'reason': 'SIGINT'}
+    >>> _ending(2, 7), _ending(STOP, 7)["status"]
+    ({'status': 'interrupted', 'step': 7, 'reason': 'SIGINT'}, 'stopped')
     """
-    if exit_code == 0:
-        return {"status": FINISHED, "step": step}
-    return {"status": INTERRUPTED, "step": step, "reason": signal.Signals(exit_code - 128).name}
+    if not stopped_by:
+        return {"status": FINISHED if stopped_by is None else STOPPED, "step": step}
+    return {"status": INTERRUPTED, "step": step, "reason": signal.Signals(stopped_by).name}
 
 
 def _metrics(job: TrainingJob, start: int, console: Console) -> Metrics:

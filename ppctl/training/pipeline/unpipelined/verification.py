@@ -18,7 +18,8 @@ import optax
 from ppctl.model.layer_inputs import LOSS
 from ppctl.model.layer_reports import with_updated, without_counted
 from ppctl.model.trainable_parameters import trained_part, with_trained
-from ppctl.training.pipeline.job import TrainingJob, evaluate, make_optimizer
+from ppctl.training.pipeline.job import TrainingJob, evaluate
+from ppctl.training.pipeline.named_optimizers import make_optimizer
 from ppctl.training.pipeline.unpipelined.verify_pipeline import (
     Leaf,
     Number,
@@ -78,7 +79,8 @@ class PlainModel:
         """
         # 1. the update of a state
         config, data = self.job.config, self.job.data
-        optimizer, lr_schedule = make_optimizer(config.optim, config.run.num_steps)
+        how: dict[str, Any] = {"on_nonfinite": config.run.on_nonfinite}
+        optimizer, lr_schedule = make_optimizer(config.optim, config.run.num_steps, **how)
         clip_norm = config.optim.clip_norm
         max_norm = math.inf if clip_norm is None else clip_norm
         stack = self.job.pipe.stack

@@ -1,0 +1,92 @@
+"""The optimizers of optim=NAME, with their learning rates over the steps of a run."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+from optax.contrib import MuonDimensionNumbers
+from optax.contrib import muon as matrices_by_muon
+
+from ppctl import config as settings
+from ppctl.errors import ConfigError
+from ppctl.model.stack import Stack
+from ppctl.training.pipeline.optimizers import adamw, decays, learning_rates
+from ppctl.training.pipeline.update_formulas import names_of
+from ppctl.training.pipeline.user_code import custom_optimizer
+
+Tree = Any
+MANY = 2**30  # updates that are not finite: the training loop stops long before
+RATES = ("lr", "min_lr_fraction", "warmup_steps", "lr_schedule", "decay_fraction")
+MATRIX = MuonDimensionNumbers(-2, -1)  # inputs, outputs; experts before them
+
+
+def make_optimizer(
+    request: settings.AnyOptim,
+    num_steps: int,
+    stack: Stack | None = None,
+    on_nonfinite: str = "stop",
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """Return the optimizer of these settings without clipping, and its learning rates.
+
+    stack: of the model that it is for. on_nonfinite=skip: gradients that are not finite change
+    nothing, not even counts of updates, by which rates go on. ConfigError where the model has no
+    layers that Muon knows, or the user's function fails.
+    """
+    rates = rates_of(vars(request), num_steps)
+    network = None if stack is None else stack.options.network
+    if isinstance(request, settings.Muon) and network is not None:
+        raise ConfigError(
+            "optim=muon is for matrices of layers, not of embedding and head, and a Network does "
+            "not say which are. Use optim=custom with a function that does, or optim=adamw."
+        )
+    made = MAKERS[type(request)](request, rates)
+    return (optax.apply_if_finite(made, MANY) if on_nonfinite == "skip" else made), rates
+
+
+def rates_of(optim: Mapping[str, Any], num_steps: int) -> optax.Schedule:
+    """Return the learning rates of an optimizer's settings by name."""
+    return learning_rates(num_steps=num_steps, **{name: optim[name] for name in RATES})
+
+
+def _adamw(of: settings.AdamW, rates: optax.Schedule) -> optax.GradientTransformation:
+    return adamw(rates, of.b1, of.b2, of.eps, weight_decay=of.weight_decay)
+
+
+def _lion(of: settings.Lion, rates: optax.Schedule) -> optax.GradientTransformation:
+    return optax.lion(rates, of.b1, of.b2, weight_decay=of.weight_decay, mask=decays)
+
+
+def _adafactor(of: settings.Adafactor, rates: optax.Schedule) -> optax.GradientTransformation:
+    return optax.adafactor(rates, of.min_factored, of.decay_rate)
+
+
+def _lamb(of: settings.Lamb, rates: optax.Schedule) -> optax.GradientTransformation:
+    return optax.lamb(rates, of.b1, of.b2, of.eps, weight_decay=of.weight_decay, mask=decays)
+
+
+def _muon(of: settings.Muon, rates: optax.Schedule) -> optax.GradientTransformation:
+    """Return Muon for the matrices of layers, and AdamW for all else."""
+    sizes = {"ns_steps": of.num_iterations, "beta": of.momentum, "weight_decay": of.weight_decay}
+    every = lambda params: jax.tree.map(lambda _: MATRIX, params)  # noqa: E731
+    matrices = matrices_by_muon(
+        rates, **sizes, consistent_rms=of.update_rms, muon_weight_dimension_numbers=every
+    )
+
+    def kinds(params: Tree) -> Tree:
+        is_matrix = lambda path, a: a.ndim > 1 and names_of(path[:1]) == ("layers",)  # noqa: E731
+        kind = lambda path, a: "muon" if is_matrix(path, a) else "adamw"  # noqa: E731
+        return jax.tree_util.tree_map_with_path(kind, params)
+
+    return optax.partition({"muon": matrices, "adamw": _adamw(of, rates)}, kinds)
+
+
+MAKERS: dict[type, Callable[[Any, optax.Schedule], optax.GradientTransformation]] = {
+    settings.AdamW: _adamw,
+    settings.SGD: lambda of, rates: optax.sgd(rates, of.momentum),
+    settings.Lion: _lion,
+    settings.Adafactor: _adafactor,
+    settings.Lamb: _lamb,
+    settings.Muon: _muon,
+    settings.CustomOptim: lambda of, rates: custom_optimizer(of.target, of.options, rates),
+}

@@ -1,0 +1,88 @@
+"""A command of the user's, called at each event of a run: run.on_event.
+
+It gets one JSON document on its standard input. A thread of its own runs it, one event after the
+other: no step waits for it. A call that fails or takes too long is named once, and changes nothing.
+"""
+
+import json
+import queue
+import shlex
+import subprocess
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+from ppctl.errors import NonFiniteError, PpctlError, one_line
+
+NAMES = ("started", "saved", "evaluated", "skipped", "non_finite", "stalled", "lost")
+NAMES += ("finished", "stopped", "interrupted", "failed")
+CALL_S = 60.0  # of one call
+END_S = 30.0  # after the run, for the calls that are left
+
+
+class Events:
+    """The events of one run, a context manager: an exception that leaves it is an event too.
+
+    command: run.on_event, split as by a shell; None: nothing is called. note: prints a line.
+    """
+
+    def __init__(self, command: str | None, run_dir: Path, note: Callable[[str], None]):
+        self._words = None if command is None else shlex.split(command)
+        self._run_dir, self._note = str(run_dir.absolute()), note
+        self._waiting = queue.SimpleQueue[dict[str, Any] | None]()
+        self._has_failed = False
+        self._thread = threading.Thread(target=self._call_all, name="events", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._words is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        if isinstance(error, NonFiniteError):
+            self.tell("non_finite", reason=one_line(str(error)))
+        if error is not None:
+            kind = error.kind if isinstance(error, PpctlError) else type(error).__name__
+            self.tell("failed", kind=kind, reason=one_line(str(error)))
+        if self._words is not None:
+            self._waiting.put(None)
+            self._thread.join(END_S)
+            if self._thread.is_alive():
+                self._note(f"note      run.on_event: calls were left that took over {END_S:g} s")
+
+    def tell(self, event: str, **facts: Any) -> None:
+        """Call the command, without waiting, with {"event", "time", "run_dir", **facts}."""
+        assert event in NAMES, event
+        time = datetime.now(UTC).isoformat(timespec="seconds")
+        if self._words is not None:
+            self._waiting.put({"event": event, "time": time, "run_dir": self._run_dir, **facts})
+
+    def _call_all(self) -> None:
+        for document in iter(self._waiting.get, None):
+            fault = self._fault_of_call(document)
+            if fault is not None and not self._has_failed:
+                self._has_failed = True
+                self._note(
+                    f"note      run.on_event at {document['event']}: {fault}. Training goes on; "
+                    "later failures are not named"
+                )
+
+    def _fault_of_call(self, document: dict[str, Any]) -> str | None:
+        """Return why a call failed, None if it did not."""
+        how = {"text": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        given = json.dumps(document) + "\n"
+        try:
+            # in a session of its own: a Ctrl-C is for the run
+            done = subprocess.run(
+                self._words or [], input=given, timeout=CALL_S, start_new_session=True, **how
+            )
+        except subprocess.TimeoutExpired:
+            return f"not done after {CALL_S:g} s, and ended"
+        except OSError as error:
+            return f"{error.strerror}: {error.filename}"
+        if done.returncode == 0:
+            return None
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        return f"code {done.returncode}" + (f", {one_line(last)}" if last else "")

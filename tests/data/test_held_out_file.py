@@ -1,0 +1,82 @@
+"""A held-out file of its own: data.eval_path."""
+
+import json
+
+import numpy as np
+import pytest
+from support.small_runs import TOKENS, records
+
+from ppctl import cli
+from ppctl.cli.compose import compose
+from ppctl.errors import PpctlError
+from ppctl.training.pipeline.job import open_data
+
+WORDS = "model.seq_len=4", "data.batch_size=2", "mesh=1x1", "schedule.num_microbatches=1"
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A file of 61 ids below 50, and one of 22 from 50 on."""
+    for name, ids in (("train", np.arange(61) % 50), ("eval", 50 + np.arange(22))):
+        np.save(tmp_path / f"{name}.npy", ids.astype(np.int32))
+        text = "\n".join(json.dumps({"text": f"{name} {i}"}) for i in range(30))
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    return tmp_path
+
+
+def opened(files, kind, *words):
+    suffix = "npy" if kind == "tokens" else "jsonl"
+    paths = [f"data.{key}={files}/{name}.{suffix}" for key, name in PATHS]
+    return open_data(compose([*WORDS, f"data={kind}", *paths, *words]))
+
+
+PATHS = ("path", "train"), ("eval_path", "eval")
+
+
+def test_all_of_the_file_is_held_out_and_none_of_it_is_trained_on(files):
+    data = opened(files, "tokens", "data.vocab_size=80")
+    assert (data.num_examples, data.num_eval_examples) == (15, 5)
+    batches = data.batches()
+    trained = np.concatenate([next(batches)["inputs"].ravel() for _ in range(16)])
+    assert trained.max() < 50
+    held_out = np.concatenate([b["inputs"].ravel() for b in data.eval_batches(2)])
+    assert held_out.min() >= 50
+    # each target of the file once, the last window is short
+    found = data.read(np.array([*data.numbers(held_out=True)]))["targets"]
+    assert sorted(found[found >= 0]) == list(range(51, 72))
+    mixed = data.read(np.array([16, 0, 15, 1]))["inputs"][:, 0]
+    assert [int(first) >= 50 for first in mixed] == [True, False, True, False]
+
+
+def test_text_is_held_out_alike(files):
+    data = opened(files, "text", f"data.cache_dir={files}")
+    alone = opened(files, "text", f"data.cache_dir={files}", "data.eval_path=null")
+    assert data.fingerprint != alone.fingerprint
+    texts = data.read(np.array([*data.numbers(held_out=True)]))["inputs"]
+    assert b"eval" in bytes(texts.ravel().astype(np.uint8))
+    assert b"train" not in bytes(texts.ravel().astype(np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data.eval_fraction=0.2"], "data.eval_fraction=0.2 holds out a share of data.path"),
+        (["data.eval_path=/none.npy"], "data.eval_path=/none.npy"),
+        ([], "holds the id 71, not below data.vocab_size=50"),  # ids that the model does not have
+    ],
+)
+def test_files_that_cannot_be_held_out_are_refused(files, words, message):
+    paths = [f"data.{key}={files}/{name}.npy" for key, name in PATHS]
+    with pytest.raises(PpctlError, match=message):
+        open_data(compose([*WORDS, "data=tokens", *paths, *words]))
+
+
+def test_a_run_evaluates_at_its_start_with_perplexity_and_not_again_on_a_resume(tmp_path):
+    run_dir = tmp_path / "run"
+    words = [*TOKENS.split(), f"run.dir={run_dir}", "run.eval_every=3", "run.eval_at_start=true"]
+    assert cli.main(["train", *words, "run.num_steps=3"]) == 0
+    assert cli.main(["train", *words]) == 0
+    found = records(run_dir, "eval.jsonl")
+    assert [each["step"] for each in found] == [0, 3, 6]
+    for each in found:
+        assert each["eval_perplexity"] == pytest.approx(np.exp(each["eval_loss"]))

@@ -1,0 +1,127 @@
+"""run.on_event: a command that gets each event, and is never in the way. `ppctl stop`."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from support.small_runs import ROWS, checkpoints, losses, records
+
+from ppctl import cli
+from ppctl.training.run import events
+from ppctl.training.run.events import Events
+
+FAILS = "sys.exit('no route to the pager')"
+
+
+@pytest.fixture
+def command(tmp_path):
+    """A function that returns a command which runs this code."""
+
+    def command(code):
+        (tmp_path / "tell.py").write_text(f"import sys, time\n{code}\n")
+        return f"{sys.executable} {tmp_path / 'tell.py'}"
+
+    return command
+
+
+@pytest.fixture
+def tells(command, tmp_path):
+    """A command that writes what it gets to events.jsonl."""
+    return command(f"open({str(tmp_path / 'events.jsonl')!r}, 'a').write(sys.stdin.read())")
+
+
+def test_a_run_tells_its_start_its_saves_its_evaluations_and_its_end(train, tmp_path, tells):
+    words = f"run.on_event={tells}", "run.eval_every=3", "run.checkpoint.every=3"
+    assert train(*words)[0] == 0
+    found = records(tmp_path, "events.jsonl")
+    names = [(each["event"], each["step"]) for each in found]
+    assert names[0] == ("started", 0)
+    assert names[-1] == ("finished", 6)
+    assert sorted(names[1:-1]) == [("evaluated", 3), ("evaluated", 6), ("saved", 3), ("saved", 6)]
+    assert {each["run_dir"] for each in found} == {str(tmp_path / "run")}
+    of_step_3 = next(each for each in found if each["event"] == "evaluated")
+    assert of_step_3["eval_loss"] == records(tmp_path / "run", "eval.jsonl")[0]["eval_loss"]
+
+
+def test_a_failure_is_told_with_its_reason(train, tmp_path, tells):
+    code, _, err = train(f"run.on_event={tells}", "run.resume=must")
+    assert code == 2
+    (found,) = records(tmp_path, "events.jsonl")
+    assert (found["event"], found["kind"]) == ("failed", "checkpoint")
+    assert found["reason"] in err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (FAILS, "code 1, no route to the pager"),
+        ("/no/such/program", "No such file or directory: /no/such/program"),
+    ],
+)
+def test_a_command_that_fails_is_named_once_and_changes_nothing(
+    train, tmp_path, command, given, message
+):
+    line = command(FAILS) if given == FAILS else given
+    code, out, _ = train(f"run.on_event={line}", "run.checkpoint.every=1")
+    assert code == 0
+    assert out.count("run.on_event at started:") == out.count("run.on_event at") == 1
+    assert message in out
+    plain = tmp_path / "plain"
+    assert train("run.checkpoint.every=1", run_dir=plain)[0] == 0
+    assert losses(tmp_path / "run") == losses(plain)
+
+
+def test_slow_calls_do_not_hold_a_run_and_are_left_at_its_end(tmp_path, monkeypatch, command):
+    monkeypatch.setattr(events, "END_S", 0.2)
+    lines = []
+    began = time.monotonic()
+    with Events(command("time.sleep(5)"), tmp_path, lines.append) as told:
+        for step in range(100):
+            told.tell("saved", step=step)
+        assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 3
+    assert lines == ["note      run.on_event: calls were left that took over 0.2 s"]
+
+
+def stop(capsys, *words):
+    code = cli.main(["stop", *map(str, words)])
+    return code, *capsys.readouterr()
+
+
+def test_stop_saves_and_ends_and_the_run_goes_on_later(train, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    words = *ROWS.split(), f"run.dir={run_dir}", "run.num_steps=100000", "--json"
+    line = [sys.executable, "-m", "ppctl.cli", "train", *words]
+    run = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        until = time.monotonic() + 120
+        while not (run_dir / "metrics.jsonl").exists() or not records(run_dir):
+            assert time.monotonic() < until
+            assert run.poll() is None, run.stderr.read()
+            time.sleep(0.1)
+        code, out, err = stop(capsys, run_dir, "--wait")
+        assert code == 0, err
+        assert "stopped at step" in out
+        printed, _ = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == 0
+    found = json.loads(printed)
+    assert found["status"] == "stopped"
+    assert checkpoints(run_dir)[-1] == found["step"] == len(records(run_dir))
+    assert not (run_dir / "stop").exists()
+    # a run that has ended is not asked; its command goes on
+    code, _, err = stop(capsys, run_dir)
+    assert code == 2
+    assert f"is not running but stopped at step {found['step']}" in err
+    code, out, _ = train(f"run.num_steps={found['step'] + 1}")
+    assert code == 0
+    assert f"resuming after step {found['step']}" in out
+
+
+def test_stop_needs_one_run(tmp_path, capsys):
+    code, _, err = stop(capsys)
+    assert code == 2
+    assert "needs the name of one run" in err

@@ -1,0 +1,130 @@
+"""Checkpoints that are kept for good, going back to one, and pruning."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from support.small_runs import checkpoints, losses, records
+
+from ppctl import cli
+from ppctl.training.checkpoint.checkpoint import Checkpoints
+
+
+def aside(run_dir):
+    return sorted(path.name for path in (run_dir / "checkpoints").glob("*after-*"))
+
+
+def test_multiples_of_keep_every_stay(train, tmp_path):
+    words = "run.checkpoint.every=1", "run.checkpoint.keep=1", "run.checkpoint.keep_every=2"
+    assert train(*words)[0] == 0
+    assert checkpoints(tmp_path / "run") == [2, 4, 6]
+
+
+def test_a_run_goes_back_once_and_keeps_what_was_later(train, copy, six_steps):
+    # 1. back to step 2, with another rate
+    run_dir = copy(6)
+    again = "run.resume=2", "run.checkpoint.every=2", "optim.lr=1e-4"
+    code, out, _ = train(*again)
+    assert code == 0
+    kept = "6.after-2, 4.after-2"
+    assert f"going back to step 2; what was later is kept: {kept}" in out
+    assert "resuming after step 2" in out
+    assert aside(run_dir) == ["4.after-2", "6.after-2", "metrics.after-2.jsonl"]
+    # 2. what was later is as it was, what is new goes on from step 2
+    of_before = run_dir / "checkpoints/metrics.after-2.jsonl"
+    assert of_before.read_text() == (six_steps / "metrics.jsonl").read_text()
+    assert [record["step"] for record in records(run_dir)] == [1, 2, 3, 4, 5, 6]
+    assert losses(run_dir)[:3] == losses(six_steps)[:3]  # the same data at step 3
+    assert losses(run_dir)[3:] != losses(six_steps)[3:]
+    old, new = (
+        Checkpoints(folder, keep=None).meta(step)["config"]["optim"]["lr"]
+        for folder, step in ((six_steps / "checkpoints", 6), (run_dir / "checkpoints", 6))
+    )
+    assert (old, new) == (0.002, 1e-4)
+
+
+def test_a_repeated_command_does_not_go_back_again(train, copy):
+    run_dir = copy(6)
+    assert train("run.resume=2", "run.checkpoint.every=1", "run.num_steps=4")[0] == 0
+    code, out, _ = train("run.resume=2", "run.checkpoint.every=1", "run.num_steps=5")
+    assert code == 0
+    assert "run.resume=2: gone back before, and going on from there. To go back again, move" in out
+    assert "resuming after step 4" in out
+    assert "4.after-2" in aside(run_dir)
+
+
+def test_one_that_was_killed_while_it_went_back_goes_back_whole(copy):
+    run_dir = copy(6)
+    folder = run_dir / "checkpoints"
+    (folder / ".going-back-to-2").touch()
+    (folder / "6").rename(folder / "6.after-2")
+    with Checkpoints(folder, keep=3) as found:
+        assert found.go_back(2) == ["4.after-2"]
+        assert found.steps() == (2,)
+        assert found.go_back(2) is None
+    assert not (folder / ".going-back-to-2").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("run.resume=3", "no checkpoint of this step in"),
+        ("run.resume=6", "run.resume=6 goes back to a step that is not before run.num_steps=6"),
+        ("run.resume=often", "is not one of auto, must, never, STEP"),
+        ("run.checkpoint.keep_every=5", "run.checkpoint.keep_every=5 is no multiple of"),
+    ],
+)
+def test_steps_to_which_no_run_goes_back_are_refused(train, copy, word, message):
+    run_dir = copy(6)
+    code, _, err = train(word, *(() if "keep_every" in word else ("run.checkpoint.every=2",)))
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+    assert checkpoints(run_dir) == [2, 4, 6]
+
+
+def prune(capsys, *words):
+    code = cli.main(["runs", "prune", *map(str, words)])
+    return code, *capsys.readouterr()
+
+
+def test_prune_leaves_the_newest_and_those_kept_for_good(train, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    words = "run.checkpoint.every=1", "run.checkpoint.keep=6", "run.checkpoint.keep_every=2"
+    assert train(*words)[0] == 0
+    shutil.copytree(run_dir / "checkpoints/6", run_dir / "checkpoints/9.after-6")
+    code, out, err = prune(capsys, run_dir, "--keep", "2", "--yes", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["removed"] == ["1", "3", "9.after-6"]
+    assert found["kept"] == [2, 4, 5, 6]
+    assert found["disk_bytes"] > 0
+    assert checkpoints(run_dir) == [2, 4, 5, 6]
+    assert train(*words, "run.num_steps=7")[0] == 0
+    code, out, _ = prune(capsys, run_dir, "--keep", "9", "--yes")
+    assert code == 0
+    assert "nothing to prune" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "needs one run and the number of checkpoints that stay"),
+        (("--keep", "0"), "--keep 0 leaves no checkpoint"),
+        (("--keep", "1"), "asks first, and there is no terminal to ask on. Add --yes"),
+    ],
+)
+def test_prune_removes_nothing_unasked(copy, capsys, words, message):
+    run_dir = copy(6)
+    code, _, err = prune(capsys, run_dir, *words)
+    assert code == 2
+    assert message in err
+    assert checkpoints(run_dir) == [2, 4, 6]
+
+
+def test_the_list_has_sizes(copy, capsys):
+    run_dir = copy(6)
+    assert cli.main(["runs", str(run_dir.parent), "--columns", "size"]) == 0
+    out = capsys.readouterr().out
+    assert np.any([unit in out for unit in (" KiB", " MiB")])
