@@ -171,7 +171,9 @@ def kernel_for(wanted: str, device: Any, dtype: jnp.dtype) -> Kernel:
     name = choose(wanted, device, dtype)
     if name != "triton":
         return KERNELS[name]
-    return _triton(triton_products.limits_of(compute_capability(device)))
+    client = getattr(device, "client", None)
+    described = device.device_kind if client is None or not client.local_devices() else None
+    return _triton(triton_products.limits_of(compute_capability(device), described))
 
 
 KERNELS = {

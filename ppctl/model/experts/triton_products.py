@@ -6,11 +6,13 @@ block of an expert's matrix and sums over the expert's rows. Sums are float32.
 Shape suffixes: R rows, E experts of this device, D and F widths.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from math import ceil
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 
 TALL, WIDE = 128, 256  # rows and columns of a tile, at most; of weights TALL and TALL
 ADDS = "grouped_weights"  # name of the kernel whose result is its last operand and a sum
@@ -18,15 +20,27 @@ TOGETHER = 8  # tiles of rows that follow each other, to read the same columns f
 
 
 class Limits(NamedTuple):
-    """Sizes of a program that suit a GPU; docs/benchmarks.md, "Experts on one H200"."""
+    """Sizes of a program that suit a GPU; docs/benchmarks.md, "Experts on one H200".
+
+    described: the kind of a GPU that is not attached, for which a program is lowered; None: here.
+    """
 
     shared_bytes: int = 98304  # of operands loaded ahead; 8.6, 8.9 and 12.0 have 101,376
     num_warps: int = 8  # of a block of weights
+    described: str | None = None
+
+    def target(self) -> AbstractContextManager[Any]:
+        """Name the GPU to Pallas, which otherwise asks for an attached one."""
+        if self.described is None:
+            return nullcontext()
+        gpu = jax.sharding.AbstractDevice(self.described, None, "gpu")
+        return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu))
 
 
-def limits_of(capability: tuple[int, int]) -> Limits:
+def limits_of(capability: tuple[int, int], described: str | None = None) -> Limits:
     """Return the sizes for a compute capability: those with 227 KiB of shared memory stand out."""
-    return Limits(196608, 4) if capability[0] in (9, 10) else Limits()
+    sizes = (196608, 4) if capability[0] in (9, 10) else Limits()[:2]
+    return Limits(*sizes, described)
 
 
 def tiles(sizes_E: jax.Array, num_rows: int, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -99,14 +113,16 @@ def rows(
             store(jnp.zeros((tall, wide), jnp.float32))
 
     # 3. the call
-    return pl.pallas_call(
+    call = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((R, F), x.dtype),
         grid=(num_tiles * num_columns,),
         compiler_params=_params(8 if tall * wide >= TALL * TALL else 4, stages),
         interpret=interpret,
         name="grouped_rows",
-    )(x, w, group, first, end)
+    )
+    with limits.target():
+        return call(x, w, group, first, end)
 
 
 def _place(program: jax.Array, num_tiles: int, num_columns: int) -> tuple[jax.Array, jax.Array]:
@@ -163,7 +179,7 @@ def weights(
 
     # 3. the call
     start = jnp.zeros((E, D, F), jnp.float32)
-    return pl.pallas_call(
+    call = pl.pallas_call(
         kernel,
         out_shape=start,
         grid=(E * blocks[0] * blocks[1],),
@@ -171,7 +187,9 @@ def weights(
         compiler_params=_params(limits.num_warps if tall * wide == TALL * TALL else 4, stages),
         interpret=interpret,
         name=ADDS,
-    )(x, y, ends - sizes.astype(jnp.int32), ends, start)
+    )
+    with limits.target():
+        return call(x, y, ends - sizes.astype(jnp.int32), ends, start)
 
 
 def _to(number: int) -> jax.Array:
