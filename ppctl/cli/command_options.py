@@ -84,6 +84,8 @@ ppctl train recipes=tiny
 ppctl train recipes=tiny run.num_steps=60
 # see which runs there are, and how they ended
 ppctl runs
+# end a run from another terminal, saved
+ppctl stop tiny
 # see those that ended alike together, the newest first
 ppctl runs --sort status,started:desc
 # look at a run, or compare several, on a page to send to others

@@ -46,6 +46,7 @@ def test_every_example_composes(command, capsys):
         "export",
         "generate",
         "evaluate",
+        "stop",
     ):  # all is right but what is not there
         assert cli.main(words) == 2
         assert re.search(

@@ -90,6 +90,7 @@ def test_the_kinds():
         "DamagedError": "checkpoint",
         "SaveError": "save",
         "NonFiniteError": "not_finite",
+        "SkippedError": "not_finite",
         "LostError": "process_lost",
         "DeclinedError": "declined",
     }

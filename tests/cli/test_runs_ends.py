@@ -104,7 +104,7 @@ def test_an_interrupted_and_a_failed_run_say_why(capsys):
     assert process.returncode == 143
     [run] = ask_json(capsys)["runs"]
     assert (run["status"], run["reason"]) == ("interrupted", "SIGTERM")
-    diverging = ["optim.lr=1e39", "run.name=nan", "optim.warmup_steps=0"]
+    diverging = ["optim.lr=1e30", "optim.clip_norm=null", "run.name=nan", "optim.warmup_steps=0"]
     assert cli.main(["train", *SMALL.split(), *diverging]) == 4
     capsys.readouterr()
     run = ask_json(capsys)["runs"][0]
