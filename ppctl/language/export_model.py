@@ -14,6 +14,7 @@ import numpy as np
 from ppctl.config import Transformer
 from ppctl.data.tokenizer import json_object
 from ppctl.errors import ConfigError, one_line
+from ppctl.language.import_adapter import ADAPTER_CONFIG
 from ppctl.language.import_model import KEPT
 from ppctl.language.language_model import LanguageModel, open_language_model
 from ppctl.language.model_files import INDEX, all_or_nothing, check_new
@@ -31,7 +32,6 @@ from ppctl.training.run.saved_run import load_run
 
 Tree = Any
 SHARD_BYTES = 5 * 10**9  # of a file, without its last tensor, at most
-ADAPTER_CONFIG = "adapter_config.json"  # of PEFT
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 BFLOAT16 = ml_dtypes.bfloat16
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": BFLOAT16, "float16": np.float16}

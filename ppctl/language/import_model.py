@@ -99,16 +99,16 @@ def import_model(source: Path, out: Path) -> Imported:
     recorded = asdict(Config(model=model, data=Tokens(path=str(source.absolute())), run=run))
     with all_or_nothing(out) as part:
         with Checkpoints(part / "checkpoints", keep=1) as checkpoints:
-            if not checkpoints.save(0, {"params": params}, _metadata(recorded, model, source)):
+            if not checkpoints.save(0, {"params": params}, metadata(recorded, model, source)):
                 raise ConfigError(f"A number of {source} is not finite. It cannot be imported.")
         (part / "config.yaml").write_text(yaml.safe_dump(recorded, sort_keys=False))
         (part / SOURCE).mkdir()
         for name, content in kept.items():
             (part / SOURCE / name).write_bytes(content)
-        commands = _commands(out, part / SOURCE)
-        _write_recipe(part, out, settings | {"seq_len": length}, commands)
+        lines = commands(out, part / SOURCE)
+        write_recipe(part, out, settings | {"seq_len": length}, lines)
     count = sum(jax.tree.leaves(stack.counts(shapes)))
-    return Imported(model, count, tuple(kept), commands, tuple(notes))
+    return Imported(model, count, tuple(kept), lines, tuple(notes))
 
 
 def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
@@ -143,7 +143,7 @@ def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:
     return jax.tree_util.tree_map_with_path(leaf, shapes)
 
 
-def _metadata(recorded: Mapping[str, Any], model: Transformer, source: Path) -> dict[str, Any]:
+def metadata(recorded: Mapping[str, Any], model: Transformer, source: Path) -> dict[str, Any]:
     """Return the metadata of the checkpoint, in the form that training writes."""
     about, sizes = ("imported", str(source), ""), (1, 0, 1, 0)
     data = DataSet(*about, *sizes, lambda _: {}, vocab_size=model.vocab_size)
@@ -171,7 +171,7 @@ def _kept(
     return kept
 
 
-def _commands(out: Path, kept: Path) -> tuple[str, ...]:
+def commands(out: Path, kept: Path) -> tuple[str, ...]:
     """Return the commands that train a model on texts, and on chats if there is a template.
 
     kept: the folder of its files, in which no tokenizer leaves token ids to train on.
@@ -188,15 +188,22 @@ def _commands(out: Path, kept: Path) -> tuple[str, ...]:
     return (text, f"{command} data=text {chats}")
 
 
-def _write_recipe(part: Path, out: Path, settings: dict[str, Any], commands: Sequence[str]) -> None:
+def write_recipe(
+    part: Path,
+    out: Path,
+    settings: dict[str, Any],
+    lines: Sequence[str],
+    optim: Mapping[str, Any] | None = None,
+) -> None:
     """Write the recipe that trains on from the imported parameters, in `part` of `out`."""
     run = {"name": f"{out.name}-trained", "start_from": str(out.absolute())}
     document = {"defaults": [{"override /model": "transformer"}], "model": settings, "run": run}
+    document |= {} if optim is None else {"optim": dict(optim)}
     has_tokenizer = (part / SOURCE / FILE).is_file()
     tokenizer = out.absolute() / SOURCE if has_tokenizer else "none came with the model"
     head = ["# @package _global_", "# Written by `ppctl import`."]
     head += [f"# Tokenizer: {tokenizer} (of data.tokenizer=null)"]
-    head += [f"# Command: {command}" for command in commands]
+    head += [f"# Command: {command}" for command in lines]
     path = part / RECIPE
     path.parent.mkdir()
     path.write_text("\n".join([*head, yaml.safe_dump(document, sort_keys=False)]))

@@ -338,3 +338,53 @@ def test_peft_loads_the_adapters_and_has_the_logits_of_the_merged_model(
     assert np.abs(found - wanted).max() < 1e-5
     assert np.abs(ppctl.load_run("runs/base-trained").predict(ids) - found).max() < 1e-4
     assert np.abs(ppctl.load_run("base").predict(ids) - found).max() > 1e-3
+
+
+def peft_of(base, **changes):
+    """A directory of PEFT's adapters of two steps, with changed settings; their run."""
+    assert train(*LORA, *ALONE, "run.num_steps=2") == 0
+    assert cli.main(["export", "runs/base-trained", "--out", "adapter", "--adapter"]) == 0
+    file = base / "adapter/adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return ppctl.load_run("runs/base-trained")
+
+
+def test_adapters_of_peft_come_in_and_train_on(base, capsys):
+    run, ids = peft_of(base, lora_dropout=0.1), np.random.default_rng(0).integers(0, 90, (2, 8))
+    capsys.readouterr()
+    assert cli.main(["import", "adapter", "--base", "base", "--out", "back"]) == 0
+    out = capsys.readouterr().out
+    assert "3,968 parameters" in out
+    assert "lora_dropout=0.1 is not applied" in out
+    np.testing.assert_array_equal(ppctl.load_run("back").predict(ids), run.predict(ids))
+    # on another layout, from these adapters
+    words = ["train", "--config-dir", "back", "recipes=imported", *SMALL, *PIPED, "run.num_steps=1"]
+    assert cli.main(words) == 0
+    first = next(run.data.batches())
+    again = ppctl.load_run("runs/back-trained")
+    assert again.metrics[0]["loss"] == pytest.approx(run.loss(first), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "message"),
+    [
+        ({}, [], "adapter holds adapters. Import their model first, then add --base RUN_DIR"),
+        ({"peft_type": "IA3"}, ["--base", "base"], "states peft_type=IA3. Adapters of LORA"),
+        ({"use_dora": True}, ["--base", "base"], "has use_dora=True, which ppctl's adapters"),
+        (
+            {"r": 8},
+            ["--base", "base"],
+            "lora_A.weight is [4, 32], and config.json makes it [8, 32]",
+        ),
+        ({"lora_alpha": -1}, ["--base", "base"], "has r=4 and lora_alpha=-1, which are no sizes"),
+        ({}, ["--base", "adapter"], "adapter"),
+    ],
+)
+def test_adapters_that_cannot_come_in_are_refused(base, capsys, changes, words, message):
+    peft_of(base, **changes)
+    capsys.readouterr()
+    assert cli.main(["import", "adapter", *words, "--out", "back"]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (base / "back").exists()

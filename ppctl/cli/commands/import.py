@@ -8,27 +8,37 @@ from argparse import Namespace
 from pathlib import Path
 
 from ppctl.cli.command_options import Parser
+from ppctl.errors import ConfigError
 
 
 def parser() -> Parser:
     """Return the options of `ppctl import`."""
     notes = (
-        "DIR is a model directory (config.json, *.safetensors, tokenizer files) or a .gguf file."
+        "DIR is a model directory (config.json, *.safetensors, tokenizer files) or a .gguf file;\n"
+        "with --base adapters of PEFT (adapter_config.json, adapter_model.safetensors)."
     )
-    usage = "DIR --out RUN_DIR [--json]"
+    usage = "DIR --out RUN_DIR [--base RUN_DIR] [--json]"
     options = Parser("import", usage, notes=notes, words="dir", nargs=None)
     about = "a new directory: a checkpoint of step 0, a recipe, the tokenizer's files"
     options.add_argument("--out", metavar="RUN_DIR", required=True, help=about)
+    about = "the run of the adapters' model, as `ppctl import` wrote it"
+    options.add_argument("--base", metavar="RUN_DIR", help=about)
     return options
 
 
 def serve(options: Namespace) -> int:
     """Write the run directory; return 0. ConfigError where ppctl has no such model."""
     source, out = Path(options.dir), Path(options.out)
+    from ppctl.language.import_adapter import ADAPTER_CONFIG, import_adapter
     from ppctl.language.import_model import import_model
 
     started = time.monotonic()
-    found = import_model(source, out)
+    if options.base is None and (source / ADAPTER_CONFIG).is_file():
+        raise ConfigError(
+            f"{source} holds adapters. Import their model first, then add --base RUN_DIR of it."
+        )
+    base = None if options.base is None else Path(options.base)
+    found = import_model(source, out) if base is None else import_adapter(source, base, out)
     number, layers = found.num_parameters, found.model.num_layers
     seconds = time.monotonic() - started
     if options.json:
