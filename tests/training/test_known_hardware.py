@@ -22,6 +22,7 @@ SHEETS = {
     "NVIDIA H100 PCIe": (378e12, 756e12, 80, 2.0e12),
     "NVIDIA H200": (494.7e12, 989.4e12, 141, 4.8e12),
     "NVIDIA B200": (1.1e15, 2.25e15, 180, 8e12),
+    "NVIDIA GB200": (1.25e15, 2.5e15, 186, 8e12),
     "TPU v4": (275e12, 275e12, 32, 1.2e12),
     "TPU v5 lite": (197e12, 197e12, 16, 819e9),
     "TPU v5e": (197e12, 197e12, 16, 819e9),
@@ -29,6 +30,7 @@ SHEETS = {
     "TPU v5p": (459e12, 459e12, 96, 2.765e12),
     "TPU v6 lite": (918e12, 918e12, 32, 1.64e12),
     "TPU v6e": (918e12, 918e12, 32, 1.64e12),
+    "TPU7x": (1153.5e12, 1153.5e12, 96, 3.69e12),  # half a chip
 }
 names = pytest.mark.parametrize("name", known())
 
@@ -58,6 +60,7 @@ POWER_W = {
     "h100_pcie": 350,
     "h200": 700,
     "b200": 1000,
+    "gb200": 1200,
     "v4": 192,
 }
 
@@ -84,7 +87,7 @@ def test_hydra_reads_the_same(name):
 def test_links_are_slower_than_memory_and_networks_than_links(name):
     hardware = known()[name]
     assert hardware.link_bytes_per_s < hardware.memory_bytes_per_s
-    is_gpu = name[0] in "abh" and name != "host"
+    is_gpu = name[0] in "abgh" and name != "host"
     assert (hardware.host_devices is not None) == is_gpu  # TPUs are joined by links
     if hardware.hosts is not None:
         assert hardware.hosts.bytes_per_s < hardware.link_bytes_per_s

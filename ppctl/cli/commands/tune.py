@@ -1,13 +1,16 @@
 """`ppctl tune`: the fastest mesh, schedule, partition, microbatches and remat for n devices."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from ppctl.cli.choices import request_words
 from ppctl.config import Config
+from ppctl.errors import ConfigError
 from ppctl.planner.search.job_script import LAUNCHERS, write_job_script
 from ppctl.planner.search.tune_layouts import tune_layouts
 from ppctl.planner.search.tuned_recipe import own_path, write_recipe
 from ppctl.planner.show.tune_terminal import show_tuned
+from ppctl.planner.show.tuned_numbers import chosen_number, show_numbers
 from ppctl.training.pipeline.known_hardware import known
 
 POD_RUNS = "/runs"  # mount of the claim in recipes/cluster/jobset.yaml
@@ -15,6 +18,8 @@ POD_RUNS = "/runs"  # mount of the claim in recipes/cluster/jobset.yaml
 
 def tune(config: Config, *, as_json: bool) -> int:
     """Print the best layouts, write recipe and job script of the first; return 0 if one fits."""
+    if isinstance(config.tune.devices, list):
+        return _of_several(config, config.tune.devices, as_json=as_json)
     name, launch = config.tune.recipe, config.tune.launch
     path = None if name is None else own_path(name, ".yaml")  # refused before the search
     script = None if launch is None or name is None else own_path(name, LAUNCHERS[launch].suffix)
@@ -31,6 +36,26 @@ def tune(config: Config, *, as_json: bool) -> int:
         tuned = replace(tuned, job_script=str(script), job_command=command)
     show_tuned(tuned, as_json=as_json)
     return int(first is None)
+
+
+def _of_several(config: Config, numbers: Sequence[int], *, as_json: bool) -> int:
+    """Print the best layout of each number of devices; the chosen one becomes the recipe."""
+    tune, path = config.tune, None
+    if tune.days is not None and config.plan.tokens is None:
+        raise ConfigError(
+            f"tune.days={tune.days:g} needs the tokens that are trained in these days. Add "
+            "plan.tokens=1e12 or the like."
+        )
+    if tune.recipe is not None:
+        path = own_path(tune.recipe, ".yaml")
+    one = [replace(config, tune=replace(tune, devices=n, days=None)) for n in sorted({*numbers})]
+    found = {each.tune.devices: tune_layouts(each) for each in one}
+    chosen = chosen_number(found, tune.days)
+    if chosen is not None and path is not None:
+        first = found[chosen].found.best[0]
+        write_recipe(path, first.request.config, first.step_s, first.measured_s)
+    show_numbers(found, chosen, tune.days, path, as_json=as_json)
+    return int(chosen is None)
 
 
 def job_words(launch: str, config: Config, name: str) -> list[str]:

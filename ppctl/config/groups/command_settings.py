@@ -15,7 +15,7 @@ from ppctl.config.field_checks import (
     up_to,
     within,
 )
-from ppctl.config.groups.layout_settings import Devices
+from ppctl.config.groups.layout_settings import MOST_DEVICES
 from ppctl.config.groups.schedule_settings import MaxChunks, Schedule
 from ppctl.errors import ConfigError
 from ppctl.schedule.mesh_axes import STAGE_AXES, axes_record
@@ -23,6 +23,11 @@ from ppctl.schedule.remat import Remat
 
 Tokens = Annotated[float, partial(within, least=1, most=1e18)]  # a million times a large run's
 TOPOLOGY = re.compile(r"\w+:\d+(x\d+){1,2}")
+
+
+def _is_number(key: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{key}={value} is no number of devices, such as 64, or [64,128,256].")
 
 
 @dataclass
@@ -105,7 +110,9 @@ class Tune(
 ):
     """The search of a layout: its devices and choices, and the recipe that it writes."""
 
-    devices: Devices | None = None  # how many; None: those of the mesh
+    # how many, or several numbers for a table of the best of each; None: those of the mesh
+    devices: Annotated[Any, _is_number, MOST_DEVICES] = None
+    days: Positive | None = None  # in which plan.tokens are trained; of devices the fewest that do
     schedules: list[str] | None = None  # families; None: all of the executor
     # values of executor.remat; None: all
     remat: list[Annotated[str, one_of(*Remat)]] | None = None
@@ -123,6 +130,18 @@ class Tune(
 
     def check(self) -> None:
         Settings.check(self)
+        several = isinstance(self.devices, list)
+        if self.days is not None and not several:
+            raise ConfigError(
+                f"tune.days={self.days:g} chooses among several numbers of devices. Use "
+                "tune.devices=[64,128,256] or the like, and plan.tokens."
+            )
+        if several and (self.measure or self.launch):
+            one = "measure" if self.measure else "launch"
+            raise ConfigError(
+                f"tune.{one}={getattr(self, one)} is of one number of devices, not of "
+                f"tune.devices={self.devices}. Leave it out, or name one number."
+            )
         if self.measure > self.best:
             raise ConfigError(
                 f"tune.measure={self.measure} runs more layouts than tune.best={self.best} "

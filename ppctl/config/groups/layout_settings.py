@@ -11,7 +11,8 @@ from ppctl.schedule.mesh_axes import AXES, STAGE_AXES, MeshSizes, axes_record, a
 from ppctl.schedule.remat import Remat
 
 OUTER = (name for name in AXES if name not in STAGE_AXES)
-Devices = Annotated[int, up_to(2**17, "the largest machines have about 100,000 accelerators")]
+MOST_DEVICES = up_to(2**17, "the largest machines have about 100,000 accelerators")
+Devices = Annotated[int, MOST_DEVICES]
 ORDERS = ("auto", *map("-".join, permutations(OUTER)))
 
 

@@ -24,13 +24,13 @@ from ppctl.training.pipeline.mfu import mfu
 def show_tuned(tuned: Tuned, *, as_json: bool) -> None:
     """Print the layouts, best first."""
     if as_json:
-        show_json(_document(tuned))
+        show_json(document(tuned))
         return
     console, best = OutputConsole(), tuned.found.best
     show_lines(console, *_before(tuned))
     if not best:
         return
-    rows = [_cells(tuned, i, row) for i, row in enumerate(best, start=1)]
+    rows = [cells_of(tuned, i, row) for i, row in enumerate(best, start=1)]
     title = "the fastest, as counted for the hardware"
     show_table(console, title, list(rows[0]), [list(row.values()) for row in rows])
     if not all(row.layout.is_even for row in best):
@@ -64,7 +64,8 @@ def _after(tuned: Tuned) -> Iterator[str]:
         yield f"its job script is {tuned.job_script}: {tuned.job_command}"
 
 
-def _cells(tuned: Tuned, number: int, row: Row) -> dict[str, str]:
+def cells_of(tuned: Tuned, number: int, row: Row) -> dict[str, str]:
+    """Return the cells of a layout, the number-th, by the names of the columns."""
     # 1. the layout
     layout, plan, is_alone = row.layout, row.plan, row.layout.mesh.pp == 1
     cells = {
@@ -122,7 +123,8 @@ def _about_pipelines(tuned: Tuned) -> str:
     return f"without a pipeline the best is {about}: {ratio:.2f} times as long."
 
 
-def _document(tuned: Tuned) -> dict[str, Any]:
+def document(tuned: Tuned) -> dict[str, Any]:
+    """Return what `--json` prints of a search."""
     found, limit = tuned.found, tuned.limit
     size_bytes, source, fraction = (None, None, None) if limit is None else limit
     alone, records = found.without_pipeline, ("token_budget", "hosts")
