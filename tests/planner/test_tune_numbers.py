@@ -7,7 +7,17 @@ import pytest
 
 from ppctl import cli
 
-WORDS = ["hardware=h100", "data=synthetic", "data.batch_size=64", "model.num_layers=8", "model.d_model=1024", "model.num_heads=8", "model.seq_len=512", "tune.best=1", "run.dtype=bfloat16"]
+WORDS = [
+    "hardware=h100",
+    "data=synthetic",
+    "data.batch_size=64",
+    "model.num_layers=8",
+    "model.d_model=1024",
+    "model.num_heads=8",
+    "model.seq_len=512",
+    "tune.best=1",
+    "run.dtype=bfloat16",
+]
 
 
 @pytest.fixture

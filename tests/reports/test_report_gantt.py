@@ -335,7 +335,7 @@ def test_no_jax_is_started_for_a_measured_step(run_dir):
 @pytest.mark.slow
 def test_64_ranks_of_512_microbatches_measured_stay_under_five_megabytes(run_dir, capsys):
     found = pipeline_of(Interleaved(num_microbatches=512), Mpmd(), 64, 128)
-    timeline_io.write_timeline(run_dir / "timeline", shaken(found.schedule))
+    timeline_io.write_timeline(run_dir / "timeline", shaken(found.step.schedule))
     settings(
         run_dir,
         {"name": "interleaved", "num_microbatches": 512, "num_chunks": 2},

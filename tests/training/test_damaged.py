@@ -155,7 +155,7 @@ def test_what_is_set_aside_is_kept_and_no_checkpoint_any_more(tmp_path):
             checkpoints.save(step, state(), META | {"step": step})
         checkpoints.wait()
         assert checkpoints.set_aside(3) == "3.damaged"
-        assert (checkpoints.steps(), checkpoints.damaged()) == ((2,), ("3.damaged",))
+        assert (checkpoints.steps(), checkpoints.aside("damaged")) == ((2,), ("3.damaged",))
         for step in (3, 4, 5):  # retention counts good ones only, and a step may come again
             checkpoints.save(step, state(), META | {"again": step})
         checkpoints.wait()
@@ -165,7 +165,7 @@ def test_what_is_set_aside_is_kept_and_no_checkpoint_any_more(tmp_path):
         assert checkpoints.set_aside(5) == "5.damaged.2"
         assert checkpoints.steps() == (4,)
         assert checkpoints.meta(4) == META | {"again": 4}
-        assert checkpoints.damaged() == ("3.damaged", "5.damaged", "5.damaged.2")
+        assert checkpoints.aside("damaged") == ("3.damaged", "5.damaged", "5.damaged.2")
     (tmp_path / "3.damaged").rename(tmp_path / "3")
     assert Checkpoints(tmp_path, keep=None).meta(3) == META | {"step": 3}
 
