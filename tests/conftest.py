@@ -71,7 +71,8 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 50)
 
 
-collect_ignore = ["support/mpmd_worker.py"]  # a program; the search for doctests would import it
+# programs; the search for doctests would import them, and torch
+collect_ignore = ["support/mpmd_worker.py", "benchmarks/pytorch_step.py"]
 collect_ignore_glob = [
     "*conftest.py"
 ]  # the search for doctests would import each as the one module `conftest`

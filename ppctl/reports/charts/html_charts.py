@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,8 @@ from ppctl.reports.charts.schedule_drawing import (
 from ppctl.reports.page_kit import asset, filled, page, soft, text
 from ppctl.schedule.ir import ALL_KINDS, PART_KINDS
 from ppctl.schedule.simulator import MOST_TASKS
+
+DIGITS = 7  # of numbers of a chart, next to its length: a pixel of a wide screen has four
 
 
 def schedules_page(drawings: Sequence[Drawing]) -> str:
@@ -44,6 +47,15 @@ def too_many_tasks(num_tasks: int) -> str | None:
     return f"Not drawn: {num_tasks:,} tasks are too many for a chart ({MOST_TASKS:,} at most)."
 
 
+def _rounded(value: Any, decimals: int) -> Any:
+    """Return numbers, in lists and dicts, with so many decimals: others would fill the page."""
+    if isinstance(value, dict):
+        return {key: _rounded(each, decimals) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(each, decimals) for each in value]
+    return round(value, decimals) if isinstance(value, float) else value
+
+
 def chart_data(drawing: Drawing) -> dict[str, Any]:
     """Return the words and colours of a chart, and its deflated numbers: `drawing_document`.
 
@@ -59,6 +71,7 @@ def chart_data(drawing: Drawing) -> dict[str, Any]:
         "waits_for": [None if task is None else place[task] for task in waited],
         "memory": [timeline.memory_curve(rank) for rank in range(schedule.num_ranks)],
     }
+    numbers = _rounded(numbers, DIGITS - math.ceil(math.log10(timeline.makespan_s or 1.0)))
     # 2. words and colours
     chunks = range(schedule.num_chunks)
     return {
