@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from ppctl.training.run import loop
-from ppctl.training.run.loop import StepClock
+from ppctl.training.run.step_clock import StepClock
 
 
 class Numbers:

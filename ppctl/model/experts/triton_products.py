@@ -81,6 +81,7 @@ def rows(
     deep = _depth(D, limits.shared_bytes // stages, (TALL + WIDE) * x.dtype.itemsize)
     group, first, end = tiles(sizes, R, tall)
     num_tiles, num_columns = len(group), ceil(F / wide)
+    order = slice(None, None, -1 if transpose else 1)  # of the dims of w
 
     # 2. the program of a tile of rows and a block of columns
     def kernel(x_ref, w_ref, group_ref, first_ref, end_ref, out_ref) -> None:
@@ -92,25 +93,22 @@ def rows(
         def product(k: jax.Array, total: jax.Array) -> jax.Array:
             inner, is_inner = pl.ds(k * deep, deep), _inside(k, deep, D)
             a = _load(x_ref.at[pl.ds(row, tall), inner], is_row, is_inner)
-            if transpose:
-                b = _load(w_ref.at[e, columns, inner], is_column, is_inner)
-            else:
-                b = _load(w_ref.at[e, inner, columns], is_inner, is_column)
+            b = _load(w_ref.at[e, *(inner, columns)[order]], *(is_inner, is_column)[order])
             return total + triton.dot(a, b, trans_b=transpose)
 
         def store(total: jax.Array) -> None:
-            out = total.astype(out_ref.dtype)
             at = out_ref.at[pl.ds(row, tall), columns]
-            triton.store(at, out, mask=_mask(is_row, is_column))
+            triton.store(at, total.astype(out_ref.dtype), mask=_mask(is_row, is_column))
+
+        zeros = jnp.zeros((tall, wide), jnp.float32)
 
         @pl.when((row < stop) & (e < E))
         def _() -> None:
-            zeros = jnp.zeros((tall, wide), jnp.float32)
             store(jax.lax.fori_loop(0, jnp.int32(ceil(D / deep)), product, zeros))
 
         @pl.when((row < stop) & (e == E))
         def _() -> None:
-            store(jnp.zeros((tall, wide), jnp.float32))
+            store(zeros)
 
     # 3. the call
     call = pl.pallas_call(

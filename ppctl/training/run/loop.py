@@ -2,7 +2,6 @@
 
 import math
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,8 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 
@@ -47,46 +45,11 @@ from ppctl.training.run.process_group import raise_together
 from ppctl.training.run.profile_window import ProfileWindow
 from ppctl.training.run.run_environment import checkpoint_metadata, num_cores, writing
 from ppctl.training.run.run_lines import StepPrediction
+from ppctl.training.run.step_clock import StepClock
 
 Tree = Any
 MOST_TIMES = 1000  # step times kept for their median
 WARM_UP_STEPS = 2  # of each start: slow, because of first allocations and caches
-
-
-class StepClock:
-    """Times of steps, in the order of dispatch. A context manager, which ends the thread."""
-
-    def __init__(self) -> None:
-        self._steps: SimpleQueue[tuple[Tree, Future[float]] | None] = SimpleQueue()
-        self._done_s = 0.0  # seconds at which the step before was done
-        # a daemon: a failing process must not wait for a step that others never finish
-        threading.Thread(target=self._wait, name="step clock", daemon=True).start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._steps.put(None)
-
-    def watch(self, numbers: Tree) -> Future[float]:
-        """Return a future of when a dispatched step's arrays are done (time.perf_counter)."""
-        done: Future[float] = Future()
-        self._steps.put((numbers, done))
-        return done
-
-    def step_time_s(self, dispatched_s: float, done: Future[float]) -> float:
-        """Wait for a step; return its seconds since dispatch, or since the step before was done."""
-        done_s = done.result()
-        began_s, self._done_s = max(self._done_s, dispatched_s), done_s
-        return done_s - began_s
-
-    def _wait(self) -> None:
-        for numbers, done in iter(self._steps.get, None):
-            try:
-                jax.block_until_ready(numbers)
-                done.set_result(time.perf_counter())
-            except BaseException as error:  # raised where the step is read
-                done.set_exception(error)
 
 
 STOP = 0  # in place of a signal: a request by `ppctl stop`

@@ -37,12 +37,13 @@ from ppctl.training.run.compilation_cache import keep_compiled
 from ppctl.training.run.events import Events
 from ppctl.training.run.heartbeat import Heartbeat
 from ppctl.training.run.kept_tokenizer import changed_tokenizer, keep_tokenizer
-from ppctl.training.run.loop import STOP, Loop, StepClock
+from ppctl.training.run.loop import STOP, Loop
 from ppctl.training.run.metrics import Metrics
 from ppctl.training.run.process_group import compare, process_group
 from ppctl.training.run.resume import Resumed, resume, state_from
 from ppctl.training.run.run_environment import check_disk, environment, writing
 from ppctl.training.run.run_lines import StepPrediction, describe
+from ppctl.training.run.step_clock import StepClock
 from ppctl.training.run.trackers import check_trackers
 
 Predict = Callable[[TrainingJob], StepPrediction]  # called before anything is compiled
