@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ppctl.training.run import loop
+from ppctl.training.run import step_clock
 from ppctl.training.run.step_clock import StepClock
 
 
@@ -27,7 +27,7 @@ class Numbers:
 def turn(monkeypatch):
     """Set the clock."""
     now = [0.0]
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     return lambda seconds: now.__setitem__(0, seconds)
 
 
