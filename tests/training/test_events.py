@@ -1,6 +1,10 @@
 """run.on_event: a command that gets each event, and is never in the way. `ppctl stop`."""
 
+import contextlib
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
 import time
@@ -125,3 +129,21 @@ def test_stop_needs_one_run(tmp_path, capsys):
     code, _, err = stop(capsys)
     assert code == 2
     assert "needs the name of one run" in err
+
+
+def test_on_a_terminal_a_bar_shows_steps_and_the_time_left(tmp_path):
+    words = *ROWS.split(), f"run.dir={tmp_path / 'run'}", "run.num_steps=30"
+    shown, environment = bytearray(), os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+    lead, own = pty.openpty()
+    line = [sys.executable, "-m", "ppctl.cli", "train", *words]
+    run = subprocess.Popen(line, stdout=own, stderr=own, env=environment)
+    os.close(own)
+    with contextlib.suppress(OSError):  # its end
+        while part := os.read(lead, 4096):
+            shown += part
+    assert run.wait() == 0
+    text = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", shown.decode())
+    assert "30/30" in text
+    assert "left" in text
+    assert re.search(r"[\r\n]step 30/30  loss \d", text)
+    assert text.rstrip().endswith(f"are in {tmp_path / 'run'}")

@@ -9,6 +9,7 @@ from statistics import fmean, harmonic_mean
 from typing import Any, Self
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ppctl.model.layer_inputs import LOSS
 from ppctl.reports.run_status import append
@@ -49,6 +50,7 @@ class Metrics:
         self._console = console or OutputConsole()
         self._unshown: list[Record] = []  # the steps since the last line
         self._files: tuple[FileIO, ...] = ()
+        self._bar: Progress | None = None  # on a terminal, below the lines
         self.num_skipped = 0  # steps that changed nothing, of all starts
         self._trackers: list[BackgroundTracker] = []
         if run_dir is not None:
@@ -63,9 +65,16 @@ class Metrics:
             self._trackers = [BackgroundTracker(each, run, self.note) for each in trackers]
 
     def __enter__(self) -> Self:
+        if self._console.is_terminal and not self._console.is_dumb_terminal and self._files:
+            parts = MofNCompleteColumn(), BarColumn(), TimeRemainingColumn()
+            self._bar = Progress(*parts, TextColumn("left"), console=self._console, transient=True)
+            self._bar.add_task("steps", total=self._num_steps, completed=self._first_step - 1)
+            self._bar.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
         for tracker in self._trackers:
             tracker.close(is_finished=self.is_finished)
         for file in self._files:
@@ -80,6 +89,8 @@ class Metrics:
         if not self._files:
             return
         step = int(record["step"] or 0)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step)
         append(self._files[0], _line(record))
         self._track(record, step, _train_tag)
         self._unshown.append(record)
