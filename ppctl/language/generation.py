@@ -1,6 +1,6 @@
 """Text that a trained transformer continues: prompts in, tokens out, a batch at a time."""
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -145,6 +145,32 @@ def _read_length(longest: int) -> int:
     if longest > MOST_PIECE:
         return -(-longest // MOST_PIECE) * MOST_PIECE
     return 1 << max(0, longest - 1).bit_length()
+
+
+def pieces_of_text(
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    tokens: Iterable[np.ndarray],
+    ends: Container[int],
+    max_tokens: int,
+) -> Iterator[str]:
+    """Yield the text that each new token adds, up to a token of `ends` or max_tokens tokens.
+
+    tokens: of one row, [1] each. Half a letter waits for the next token: its piece is "".
+    """
+    new: list[int] = []
+    shown = ""
+    for token in tokens:
+        new.append(int(token[0]))
+        text = text_of(tokenizer, prompt, new, ends)
+        is_last = new[-1] in ends or len(new) == max_tokens
+        if is_last or not text.endswith(REPLACEMENT):
+            yield text[len(shown) :]
+            shown = text
+        else:
+            yield ""
+        if is_last:
+            return
 
 
 def text_of(

@@ -153,6 +153,8 @@ class LanguageModel:
 
     def encoded_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the tokens of a chat to answer. ConfigError without a chat template."""
+        for message in messages:
+            _check_prompt(message["content"])
         template = self.tokenizer.template
         if template is None:
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -159,6 +160,53 @@ def test_an_answer_ends_where_the_chat_template_ends_a_turn(answering, capsys, b
     assert note not in said.err
 
 
+def test_a_conversation_answers_each_message_after_all_before(here, tmp_path, capsys, monkeypatch):
+    """An answer is the text that follows the whole conversation as the template writes it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    shutil.copytree(here / "run", run := tmp_path / "run")
+    (run / "source").mkdir(exist_ok=True)
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({chr(code): code for code in range(128)}, "?")
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    made.decoder = tokenizers.decoders.Fuse()
+    (run / "source/tokenizer.json").write_text(made.to_str())
+    template = "{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}a"
+    (run / "source/tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "~", "chat_template": template})
+    )
+    words = ["generate", str(run), "--max-tokens", "2", "--top-k", "3", "--json"]
+
+    def after(text):
+        (found,) = json.loads(printed(capsys, *words, "--prompt", text))["completions"]
+        return found["text"]
+
+    def talk(*more, lines):
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        return json.loads(printed(capsys, *words, "--chat", *more))["messages"]
+
+    first = after("sxuha")
+    second = after(f"sxuha{first}uya")
+    assert len(first) == len(second) == 2
+    assert talk("--system", "x", lines="h\ny\n\nz\n") == [
+        {"role": "system", "content": "x"},
+        {"role": "user", "content": "h"},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "y"},
+        {"role": "assistant", "content": second},
+    ]
+    assert talk(lines="h") == [
+        {"role": "user", "content": "h"},
+        {"role": "assistant", "content": after("uha")},
+    ]
+    monkeypatch.setattr("sys.stdin", io.StringIO("h\n" * 9))
+    assert cli.main([*words, "--chat"]) == 2
+    assert "is longer than the 16 positions" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert cli.main([*words, "--chat"]) == 2
+    assert "got no message" in capsys.readouterr().err
+
+
 def test_what_ends_texts_is_said_in_a_line_where_it_cannot_be_read(answering, capsys):
     for text, message in (
         ("{", "cannot be read"),
@@ -297,12 +345,18 @@ def test_a_score_is_the_sum_over_the_continuation(here):
             f"generate run --prompt {'a' * 17}",
             "a text of 17 tokens is longer than the 16 positions of the model in run. Use a shorter",
         ),
+        (
+            "generate run --prompt a --system b",
+            "--system is a message of a chat template. Add --chat",
+        ),
+        ("generate run --chat", "has no chat template"),
         ("generate run --prompt a --devices 99", "--devices 99 are more than"),
         (
             "evaluate run model.d_model=3",
             "takes only data=..., data.SETTING=... and model.seq_len=N",
         ),
         ("generate run --prompt a\ud83d", "holds half of a pair of surrogates"),
+        ("generate run --chat --prompt \udcff", "holds half of a pair of surrogates"),
         ("generate run --prompt a --stop \udcff", "holds half of a pair of surrogates"),
         ("evaluate run --choices half.jsonl", "half.jsonl:1 is no question"),
         ("evaluate run --choices none.jsonl", "--choices none.jsonl cannot be read"),
@@ -311,9 +365,10 @@ def test_a_score_is_the_sum_over_the_continuation(here):
         ("evaluate run data=regression", "tokens"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_line(here, capsys, words, message):
+def test_what_cannot_be_is_refused_in_a_line(here, capsys, monkeypatch, words, message):
     question = {"prompt": "\ud83d", "choices": ["a", "b"], "answer": 0}
     (here / "half.jsonl").write_text(json.dumps(question) + "\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     capsys.readouterr()
     assert cli.main(words.split()) == 2
     err = capsys.readouterr().err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 NOTES = """\
 RUN is a path, a name in the list of `ppctl runs`, or a checkpoint (RUN/checkpoints/STEP). Text is
 read and written by the tokenizer.json in the run's directory, else by that of its data; without
-either the tokens are bytes. The model's layers run one after the other on --devices devices. A text
+either the tokens are bytes. The model's layers run one after the other on --devices devices. --chat
+without a prompt is a conversation: each line of the input is a message, up to an empty line. A text
 ends at a token that ends documents, at eos_token_id in generation_config.json, and with --chat at
 the end of a turn in the chat template."""
 
@@ -37,6 +38,8 @@ def parser() -> Parser:
     add("--prompts", metavar="FILE", help="a prompt a line")
     about = "the prompt is a user's message, written by the tokenizer's chat template"
     add("--chat", action="store_true", help=about)
+    about = "the system message before the user's; with --chat"
+    add("--system", metavar="TEXT", help=about)
     add("--max-tokens", type=int, default=64, metavar="N", help="new tokens at most (default: 64)")
     about = 'another token that ends the text, such as "<|im_end|>"; may be repeated'
     add("--stop", action="append", metavar="TOKEN", help=about)
@@ -55,6 +58,8 @@ def parser() -> Parser:
 
 def serve(options: Namespace) -> int:
     """Continue prompts; return the exit code."""
+    if options.system is not None and not options.chat:
+        raise ConfigError("--system is a message of a chat template. Add --chat, or leave it out.")
     prompts = _prompts(options)
     for name, least in (("max_tokens", 1), ("devices", 1), ("seed", 0)):
         if getattr(options, name) < least:
@@ -83,7 +88,7 @@ def _prompts(options: Namespace) -> list[str]:
         except OSError as error:
             why = f"--prompts {options.prompts} cannot be read: {error.strerror}"
             raise ConfigError(f"{why}. Use another file.") from error
-    if not prompts:
+    if not prompts and not options.chat:
         raise ConfigError('`ppctl generate` needs a prompt: --prompt TEXT, or "" for none.')
     return prompts
 
@@ -97,7 +102,10 @@ def _generate(path: Path, prompts: Sequence[str], options: Namespace) -> int:
     sampling.check()
     devices = start_devices(options.devices)
     model = open_language_model(path, options.dtype)
-    encoded = _question if options.chat else LanguageModel.encoded
+    how = {"max_tokens": options.max_tokens, "sampling": sampling, "seed": options.seed}
+    if not prompts:
+        return _converse(model, devices, options, how)
+    encoded = partial(_question, system=options.system) if options.chat else LanguageModel.encoded
     ids = [encoded(model, prompt) for prompt in prompts]
     num_positions = generation.positions_for(ids, options.max_tokens)
     decoder, ends = generation.decoder_of(model, devices, num_positions), _ends(model, options)
@@ -105,45 +113,93 @@ def _generate(path: Path, prompts: Sequence[str], options: Namespace) -> int:
         learned = f"{model.num_positions:,} positions, all that the model has learned"
         print(f"note: text beyond {learned}, may make no sense.", file=sys.stderr)
     # 2. their continuations; the text of a single prompt is printed as it comes
-    text_of = partial(generation.text_of, model.tokenizer, ends=ends)
-    is_streamed, shown = len(prompts) == 1 and not options.json, ""
-    print(prompts[0] if is_streamed else "", end="", flush=True)
-    new: list[list[int]] = [[] for _ in prompts]
-    is_done = [False for _ in prompts]
-    how = {"max_tokens": options.max_tokens, "sampling": sampling, "seed": options.seed}
     how |= {"num_tokens": model.tokenizer.vocab_size}
-    for tokens in generation.continuations(decoder, ids, **how):
-        for row, token in enumerate(tokens.tolist()):
-            if not is_done[row]:
-                new[row].append(token)
-                is_done[row] = token in ends
-        text = text_of(ids[0], new[0]) if is_streamed else ""
-        if not text.endswith(generation.REPLACEMENT):  # half a letter waits for the next token
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
-        if all(is_done):
-            break
-    # 3. the output
-    texts = [text_of(prompt, each) for prompt, each in zip(ids, new, strict=True)]
-    if options.json:
-        reasons = ["end" if done else "length" for done in is_done]
-        rows = zip(prompts, texts, new, reasons, strict=True)
-        keys = ("prompt", "text", "tokens", "finished")
-        completions = [dict(zip(keys, row, strict=True)) for row in rows]
-        show_json({"completions": completions})
-        return 0
-    if is_streamed:
-        print(texts[0][len(shown) :])
+    tokens = generation.continuations(decoder, ids, **how)
+    if len(prompts) == 1 and not options.json:
+        print(prompts[0], end="", flush=True)
+        number = _print_pieces(
+            generation.pieces_of_text(model.tokenizer, ids[0], tokens, ends, options.max_tokens)
+        )
     else:
+        new = _rows(tokens, len(prompts), ends)
+        texts = [
+            generation.text_of(model.tokenizer, prompt, each, ends)
+            for prompt, each in zip(ids, new, strict=True)
+        ]
+        if options.json:
+            reasons = ["end" if each[-1] in ends else "length" for each in new]
+            rows = zip(prompts, texts, new, reasons, strict=True)
+            keys = ("prompt", "text", "tokens", "finished")
+            show_json({"completions": [dict(zip(keys, row, strict=True)) for row in rows]})
+            return 0
         for prompt, text in zip(prompts, texts, strict=True):
             print(f"{prompt}{text}\n")
-    number = sum(map(len, new))
+        number = sum(map(len, new))
     print(f"{number} tokens of {model.directory}, step {model.step}", file=sys.stderr)
     return 0
 
 
-def _question(model: LanguageModel, prompt: str) -> list[int]:
-    return model.encoded_chat([{"role": "user", "content": prompt}])
+def _rows(tokens: Iterable[Any], number: int, ends: Container[int]) -> list[list[int]]:
+    """Return the new tokens of each prompt, up to one of `ends`."""
+    new: list[list[int]] = [[] for _ in range(number)]
+    for chosen in tokens:
+        for row, token in zip(new, chosen.tolist(), strict=True):
+            if not row or row[-1] not in ends:
+                row.append(token)
+        if all(row[-1] in ends for row in new):
+            break
+    return new
+
+
+def _print_pieces(pieces: Iterable[str]) -> int:
+    """Print the pieces of a text as they come; return their number."""
+    number = 0
+    for piece in pieces:
+        print(piece, end="", flush=True)
+        number += 1
+    print()
+    return number
+
+
+def _converse(
+    model: LanguageModel, devices: Sequence[Any], options: Namespace, how: dict[str, Any]
+) -> int:
+    """Answer the messages of the input, one a line, until an empty line or its end."""
+    from ppctl.language.conversation import Conversation
+
+    _question(model, "", options.system)  # refuses what the template refuses, before any message
+    ends = _ends(model, options)
+    conversation = Conversation(model, devices, ends, system=options.system, **how)
+    number = 0
+    prompt = "> " if sys.stdin.isatty() and not options.json else ""
+    for message in _messages(prompt):
+        pieces = conversation.answer(message)
+        number += len([*pieces]) if options.json else _print_pieces(pieces)
+    if not number:
+        raise ConfigError(
+            "`ppctl generate --chat` got no message. Write one a line, or use --prompt TEXT."
+        )
+    if options.json:
+        show_json({"messages": conversation.messages})
+        return 0
+    print(f"{number} tokens of {model.directory}, step {model.step}", file=sys.stderr)
+    return 0
+
+
+def _messages(prompt: str) -> Iterator[str]:
+    """Yield the lines of the input up to an empty one, each after a prompt on the terminal."""
+    try:
+        while message := input(prompt).strip():
+            yield message
+    except EOFError:
+        return
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the input is no UTF-8 text: {error}. Convert it.") from error
+
+
+def _question(model: LanguageModel, prompt: str, system: str | None) -> list[int]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return model.encoded_chat([*first, {"role": "user", "content": prompt}])
 
 
 def _ends(model: LanguageModel, options: Namespace) -> frozenset[int]:

@@ -1,0 +1,74 @@
+"""A conversation with a trained transformer: messages in, answers out, by its chat template."""
+
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
+
+from ppctl.language.generation import (
+    Sampling,
+    continuations,
+    decoder_of,
+    pieces_of_text,
+    positions_for,
+)
+from ppctl.language.language_model import LanguageModel
+from ppctl.model.cached_decoding import Decoder
+
+
+class Conversation:
+    """The messages so far, and the model that answers the next one.
+
+    Each answer depends on the messages before it, the seed and the sampling alone. The whole
+    conversation is read again for each answer: a template may write earlier messages differently.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        devices: Sequence[Any],
+        ends: Container[int],
+        *,
+        system: str | None,
+        max_tokens: int,
+        sampling: Sampling,
+        seed: int,
+    ) -> None:
+        """Start with a system message, or none. max_tokens: of an answer."""
+        self.messages: list[dict[str, str]] = []
+        if system is not None:
+            self.messages.append({"role": "system", "content": system})
+        self._model, self._devices, self._ends = model, devices, ends
+        self._max_tokens, self._sampling, self._seed = max_tokens, sampling, seed
+        self._decoder: Decoder | None = None
+        self._num_positions = 0
+
+    def answer(self, message: str) -> Iterator[str]:
+        """Yield the answer to a user's message, piece by piece; then keep both.
+
+        Raises ConfigError for a conversation longer than the model's positions, DataError for
+        roles that the template refuses.
+        """
+        messages = [*self.messages, {"role": "user", "content": message}]
+        ids = self._model.encoded_chat(messages)
+        tokens = continuations(
+            self._decoder_for(ids),
+            [ids],
+            max_tokens=self._max_tokens,
+            sampling=self._sampling,
+            seed=self._seed,
+            num_tokens=self._model.tokenizer.vocab_size,
+        )
+        pieces: list[str] = []
+        for piece in pieces_of_text(
+            self._model.tokenizer, ids, tokens, self._ends, self._max_tokens
+        ):
+            pieces.append(piece)
+            yield piece
+        self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+
+    def _decoder_for(self, ids: Sequence[int]) -> Decoder:
+        """Return the decoder; one of at least twice the positions where they do not suffice."""
+        needed = positions_for([ids], self._max_tokens)
+        if self._decoder is None or needed > self._num_positions:
+            self._num_positions = max(needed, 2 * self._num_positions)
+            self._decoder = decoder_of(self._model, self._devices, self._num_positions)
+        return self._decoder
