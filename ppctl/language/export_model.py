@@ -124,7 +124,7 @@ def _adapter(model: LanguageModel) -> tuple[int, Tree, dict[str, Any], dict[str,
     base = _base(model.config.run.start_from)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
     config |= {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": [*dict.fromkeys(linear)]}
-    config |= {"lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False}
+    config |= {"lora_dropout": lora.dropout, "bias": "none", "fan_in_fan_out": False}
     return step, params, config | {"inference_mode": True}, of_base
 
 

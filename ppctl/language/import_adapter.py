@@ -57,6 +57,7 @@ def import_adapter(source: Path, base: Path, out: Path) -> Imported:
     params = with_base(_params(stack.param_shapes, wanted, tensors), model.params)
     optim = {"train": "lora", "lora_rank": lora.rank, "lora_alpha": lora.alpha}
     optim |= {} if lora.targets is None else {"lora_targets": [*lora.targets]}
+    optim |= {"lora_dropout": lora.dropout} if lora.dropout else {}
     run = replace(model.config.run, name=out.absolute().name, dir=str(out), start_from=str(base))
     recorded = asdict(replace(model.config, optim=AdamW(**optim), run=run))
     with all_or_nothing(out) as part:
@@ -70,10 +71,8 @@ def import_adapter(source: Path, base: Path, out: Path) -> Imported:
         lines = commands(out, part / SOURCE)
         write_recipe(part, out, settings | {"seq_len": model.transformer.seq_len}, lines, optim)
     count = sum(int(np.prod(each.shape)) for each in wanted)
-    dropped = config.get("lora_dropout") or 0.0
-    notes = (f"lora_dropout={dropped} is not applied: no dropout on adapters",) * bool(dropped)
     names = tuple(sorted(file.name for file in files.iterdir())) if files.is_dir() else ()
-    return Imported(model.transformer, count, names, lines, notes)
+    return Imported(model.transformer, count, names, lines)
 
 
 def _lora(
@@ -97,7 +96,7 @@ def _lora(
         endings = tuple(f".{module}{ending}.weight" for ending in PEFT.values())
         if module and any(name.endswith(endings) for name in tensors.shapes):
             found.append(target)
-    return Lora(rank, float(alpha), tuple(found))
+    return Lora(rank, float(alpha), tuple(found), float(config.get("lora_dropout") or 0))
 
 
 def _params(shapes: Tree, wanted: list[Named], tensors: Tensors) -> Tree:

@@ -33,13 +33,14 @@ class Lora:
     """Adapters of a transformer's blocks.
 
     rank: numbers between A and B. alpha: the adapters' part is multiplied by alpha/rank. targets:
-    the adapted linear maps, of q, k, v, o, gate, up, down; None: all of the blocks. ConfigError for
-    another name.
+    the adapted linear maps, of q, k, v, o, gate, up, down; None: all of the blocks. dropout: rate
+    of dropped entries of an adapter's input, in training. ConfigError for another name or rate.
     """
 
     rank: int = 16
     alpha: float = 32.0
     targets: tuple[str, ...] | None = None
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.targets or () if name not in PROJECTIONS]
@@ -48,6 +49,8 @@ class Lora:
                 f"{unknown[0]} in lora_targets is no linear map of a block. They are "
                 f"{', '.join(PROJECTIONS)}."
             )
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout={self.dropout} of adapters is no rate: 0 <= rate < 1.")
 
     @property
     def scale(self) -> float:

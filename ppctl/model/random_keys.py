@@ -82,7 +82,16 @@ def dropout(key: jax.Array | None, x: jax.Array, rate: float, *, draw: int = 0) 
         return x
     if key.ndim == 1 and x.ndim > 2:
         key = token_keys(key, x.shape[1])
-    keys, shape = folded_keys(key, draw), x.shape[key.ndim :]
-    bits = jax.vmap(lambda key: jax.random.bits(key, shape, jnp.uint32))(keys.reshape(-1))
-    is_kept = bits.reshape(x.shape) >= jnp.uint32(round(rate * 2**32))
+    return dropped(x, kept_entries(key, x.shape[key.ndim :], rate, draw), rate)
+
+
+def kept_entries(keys: jax.Array, shape: tuple[int, ...], rate: float, draw: int) -> jax.Array:
+    """Return whether entries are kept, bool [*keys.shape, *shape]; draw: its number of a layer."""
+    flat = folded_keys(keys, draw).reshape(-1)
+    bits = jax.vmap(lambda key: jax.random.bits(key, shape, jnp.uint32))(flat)
+    return bits.reshape(*keys.shape, *shape) >= jnp.uint32(round(rate * 2**32))
+
+
+def dropped(x: jax.Array, is_kept: jax.Array, rate: float) -> jax.Array:
+    """Return x / (1 - rate) where it is kept, else 0."""
     return jnp.where(is_kept, x / (1 - rate), 0)

@@ -43,9 +43,9 @@ from ppctl.model.experts.expert_layer import (
 from ppctl.model.layer_reports import Updates
 from ppctl.model.lora import A, B, are_adapters, with_adapters
 from ppctl.model.parallel import WHOLE, StageAxes, gather, on_first, own_tokens, scatter
-from ppctl.model.random_keys import dropout, token_keys
 from ppctl.model.stack import DividedStack, Layers, Stack, StackOptions, Tree, VocabularyParts
-from ppctl.model.transformer_blocks import Block, Drop, new_block, new_norm, normed
+from ppctl.model.transformer_blocks import Block, new_block, new_norm, normed
+from ppctl.model.transformer_dropout import BlockDropout
 
 EMBED_STD = 0.02
 
@@ -210,10 +210,10 @@ class _Transformer:
         block = Block(sizes, mix, turn, axes, has_experts, self.device)
 
         def with_key(params: Tree, x_BTD: jax.Array, key: jax.Array | None = None) -> jax.Array:
-            drop = self._drop(key, x_BTD)
+            rows = num_rows(x_BTD.shape, axes.row_parts) if self.packed else x_BTD.shape[1]
+            drop = BlockDropout(sizes, axes, key, rows)
             if not self.packed:
                 return block(params, x_BTD, None, drop)
-            rows = num_rows(x_BTD.shape, axes.row_parts)
             x_BTD, marks = x_BTD[:, :rows], x_BTD[:, rows:]
             x_BTD = block(params, x_BTD, documents_of(marks, rows * axes.row_parts), drop)
             return jnp.concatenate([x_BTD, marks], axis=1)
@@ -221,15 +221,8 @@ class _Transformer:
         def layer(params: Tree, x_BTD: jax.Array) -> jax.Array:
             return with_key(params, x_BTD)
 
-        return with_key if self.sizes.dropout else layer
-
-    def _drop(self, key: jax.Array | None, x_BTD: jax.Array) -> Drop:
-        """Return the dropout of a block's two branches, drawn for this device's tokens."""
-        if key is None:
-            return lambda branch, number: branch
-        rows = num_rows(x_BTD.shape, self.axes.row_parts) if self.packed else x_BTD.shape[1]
-        keys = token_keys(key, rows, self.axes).reshape(-1)
-        return lambda branch, number: dropout(keys, branch, self.sizes.dropout, draw=number)
+        drops = sizes.dropout or (sizes.lora is not None and sizes.lora.dropout)
+        return with_key if drops else layer
 
     # head
 

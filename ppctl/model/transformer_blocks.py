@@ -20,9 +20,9 @@ from ppctl.model.attention.attention_kernels import Kernel
 from ppctl.model.experts.expert_layer import experts, new_experts
 from ppctl.model.lora import A, adapted_part
 from ppctl.model.parallel import StageAxes, gather, scatter
+from ppctl.model.transformer_dropout import BlockDropout
 
 Params = dict[str, Any]
-Drop = Callable[[jax.Array, int], jax.Array]
 
 
 def _all(a: jax.Array) -> jax.Array:
@@ -106,23 +106,31 @@ class Block:
     device: Any = None  # a target device, for kernels; None: the first attached one
 
     def __call__(
-        self, params: Params, x_BTD: jax.Array, documents_BT: jax.Array | None, drop: Drop
+        self, params: Params, x_BTD: jax.Array, documents_BT: jax.Array | None, drop: BlockDropout
     ) -> jax.Array:
-        """Return [B, T, D] of a device's rows; drop: of a branch, rows [M, D], by its number."""
+        """Return [B, T, D] of a device's rows."""
         B, T, D = x_BTD.shape
         x_MD = x_BTD.reshape(B * T, D)
         norm = lambda name, x: normed(params[name], x, self.sizes) if name in params else x  # noqa: E731
         num_tokens = T * self.axes.row_parts
         own = norm("attention_norm", x_MD)
-        mixed = self._attention(params["attention"], own, num_tokens, documents_BT)
-        x_MD = x_MD + drop(norm("attention_post_norm", mixed), 0)
+        mixed = self._attention(params["attention"], own, num_tokens, documents_BT, drop)
+        x_MD = x_MD + drop.branch(norm("attention_post_norm", mixed), 0)
         own = norm("mlp_norm", x_MD)
-        out = self._experts(params, own, B) if self.has_experts else self._mlp(params["mlp"], own)
-        x_MD = x_MD + drop(norm("mlp_post_norm", out), 1)
+        if self.has_experts:
+            out = self._experts(params, own, B, drop)
+        else:
+            out = self._mlp(params["mlp"], own, drop)
+        x_MD = x_MD + drop.branch(norm("mlp_post_norm", out), 1)
         return x_MD.reshape(B, T, D)
 
     def _attention(
-        self, params: Params, x_MD: jax.Array, num_tokens: int, documents_BT: jax.Array | None
+        self,
+        params: Params,
+        x_MD: jax.Array,
+        num_tokens: int,
+        documents_BT: jax.Array | None,
+        drop: BlockDropout,
     ) -> jax.Array:
         # 1. this device's heads
         sizes, tp, width = self.sizes, self.axes.tp, self.sizes.head_width
@@ -136,7 +144,8 @@ class Block:
         mean_of_parts = partial(jax.lax.pmean, axis_name="tp") if tp > 1 else _all
 
         def heads(name: str, number: int, columns: Callable = _all) -> jax.Array:
-            found, norm = self._linear(params[name], x_MD, columns), params.get(f"{name}_norm")
+            found = self._linear(params, name, x_MD, drop, columns)
+            norm = params.get(f"{name}_norm")
             if norm is not None and sizes.whole_qk_norm:
                 norm = {"scale": columns(norm["scale"])}
                 # devices have equally many columns, of each kv head equally many devices
@@ -152,15 +161,18 @@ class Block:
         k_BSGH = kept(self.turn(heads("key", num_kv_heads, of_kv_head)))
         v_BSGH = heads("value", num_kv_heads, of_kv_head)
         mixed = self.mix(q_BTNH, k_BSGH, v_BSGH, documents_BT).reshape(x_MD.shape[0], -1)
-        return scatter(self._linear(params["out"], mixed), self.axes)
+        return scatter(self._linear(params, "out", mixed, drop), self.axes)
 
-    def _mlp(self, params: Params, x_MD: jax.Array) -> jax.Array:
+    def _mlp(self, params: Params, x_MD: jax.Array, drop: BlockDropout) -> jax.Array:
         x_MD, name = gather(x_MD, self.axes), self.sizes.activation
-        up, act = self._linear(params["up"], x_MD), ACTIVATIONS[GATED.get(name, name)]
-        gated = act(self._linear(params["gate"], x_MD)) * up if "gate" in params else act(up)
-        return scatter(self._linear(params["down"], gated), self.axes)
+        up, act = self._linear(params, "up", x_MD, drop), ACTIVATIONS[GATED.get(name, name)]
+        is_gated = "gate" in params
+        hidden = act(self._linear(params, "gate", x_MD, drop)) * up if is_gated else act(up)
+        return scatter(self._linear(params, "down", hidden, drop), self.axes)
 
-    def _experts(self, params: Params, x_MD: jax.Array, num_sequences: int) -> jax.Array:
+    def _experts(
+        self, params: Params, x_MD: jax.Array, num_sequences: int, drop: BlockDropout
+    ) -> jax.Array:
         sizes, name = self.sizes.moe, self.sizes.activation
         assert sizes is not None, "a layer with experts has their sizes"
         out = experts(
@@ -175,17 +187,26 @@ class Block:
         )
         if "shared" not in params:
             return out
-        shared = self._mlp(params["shared"], x_MD)
+        shared = self._mlp(params["shared"], x_MD, drop)
         if "shared_gate" in params:
-            shared = shared * jax.nn.sigmoid(self._linear(params["shared_gate"], x_MD))
+            shared = shared * jax.nn.sigmoid(self._linear(params, "shared_gate", x_MD, drop))
         return out + shared
 
-    def _linear(self, params: Params, x_MD: jax.Array, columns: Callable = _all) -> jax.Array:
+    def _linear(
+        self,
+        block: Params,
+        name: str,
+        x_MD: jax.Array,
+        drop: BlockDropout,
+        columns: Callable = _all,
+    ) -> jax.Array:
         """Return x W + b, with the adapter's part if there is one, in some columns of W."""
+        params = block[name]
         found = x_MD @ columns(params["kernel"])
         if "bias" in params:
             found = found + columns(params["bias"])
         if A in params:
             assert self.sizes.lora is not None, "adapters have settings"
+            x_MD = drop.adapter_input(x_MD, name)
             found = found + adapted_part(params, x_MD, self.sizes.lora.scale, columns)
         return found

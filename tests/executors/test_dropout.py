@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,10 @@ from support.equality import SMALL, make_batch, make_pipe
 from support.selection import full
 
 import ppctl
+from ppctl.errors import ConfigError
+from ppctl.model.parallel import WHOLE
 from ppctl.model.random_keys import example_keys, key_of_seed, layer_keys, wrapped
+from ppctl.model.transformer_dropout import BlockDropout
 
 TOLERANCE = 1e-12
 STEP = 3
@@ -23,11 +27,13 @@ def dropping(rate=0.3, model="transformer"):
     how = {"dtype": jnp.float64, "dropout": rate}
     if model == "mlp":
         return ppctl.mlp(num_layers=4, d_model=16, input_dim=5, target_dim=3, **how)
+    if model == "adapters":  # kv heads fewer than tp=4
+        how |= {"dropout": 0.0, "lora": ppctl.Lora(4, 8.0, dropout=rate)}
     return ppctl.transformer(**SMALL, vocab_size=32, num_kv_heads=2, **how)
 
 
 def batch_of(model):
-    if model == "transformer":
+    if model != "mlp":
         return make_batch(12, 32)
     rng = np.random.default_rng(0)
     return {"inputs": rng.standard_normal((8, 5)), "targets": rng.standard_normal((8, 3))}
@@ -60,6 +66,7 @@ CASES = [
     ({"pp": 2}, "mlp", {"schedule": "1f1b", "num_microbatches": 4}),
     ({"pp": 2, "dp": 2}, "mlp", {"schedule": "zb_h1", "executor": "mpmd", "remat": "layer"}),
     ({"tp": 2, "cp": 2}, "transformer", {"schedule": "gpipe", "executor": "mpmd"}),
+    ({"pp": 2, "tp": 2}, "adapters", {"schedule": "zb_h1"}),
 ]
 ALL = [
     ({"pp": 2}, {"schedule": "1f1b", "num_microbatches": 4, "remat": "none"}),
@@ -78,6 +85,12 @@ ALL = [
     ({"pp": 2}, {"schedule": "1f1b", "vocab": "parallel"}),
     ({"pp": 3}, {"schedule": "1f1b", "partition": [1, 2, 1]}),
 ]
+ADAPTERS = [
+    ({"tp": 4}, {"schedule": "gpipe"}),
+    ({"tp": 2, "cp": 2}, {"schedule": "gpipe", "executor": "mpmd", "remat": "none"}),
+    ({"pp": 2, "tp": 2}, {"schedule": "1f1b", "sequence_parallel": False, "remat": "none"}),
+    ({"pp": 2, "fsdp": 2}, {"schedule": "zb_h1", "executor": "mpmd", "gather": "layer"}),
+]
 
 
 @pytest.mark.parametrize(("mesh", "model", "how"), CASES)
@@ -86,10 +99,40 @@ def test_equals_the_model_without_a_pipeline(mesh, model, how):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("mesh", "how"), ALL)
-def test_equals_the_model_without_a_pipeline_everywhere(mesh, how):
-    wanted = expected("transformer")
-    assert error(losses_and_grads(mesh, "transformer", **how), wanted) <= TOLERANCE
+@pytest.mark.parametrize(
+    ("model", "mesh", "how"),
+    [("transformer", *case) for case in ALL] + [("adapters", *case) for case in ADAPTERS],
+)
+def test_equals_the_model_without_a_pipeline_everywhere(model, mesh, how):
+    assert error(losses_and_grads(mesh, model, **how), expected(model)) <= TOLERANCE
+
+
+def test_dropout_of_adapters_drops_their_inputs_alone():
+    batch, rate = batch_of("adapters"), 0.25
+    plain, dropping_ = (make_pipe(dropping(r, "adapters"), batch, {}) for r in (0.0, rate))
+    # 1. while all B are zero the loss is the model's without adapters, its gradient is not
+    zeroed = jax.tree_util.tree_map_with_path(
+        lambda path, w: w * (path[-1].key != "lora_b"), make_params(plain.stack)
+    )
+    found = [
+        pipe.loss_and_grads(pipe.from_natural(state_of(pipe) | {"params": zeroed}), batch)
+        for pipe in (plain, dropping_)
+    ]
+    assert float(found[0][0]) == pytest.approx(float(found[1][0]), rel=1e-13)
+    of_query = [grads["layers"]["attention"]["query"]["lora_b"] for _, grads in found]
+    assert error(of_query[1], of_query[0]) > 0.1
+    # 2. each linear map has draws of its own, of the rate
+    sizes = SimpleNamespace(dropout=0.0, lora=ppctl.Lora(dropout=rate))
+    drop = BlockDropout(sizes, WHOLE, wrapped(np.arange(16, dtype=np.uint32).reshape(8, 2)), 50)
+    x = jnp.ones((400, 20))
+    inputs = [np.asarray(drop.adapter_input(x, name)) for name in ("query", "key", "down")]
+    for each in inputs:
+        assert set(np.unique(each)) == {0, 1 / (1 - rate)}
+        assert np.mean(each == 0) == pytest.approx(rate, abs=0.02)
+    assert len({each.tobytes() for each in inputs}) == 3
+    assert replace(drop, key=None).adapter_input(x, "query") is x
+    with pytest.raises(ConfigError, match=r"dropout=1.0 of adapters is no rate: 0 <= rate < 1"):
+        ppctl.Lora(dropout=1.0)
 
 
 def test_seed_and_step_enter_and_evaluations_drop_nothing():

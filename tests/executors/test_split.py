@@ -231,9 +231,10 @@ def test_what_waits_for_the_backward_is_what_a_microbatch_changes_and_each_once(
     B, T, D = shape
     programs = Stage(layer, Remat.NONE, w, jax.ShapeDtypeStruct(shape, x.dtype)).layers[0]
     hidden = 2 * D  # of the MLP
-    # x; query, key, value, the projection of what they mix to; that of 4 heads; the hidden values;
-    # the heads' weights
-    expected = [(B, T, D), *4 * [(B * T, D)], (B, T, 4, D // 4), (B * T, hidden), (B, 4, T, T)]
+    # x; value, the projection of the mixed values; query and key after their rotation, and the
+    # mixed values, of 4 heads; the hidden values; the heads' weights
+    of_heads = (B, T, 4, D // 4)
+    expected = [(B, T, D), *2 * [(B * T, D)], *3 * [of_heads], (B * T, hidden), (B, 4, T, T)]
     assert sorted(shape.shape for shape in programs.saved) == sorted(expected)
     other = programs.save(w, x + 1)[1]
     for a, b in zip(programs.save(w, x)[1], other, strict=True):

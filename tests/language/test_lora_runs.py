@@ -86,7 +86,7 @@ def test_a_run_of_adapters_from_an_imported_model(layouts, base, capsys):
         ),
         (
             [*PIPED, "run.name=other", "run.start_from=runs/base-trained"],
-            "run.start_from=runs/base-trained has adapters, Lora(rank=4, alpha=8.0, targets=None), "
+            "run.start_from=runs/base-trained has adapters, Lora(rank=4, alpha=8.0, targets=None, dropout=0.0), "
             "and this run trains none. Use the same optim.train",
         ),
     ):
@@ -178,11 +178,11 @@ def test_a_run_of_adapters_goes_on_in_another(base, capsys):
     for words, message in (
         (
             ["optim.train=lora", "optim.lora_rank=4", "optim.lora_alpha=4"],
-            "Lora(rank=4, alpha=4.0, targets=None)",
+            "Lora(rank=4, alpha=4.0, targets=None, dropout=0.0)",
         ),
         (
             ["optim.train=lora", "optim.lora_rank=2", "optim.lora_alpha=8"],
-            "Lora(rank=2, alpha=8.0, targets=None)",
+            "Lora(rank=2, alpha=8.0, targets=None, dropout=0.0)",
         ),
         ([*LORA, "optim.lora_targets=[q]"], "Lora(rank=4, alpha=8.0, targets=('q',))"),
     ):
@@ -355,10 +355,12 @@ def test_adapters_of_peft_come_in_and_train_on(base, capsys):
     assert cli.main(["import", "adapter", "--base", "base", "--out", "back"]) == 0
     out = capsys.readouterr().out
     assert "3,968 parameters" in out
-    assert "lora_dropout=0.1 is not applied" in out
+    assert cli.main(["export", "back", "--out", "again", "--adapter"]) == 0
+    assert json.loads((base / "again/adapter_config.json").read_text())["lora_dropout"] == 0.1
     np.testing.assert_array_equal(ppctl.load_run("back").predict(ids), run.predict(ids))
-    # on another layout, from these adapters
+    # on another layout, from these adapters, without their dropout
     words = ["train", "--config-dir", "back", "recipes=imported", *SMALL, *PIPED, "run.num_steps=1"]
+    words += ["optim.lora_dropout=0"]
     assert cli.main(words) == 0
     first = next(run.data.batches())
     again = ppctl.load_run("runs/back-trained")

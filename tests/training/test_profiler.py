@@ -98,7 +98,7 @@ def test_a_start_traces_the_steps_of_the_window_that_it_runs_and_names_the_other
 
 def test_a_run_that_ends_before_its_window_says_so(train, monkeypatch):
     late = lambda finished: signal.SIGTERM if finished == 2 else None
-    monkeypatch.setattr(run, "_stop_requests", lambda console: contextlib.nullcontext(late))
+    monkeypatch.setattr(run, "_stop_requests", lambda *_: contextlib.nullcontext(late))
     code, out, _ = train("run.profile=4")
     assert code == 143
     assert "\nprofile   no trace: the run ends before step 4 (the first is 0)\n" in out

@@ -41,6 +41,7 @@ class Optim(Settings):
     lora_alpha: Positive = 32.0  # adapters count alpha/rank times
     # of q, k, v, o, gate, up, down; None: all in a block
     lora_targets: list[Annotated[str, one_of(*TARGETS)]] | None = None
+    lora_dropout: Rate = 0.0  # rate of dropped entries of adapters' inputs, in training
 
     KEY = "optim"
 

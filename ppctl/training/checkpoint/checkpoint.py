@@ -377,7 +377,7 @@ def stored_lora(checkpoints: Checkpoints, step: int) -> Lora | None:
     if not isinstance(optim, Mapping) or optim.get("train") != "lora":
         return None
     targets = None if optim["lora_targets"] is None else tuple(optim["lora_targets"])
-    return Lora(optim["lora_rank"], optim["lora_alpha"], targets)
+    return Lora(optim["lora_rank"], optim["lora_alpha"], targets, optim["lora_dropout"])
 
 
 def merged_params(checkpoints: Checkpoints, step: int, device: Any) -> Any:

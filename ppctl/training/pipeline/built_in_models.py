@@ -277,7 +277,7 @@ def lora_of(optim: settings.AnyOptim) -> Lora | None:
     if optim.train != "lora":
         return None
     targets = None if optim.lora_targets is None else tuple(optim.lora_targets)
-    return Lora(optim.lora_rank, optim.lora_alpha, targets)
+    return Lora(optim.lora_rank, optim.lora_alpha, targets, optim.lora_dropout)
 
 
 def attention_kernels(

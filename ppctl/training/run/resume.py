@@ -3,7 +3,7 @@
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -212,7 +212,7 @@ def state_from(job: TrainingJob) -> Tree | None:
         stored, is_base = stored_lora(checkpoints, step), False
         if stored is None:
             is_base = lora is not None
-        elif stored != lora:
+        elif lora is None or stored != replace(lora, dropout=stored.dropout):
             raise CheckpointError(
                 f"run.start_from={directory} has adapters, {stored}, and this run trains "
                 f"{'none' if lora is None else lora}. Use the same optim.train and optim.lora "
