@@ -59,7 +59,7 @@ def test_packed_and_padded_sequences_have_the_logits_of_transformers(name, case)
         np.abs(of_each(logits) - expected[f"{case}_logits"])[given.counts].max() < 1e-8
     )  # of sums of 96 logits
     assert loss == pytest.approx(float(expected[f"{case}_loss"]), rel=1e-10)
-    assert abs(loss - expected["loss_float64"]) > 1e-3
+    assert abs(loss - expected["loss_float64"]) > 1e-4
 
 
 PIPELINES = {  # of two stages or more, and four microbatches

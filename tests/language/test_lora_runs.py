@@ -184,7 +184,7 @@ def test_a_run_of_adapters_goes_on_in_another(base, capsys):
             ["optim.train=lora", "optim.lora_rank=2", "optim.lora_alpha=8"],
             "Lora(rank=2, alpha=8.0, targets=None, dropout=0.0)",
         ),
-        ([*LORA, "optim.lora_targets=[q]"], "Lora(rank=4, alpha=8.0, targets=('q',))"),
+        ([*LORA, "optim.lora_targets=[q]"], "Lora(rank=4, alpha=8.0, targets=('q',), dropout=0.0)"),
     ):
         assert train(*words, *second) == CheckpointError.exit_code
         assert f"and this run trains {message}. Use" in capsys.readouterr().err
