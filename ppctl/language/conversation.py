@@ -14,6 +14,11 @@ from ppctl.language.language_model import LanguageModel
 from ppctl.model.cached_decoding import Decoder
 
 
+def first_messages(system: str | None) -> list[dict[str, str]]:
+    """Return the messages before the first user's: the system message, or none."""
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
 class Conversation:
     """The messages so far, and the model that answers the next one.
 
@@ -33,9 +38,7 @@ class Conversation:
         seed: int,
     ) -> None:
         """Start with a system message, or none. max_tokens: of an answer."""
-        self.messages: list[dict[str, str]] = []
-        if system is not None:
-            self.messages.append({"role": "system", "content": system})
+        self.messages = first_messages(system)
         self._model, self._devices, self._ends = model, devices, ends
         self._max_tokens, self._sampling, self._seed = max_tokens, sampling, seed
         self._decoder: Decoder | None = None

@@ -198,8 +198,9 @@ def _messages(prompt: str) -> Iterator[str]:
 
 
 def _question(model: LanguageModel, prompt: str, system: str | None) -> list[int]:
-    first = [] if system is None else [{"role": "system", "content": system}]
-    return model.encoded_chat([*first, {"role": "user", "content": prompt}])
+    from ppctl.language.conversation import first_messages
+
+    return model.encoded_chat([*first_messages(system), {"role": "user", "content": prompt}])
 
 
 def _ends(model: LanguageModel, options: Namespace) -> frozenset[int]:

@@ -112,7 +112,7 @@ class Tune(
 
     # how many, or several numbers for a table of the best of each; None: those of the mesh
     devices: Annotated[Any, _is_number, MOST_DEVICES] = None
-    days: Positive | None = None  # in which plan.tokens are trained; of devices the fewest that do
+    days: Positive | None = None  # to train plan.tokens; the fewest of tune.devices that suffice
     schedules: list[str] | None = None  # families; None: all of the executor
     # values of executor.remat; None: all
     remat: list[Annotated[str, one_of(*Remat)]] | None = None

@@ -71,7 +71,7 @@ class Text(TextFiles, UserText):
     """Text of files: plain, JSON lines, Parquet."""
 
     name: str = "text"
-    eval_path: str | None = None  # likewise: what is held out instead of data.eval_fraction
+    eval_path: str | None = None  # held-out files, instead of data.eval_fraction
 
     def check(self) -> None:
         super().check()
@@ -108,7 +108,7 @@ class Tokens(Data):
 
     name: str = "tokens"
     path: str = "???"
-    eval_path: str | None = None  # likewise: what is held out instead of data.eval_fraction
+    eval_path: str | None = None  # held-out files, instead of data.eval_fraction
     # of a raw .bin file: uint8 | uint16 | int32 | uint32
     dtype: Annotated[str, one_of("uint8", "uint16", "int32", "uint32")] = "uint16"
     # that made the ids: a tokenizer.json, a directory with one, or bytes; None: of run.start_from

@@ -94,7 +94,7 @@ class Reference(Settings):
     # none | layer | full: what the backward recomputes
     remat: Annotated[str, one_of(*Remat)] = "none"
     # auto: flags that suit the devices, besides XLA_FLAGS' | traced: the same without CUDA graphs,
-    # in which traces see no tasks; auto with run.profile | none
+    # which hide tasks from traces; run.profile turns auto into it | none
     xla_flags: Annotated[str, one_of("auto", "traced", "none")] = "auto"
 
     KEY = "executor"

@@ -31,9 +31,9 @@ class Optim(Settings):
     lr: NotNegative = 2e-3  # peak
     # cosine | linear | constant | wsd: constant, then linear in the last steps
     lr_schedule: Annotated[str, one_of(*LR_SCHEDULES)] = "cosine"
-    min_lr_fraction: Share = 0.1  # of the peak, where all but constant end, at run.num_steps
-    decay_fraction: Share = 0.2  # of run.num_steps, in which the rate of wsd falls
-    warmup_steps: Natural = 20  # of linear growth to the peak
+    min_lr_fraction: Share = 0.1  # final rate over the peak, of all but constant
+    decay_fraction: Share = 0.2  # share of run.num_steps in which wsd's rate falls
+    warmup_steps: Natural = 20  # steps of linear growth to the peak
     clip_norm: NotNegative | None = 1.0  # None: no clipping
     # all parameters | lora: low-rank adapters of a transformer's linear maps, all else frozen
     train: Annotated[str, one_of("all", "lora")] = "all"
@@ -117,19 +117,17 @@ class Adafactor(Optim):
     name: str = "adafactor"
     lr: NotNegative = 1e-2  # peak, relative to the root mean square of a parameter
     decay_rate: Positive = 0.8  # step k averages second moments with weight 1 - k**-decay_rate
-    min_factored: Count = 128  # rows and columns from which moments of a matrix are factored
+    min_factored: Count = 128  # least rows and columns of a matrix with factored moments
 
 
 @dataclass
-class Lamb(Optim):
+class Lamb(AdamW):
     """LAMB (You et al. 2019): AdamW's update, scaled by each parameter's norm.
 
     No decay on norms and biases.
     """
 
     name: str = "lamb"
-    weight_decay: NotNegative = 0.1
-    b1: Rate = 0.9
     b2: Rate = 0.999
     eps: NotNegative = 1e-6
 
@@ -142,7 +140,7 @@ class Muon(AdamW):
 
     name: str = "muon"
     momentum: Rate = 0.95  # Nesterov's
-    num_iterations: Count = 5  # of Newton-Schulz
+    num_iterations: Count = 5  # iterations of Newton-Schulz
     # root mean square of a matrix's update over lr, as AdamW's (Moonlight, 2025); None: Jordan's
     # sqrt(max(1, columns/rows)) times a matrix of singular values 1
     update_rms: Positive | None = 0.2

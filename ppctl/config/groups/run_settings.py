@@ -47,12 +47,12 @@ class Run(Settings):
     start_from: str | None = None  # run directory, as of `ppctl import`, with first parameters
     # same: fail if the checkpoint's model computes something else | changed: resume anyway
     resume_with: Annotated[str, one_of("same", "changed")] = "same"
-    # of a step whose gradients are not finite: stop | skip: leave the state, name the examples
+    # at gradients that are not finite: stop | skip: leave the state, name the examples
     on_nonfinite: Annotated[str, one_of("stop", "skip")] = "stop"
     max_skipped: Count = 10  # steps in a row, after which on_nonfinite=skip saves and stops
     log_every: Count = 10  # steps between lines on the terminal; metrics.jsonl has every step
     eval_every: Count | None = 100  # steps; None: no evaluation
-    eval_at_start: bool = False  # of a new run: also before the first step
+    eval_at_start: bool = False  # evaluate a new run before its first step too
     # of data.batch_size each; None: 4, or as many as are held out
     eval_batches: Count | None = None
     # of metrics: tensorboard, wandb, mlflow
