@@ -144,7 +144,7 @@ class SaveError(CheckpointError):
 class NonFiniteError(PpctlError):
     """Training met a loss or gradient that is not finite and stopped."""
 
-    kind = "not_finite"
+    kind = "non_finite"
     exit_code = 4  # not that of a bug: starting again would meet it again
 
 

@@ -89,8 +89,8 @@ def test_the_kinds():
         "CheckpointError": "checkpoint",
         "DamagedError": "checkpoint",
         "SaveError": "save",
-        "NonFiniteError": "not_finite",
-        "SkippedError": "not_finite",
+        "NonFiniteError": "non_finite",
+        "SkippedError": "non_finite",
         "LostError": "process_lost",
         "DeclinedError": "declined",
     }

@@ -57,6 +57,20 @@ def test_text_is_held_out_alike(files):
     assert b"train" not in bytes(texts.ravel().astype(np.uint8))
 
 
+def test_files_that_a_pattern_names_are_held_out_each_once(files):
+    """Of the text of two files, in the order of their names; one that does not match is not read."""
+    for name in ("held_b", "held_a", "other"):
+        (files / f"{name}.jsonl").write_text(json.dumps({"text": f"{name} " * 9}))
+    how = f"data.cache_dir={files}", f"data.path={files}/train.jsonl"
+    words = [*WORDS, "data=text", *how, f"data.eval_path={files}/held_*.jsonl"]
+    data = open_data(compose(words))
+    found = data.read(np.array([*data.numbers(held_out=True)]))
+    text = bytes(found["targets"][found["targets"] >= 0].astype(np.uint8)).decode()
+    assert [text.count(f"eld_{name} ") for name in "ab"] == [9, 9]
+    assert text.index("eld_a") < text.index("eld_b")
+    assert "other" not in text
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

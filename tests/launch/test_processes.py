@@ -148,7 +148,9 @@ def test_processes_of_a_cluster_find_each_other_and_refuse_a_mesh_once(tmp_path)
 
 @pytest.mark.full
 def test_a_process_that_fails_is_told_and_takes_the_others_along(tmp_path):
-    with processes(2, tmp_path / "run", *TWO, programs={1: FAILING}) as started:
+    events = tmp_path / "events.jsonl"
+    words = *TWO, f"run.on_event=tee -a {events}"
+    with processes(2, tmp_path / "run", *words, programs={1: FAILING}) as started:
         assert started[1].end() == 2
         began = time.monotonic()
         assert started[0].end() == 3
@@ -156,11 +158,14 @@ def test_a_process_that_fails_is_told_and_takes_the_others_along(tmp_path):
     assert started[1].lines == ["ppctl: process 1: the rows are gone\n"]
     line = "ppctl: process 1 has failed, and all others leave: the rows are gone\n"
     assert line in started[0].lines  # the main thread may still print a step after it
+    end = json.loads(events.read_text().splitlines()[-1])
+    assert (end["event"], end["reason"]) == ("lost", "process 1 has failed: the rows are gone")
 
 
 @pytest.mark.full
 def test_a_process_that_stands_still_or_is_killed_has_a_name(tmp_path):
-    words = ["run.slow_after_s=3", "run.heartbeat_s=20"]
+    events = tmp_path / "events.jsonl"
+    words = ["run.slow_after_s=3", "run.heartbeat_s=20", f"run.on_event=tee -a {events}"]
     with processes(2, tmp_path / "run", *TWO, *words) as (lead, other):
         lead.wait_for("step +400/")  # by then the other has told, more than once, where it is
         other.popen.send_signal(signal.SIGSTOP)
@@ -181,6 +186,11 @@ def test_a_process_that_stands_still_or_is_killed_has_a_name(tmp_path):
             r"process 1 gave no sign of life any more\.\n",
             lead.lines[-1],
         )
+    told = [json.loads(line) for line in events.read_text().splitlines()]
+    stalled, end = next(each for each in told if each["event"] == "stalled"), told[-1]
+    assert stalled["reason"].startswith("process 1 is slow")
+    assert end["event"] == "lost"
+    assert end["reason"].startswith("lost contact with another process (")
 
 
 @pytest.mark.full
@@ -448,12 +458,14 @@ def test_what_all_processes_find_wrong_is_told_by_the_first_to_find_it(tmp_path)
 
 
 def test_a_heartbeat_reports_at_growing_intervals_and_leaves_no_file(tmp_path):
-    lines = []
+    lines, events = [], []
     heartbeat = Heartbeat(tmp_path, process=0, num_processes=2, slow_after_s=0.2, say=lines.append)
+    heartbeat.tell = lambda *event: events.append(event)
     heartbeat.start()
     heartbeat.note("run", 3)
     time.sleep(2)
     assert 2 <= len(lines) <= 4, lines
+    assert events == [("stalled", line) for line in lines]
     assert all(line.startswith("process 1 is slow: nothing yet") for line in lines)
     heartbeat.note("run", 4)
     assert heartbeat.text == "running step 4"

@@ -1,6 +1,7 @@
 """Fixtures of several tests of runs."""
 
 import shutil
+import sys
 
 import pytest
 from support.small_runs import ROWS, checkpoints
@@ -40,3 +41,20 @@ def copy(six_steps, tmp_path):
         return run_dir
 
     return copy
+
+
+@pytest.fixture
+def command(tmp_path):
+    """A function that returns a command which runs this code."""
+
+    def command(code):
+        (tmp_path / "tell.py").write_text(f"import json, os, sys, time\n{code}\n")
+        return f"{sys.executable} {tmp_path / 'tell.py'}"
+
+    return command
+
+
+@pytest.fixture
+def tells(command, tmp_path):
+    """A command that writes what it gets to events.jsonl."""
+    return command(f"open({str(tmp_path / 'events.jsonl')!r}, 'a').write(sys.stdin.read())")

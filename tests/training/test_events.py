@@ -19,23 +19,6 @@ from ppctl.training.run.events import Events
 FAILS = "sys.exit('no route to the pager')"
 
 
-@pytest.fixture
-def command(tmp_path):
-    """A function that returns a command which runs this code."""
-
-    def command(code):
-        (tmp_path / "tell.py").write_text(f"import sys, time\n{code}\n")
-        return f"{sys.executable} {tmp_path / 'tell.py'}"
-
-    return command
-
-
-@pytest.fixture
-def tells(command, tmp_path):
-    """A command that writes what it gets to events.jsonl."""
-    return command(f"open({str(tmp_path / 'events.jsonl')!r}, 'a').write(sys.stdin.read())")
-
-
 def test_a_run_tells_its_start_its_saves_its_evaluations_and_its_end(train, tmp_path, tells):
     words = f"run.on_event={tells}", "run.eval_every=3", "run.checkpoint.every=3"
     assert train(*words)[0] == 0
@@ -55,6 +38,20 @@ def test_a_failure_is_told_with_its_reason(train, tmp_path, tells):
     (found,) = records(tmp_path, "events.jsonl")
     assert (found["event"], found["kind"]) == ("failed", "checkpoint")
     assert found["reason"] in err
+
+
+def test_a_signal_is_an_event_with_its_name(train, tmp_path, command):
+    """The command itself sends it, when the first checkpoint is saved."""
+    line = command(
+        "event = json.loads(sys.stdin.read())\n"
+        f"open({str(tmp_path / 'events.jsonl')!r}, 'a').write(json.dumps(event) + '\\n')\n"
+        "(event['event'], event.get('step')) == ('saved', 1) and os.kill(os.getppid(), 15)"
+    )
+    words = "run.checkpoint.every=1", "run.num_steps=100000"
+    assert train(f"run.on_event={line}", *words)[0] == 128 + 15
+    end = records(tmp_path, "events.jsonl")[-1]
+    assert (end["event"], end["reason"]) == ("interrupted", "SIGTERM")
+    assert end["step"] == checkpoints(tmp_path / "run")[-1] == len(records(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
@@ -94,9 +91,10 @@ def stop(capsys, *words):
     return code, *capsys.readouterr()
 
 
-def test_stop_saves_and_ends_and_the_run_goes_on_later(train, tmp_path, capsys):
+def test_stop_saves_and_ends_and_the_run_goes_on_later(train, tmp_path, capsys, tells):
     run_dir = tmp_path / "run"
     words = *ROWS.split(), f"run.dir={run_dir}", "run.num_steps=100000", "--json"
+    words += (f"run.on_event={tells}",)
     line = [sys.executable, "-m", "ppctl.cli", "train", *words]
     run = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -116,6 +114,9 @@ def test_stop_saves_and_ends_and_the_run_goes_on_later(train, tmp_path, capsys):
     assert found["status"] == "stopped"
     assert checkpoints(run_dir)[-1] == found["step"] == len(records(run_dir))
     assert not (run_dir / "stop").exists()
+    *_, saved, end = records(tmp_path, "events.jsonl")
+    assert (saved["event"], end["event"]) == ("saved", "stopped")
+    assert saved["step"] == end["step"] == found["step"]
     # a run that has ended is not asked; its command goes on
     code, _, err = stop(capsys, run_dir)
     assert code == 2

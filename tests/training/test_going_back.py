@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from support.small_runs import checkpoints, losses, records
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ppctl import cli
 from ppctl.training.checkpoint.checkpoint import Checkpoints
@@ -42,6 +43,18 @@ def test_a_run_goes_back_once_and_keeps_what_was_later(train, copy, six_steps):
         for folder, step in ((six_steps / "checkpoints", 6), (run_dir / "checkpoints", 6))
     )
     assert (old, new) == (0.002, 1e-4)
+
+
+def test_tensorboard_shows_the_losses_after_the_step_to_which_a_run_went_back(train, tmp_path):
+    run_dir, words = tmp_path / "run", ("run.checkpoint.every=2", "run.trackers=[tensorboard]")
+    assert train(*words)[0] == 0
+    before = losses(run_dir)
+    assert train(*words, "run.resume=2", "optim.lr=1e-4")[0] == 0
+    # as TensorBoard reads it: what an earlier start wrote from step 3 on is hidden
+    shown = EventAccumulator(str(run_dir / "tensorboard")).Reload().Scalars("train/loss")
+    assert [event.step for event in shown] == [1, 2, 3, 4, 5, 6]
+    np.testing.assert_allclose([event.value for event in shown], losses(run_dir), rtol=1e-6)
+    assert losses(run_dir)[3:] != before[3:]
 
 
 def test_a_repeated_command_does_not_go_back_again(train, copy):

@@ -101,20 +101,33 @@ def test_a_resumed_run_counts_on(skipping, tmp_path):
     assert len(rates[0]) == len(rates[1]) == 4
 
 
-def test_too_many_in_a_row_save_and_stop(skipping, tmp_path):
-    words = "mesh=1x2", "schedule=1f1b", "+data.options.bad=[" + ",".join(map(str, range(64))) + "]"
+def test_too_many_in_a_row_save_and_stop(skipping, tmp_path, tells):
+    words = (
+        "mesh=1x2",
+        "schedule=1f1b",
+        f"run.on_event={tells}",
+        "+data.options.bad=[" + ",".join(map(str, range(64))) + "]",
+    )
     code, _, err = skipping(*words, "run.max_skipped=2", "run.checkpoint.every=null")
     assert code == 4, err
     assert "2 steps in a row have gradients that are not finite (run.max_skipped=2)" in err
     assert err.count("\n") == 1
     assert "is saved" in err
     (saved,) = checkpoints(tmp_path / "run")
+    # each skipped step is an event, and so is the end
+    found = records(tmp_path, "events.jsonl")
+    steps = [each["step"] for each in found if each["event"] == "skipped"]
+    assert steps == [each["step"] for each in records(tmp_path / "run", "skipped.jsonl")]
+    assert [each["event"] for each in found[-2:]] == ["non_finite", "failed"]
     assert all(np.isfinite(a).all() for a in jax.tree.leaves(params(tmp_path / "run", saved)))
 
 
-def test_without_skipping_such_a_step_ends_the_run(skipping, tmp_path):
-    code, _, err = skipping("mesh=1x1", "run.on_nonfinite=stop")
+def test_without_skipping_such_a_step_ends_the_run(skipping, tmp_path, tells):
+    code, _, err = skipping("mesh=1x1", "run.on_nonfinite=stop", f"run.on_event={tells}")
     assert code == 4
     assert "loss=nan" in err
+    found = {each["event"]: each for each in records(tmp_path, "events.jsonl")}
+    assert "loss=nan" in found["non_finite"]["reason"]
+    assert (found["failed"]["kind"], "skipped" in found) == ("non_finite", False)
     assert not (tmp_path / "run/skipped.jsonl").exists()
     assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])["loss"] is None

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from ppctl.errors import NonFiniteError, PpctlError, one_line
+from ppctl.training.run.heartbeat import POLL_S
+from ppctl.training.run.process_group import lost_contact
 
 NAMES = ("started", "saved", "evaluated", "skipped", "non_finite", "stalled", "lost")
 NAMES += ("finished", "stopped", "interrupted", "failed")
 CALL_S = 60.0  # of one call
 END_S = 30.0  # after the run, for the calls that are left
+LOST_S = 2 * POLL_S  # seconds in which the heartbeat may name the process that failed, and why
 
 
 class Events:
@@ -32,7 +35,7 @@ class Events:
         self._words = None if command is None else shlex.split(command)
         self._run_dir, self._note = str(run_dir.absolute()), note
         self._waiting = queue.SimpleQueue[dict[str, Any] | None]()
-        self._has_failed = False
+        self._has_failed, self._is_lost = False, threading.Event()
         self._thread = threading.Thread(target=self._call_all, name="events", daemon=True)
 
     def __enter__(self) -> Self:
@@ -43,7 +46,11 @@ class Events:
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         if isinstance(error, NonFiniteError):
             self.tell("non_finite", reason=one_line(str(error)))
-        if error is not None:
+        lost = None if error is None else lost_contact(error)
+        if lost is not None:
+            if not self._is_lost.wait(LOST_S):
+                self.tell("lost", reason=f"lost contact with another process ({lost})")
+        elif error is not None:
             kind = error.kind if isinstance(error, PpctlError) else type(error).__name__
             self.tell("failed", kind=kind, reason=one_line(str(error)))
         if self._words is not None:
@@ -55,6 +62,8 @@ class Events:
     def tell(self, event: str, **facts: Any) -> None:
         """Call the command, without waiting, with {"event", "time", "run_dir", **facts}."""
         assert event in NAMES, event
+        if event == "lost":
+            self._is_lost.set()
         time = datetime.now(UTC).isoformat(timespec="seconds")
         if self._words is not None:
             self._waiting.put({"event": event, "time": time, "run_dir": self._run_dir, **facts})

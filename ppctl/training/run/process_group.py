@@ -171,7 +171,7 @@ def _shared_directory(run_dir: Path) -> Path:
 
 def _with_process_number(error: Exception, run: Run, heartbeat: Heartbeat) -> Exception:
     """Return the error with the process's number, after the heartbeat has let the others know."""
-    if (reason := _lost_contact(error)) is not None:
+    if (reason := lost_contact(error)) is not None:
         what = f"lost contact with another process while {heartbeat.text} ({reason})"
         xla_stderr.tell_lost(what)
         time.sleep(run.heartbeat_s + 5)  # by then the service may end this process
@@ -188,9 +188,9 @@ def _with_process_number(error: Exception, run: Run, heartbeat: Heartbeat) -> Ex
     return numbered
 
 
-def _lost_contact(error: BaseException) -> str | None:
-    """Return the reason of an error if it is that another process has gone, else None."""
-    link: BaseException | None = error
+def lost_contact(error: BaseException) -> str | None:
+    """Return the message of an error that another process's end has caused, else None."""
+    link = error if distributed.is_joined() else None
     while link is not None:
         if not isinstance(link, PpctlError) and LOST_CONTACT.search(str(link)):
             return one_line(link)[:150].rstrip(".")
