@@ -6,7 +6,7 @@ DEV := .venv/installed-dev
 # tests of a file stay in one process: they share its fixtures and compiled programs
 WORKERS := -n 2 --dist loadfile
 
-.PHONY: help setup train test test-full check lint smoke docs exhaustive chaos fuzz soak golden bench bench-gpu bench-plan bench-published bench-vocabulary clean
+.PHONY: help setup train test test-full check lint smoke docs exhaustive chaos fuzz soak golden tutorial bench bench-gpu bench-plan bench-published bench-vocabulary clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -62,6 +62,9 @@ fuzz: $(DEV) ## 30 random requests through plan, verify and five train steps, co
 golden: $(DEV) ## rewrite the golden schedules and show what changed; then the tiny models of transformers (extra oracle)
 	$(BIN)/python tests/support/golden.py
 	$(BIN)/python tests/support/oracle.py
+
+tutorial: $(DEV) ## run the code of docs/tutorial.md, and write its outputs and docs/tutorial.ipynb
+	$(BIN)/python tests/support/tutorial.py
 
 bench: $(INSTALLED) ## CPU seconds of a pipelined step compared with the un-pipelined one, compile time, memory
 	$(BIN)/ppctl bench recipes=bench

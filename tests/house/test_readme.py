@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import tutorial
 from support.selection import full
 
 import ppctl
@@ -46,6 +47,13 @@ SLOW = (
     "docs/quickstart.md",
 )  # what they show, README.md, docs/api.md and other tests run too
 NEEDS_A_RUN = ("docs/runs.md",)  # its Python reads what `ppctl train recipes=tiny` left
+TUTORIAL = "docs/tutorial.md"  # a test below runs it and compares its outputs
+PICTURES = {  # docs/images/NAME.svg: settings of `ppctl schedule show`
+    "1f1b": "schedule=1f1b",
+    "zb_v": "schedule=zb_v",
+    "interleaved": "schedule=interleaved",
+    "1f1b_vocab": "schedule=1f1b schedule.vocab=parallel",
+}
 
 
 def blocks(text, *languages):
@@ -161,9 +169,21 @@ def test_charts_are_as_drawn(capsys):
         ]  # no legend
 
 
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_as_drawn(name, tmp_path):
+    """Their titles, cells, bubbles and peaks; the version of matplotlib sets the rest."""
+    out, settings = tmp_path / "drawn.svg", PICTURES[name].split()
+    assert main(["schedule", "show", *settings, "mesh=1x4", "--out", str(out)]) == 0
+    texts = [
+        sorted(re.findall(r"<text[^>]*>([^<]*)", path.read_text()))
+        for path in (ROOT / f"docs/images/{name}.svg", out)
+    ]
+    assert texts[0] == texts[1]
+
+
 SHOWN = [page for page, text in TEXTS.items() if blocks(text, "python")]
 QUICK = tuple(
-    page for page in SHOWN if page not in ("README.md", *NEEDS_A_RUN, *SLOW)
+    page for page in SHOWN if page not in ("README.md", TUTORIAL, *NEEDS_A_RUN, *SLOW)
 )  # README.md: tests/promises/
 
 
@@ -185,6 +205,22 @@ def test_python_runs(pages, tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_tutorial_prints_what_it_shows():
+    """`make tutorial` writes new outputs."""
+    page = TEXTS[TUTORIAL]
+    for cell, output in zip(tutorial.cells(page), tutorial.run(page), strict=True):
+        assert tutorial.same_outputs(cell.printed, output.printed), output.printed
+
+
+def test_the_notebook_is_made_from_the_tutorial():
+    """Its cells and its printed outputs are those of the page."""
+    page, document = TEXTS[TUTORIAL], tutorial.NOTEBOOK.read_text()
+    outputs = tutorial.stored(document)
+    assert document == tutorial.notebook(page, outputs), "run `make tutorial`"
+    assert page == tutorial.with_outputs(page, outputs), "run `make tutorial`"
 
 
 def test_the_first_example_is_short():

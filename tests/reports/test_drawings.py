@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from support.report_of_a import charts_of
 
+import ppctl
 from ppctl.cli.subcommands.schedule_show import draw
 from ppctl.config import Costs, Mesh, ScheduleConfig
 from ppctl.config import Schedule as Plain
@@ -59,6 +60,14 @@ def test_the_chart_of_a_tiny_schedule_on_the_terminal():
         "\n"
         " F  forward   B  backward  1 column: 0.5 s\n"
     )
+
+
+def test_a_text_chart_drawn_in_a_notebook_is_in_its_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    file = ppctl.draw(
+        ppctl.build_schedule("1f1b", num_ranks=2, num_microbatches=3), tmp_path / "a.txt"
+    )
+    assert "rank 0  F0F1....B0--F2B1--..B2--" in file.read_text()
 
 
 def test_a_chart_too_wide_for_numbers_has_letters():

@@ -1,6 +1,6 @@
-"""A schedule drawn to a file, and schedules and pipelines as html for notebooks.
+"""Draw a schedule to a file; show schedules and pipelines as html in notebooks.
 
-Notebooks get plain tables and a picture as data of <img>, whose ids do not meet other cells'.
+Notebooks get plain tables, and pictures inside <img>, so that svg ids of two cells cannot clash.
 """
 
 import base64
@@ -24,22 +24,24 @@ from ppctl.schedule.schedule_text import to_csv
 from ppctl.schedule.simulator import simulate
 
 TEXT_WIDTH = 200  # columns
-LOOK = "max-width:100%;background:white"  # of a picture in a notebook
+LOOK = "max-width:100%;background:white"  # style of a picture in a notebook
 
 
 def draw(schedule: Schedule, path: str | Path, costs: Costs | None = None) -> Path:
-    """Draw a schedule as simulated on free-running ranks; return where.
+    """Draw a schedule, simulated on free-running ranks, to a file; return its path.
 
     Args:
-        path: Its ending names the form: .svg, .pdf, .png, .html (interactive), .json,
-        .txt, .csv. costs: Seconds of tasks; None: F = I = W = 1 s.
+        schedule: The schedule.
+        path: A file whose suffix names the format: .svg, .pdf, .png, .html (interactive), .json,
+            .txt or .csv.
+        costs: Seconds of tasks; None: F = I = W = 1 s.
 
     Raises:
-        ConfigError: The ending is none of these, or the file cannot be written.
+        ConfigError: The suffix is unknown, or the file cannot be written.
     """
     path = Path(path)
     if path.suffix not in _FORM_OF:
-        raise ConfigError(f"{path} ends in none of {', '.join(_FORM_OF)}.")
+        raise ConfigError(f"{path} has an unknown suffix. Use one of {', '.join(_FORM_OF)}.")
     timeline = simulate(schedule, Costs() if costs is None else costs)
     drawing = Drawing(schedule.name, timeline)
     write_file(f"path={path}", path, DRAWN_AS[_FORM_OF[path.suffix]](drawing))
@@ -48,11 +50,13 @@ def draw(schedule: Schedule, path: str | Path, costs: Costs | None = None) -> Pa
 
 def _text(drawing: Drawing) -> str:
     file = io.StringIO()
-    show_gantt(Console(file=file, width=TEXT_WIDTH, color_system=None), drawing)
+    # in a notebook rich would display the text instead of writing it
+    console = Console(file=file, width=TEXT_WIDTH, color_system=None, force_jupyter=False)
+    show_gantt(console, drawing)
     return file.getvalue()
 
 
-DRAWN_AS: dict[str, Callable[[Drawing], str | bytes]] = {  # the content of a file, by form
+DRAWN_AS: dict[str, Callable[[Drawing], str | bytes]] = {  # content of a file, by format
     "text": _text,
     "html": lambda drawing: schedules_page([drawing]),
     **{form: lambda drawing, form=form: image([drawing], form) for form in FORMS},
@@ -63,7 +67,7 @@ _FORM_OF = {".txt" if form == "text" else f".{form}": form for form in DRAWN_AS}
 
 
 def schedule_html(schedule: Schedule) -> str:
-    """Return the chart of a schedule on free-running ranks, F = I = W = 1 s; large ones in words.
+    """Return the html chart of a schedule with F = I = W = 1 s; a sentence if it is too large.
 
     >>> from ppctl.schedule.families.registry import build
     >>> schedule_html(build("gpipe", 1024, 1))
@@ -84,7 +88,7 @@ def pipeline_html(
     memory: Sequence[Mapping[str, int]],
     schedule: Schedule | None,
 ) -> str:
-    """Return facts, a table of each rank's layers and bytes, and the schedule's chart."""
+    """Return html: the facts, a table of each rank's layers and bytes, the schedule's chart."""
     lines = "".join(f"<b>{text(name)}</b> {text(words)}<br>" for name, words in facts.items())
     parts = [part for part in memory[0] if any(held.get(part) for held in memory)]
     rows = [
